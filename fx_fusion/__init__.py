@@ -1,0 +1,13 @@
+"""fx_fusion: a torch.compile backend that recognises what a model means and trains it with fused kernels.
+
+>>> model = torch.compile(model, backend="fx_fusion")
+>>> with fx_fusion.recording() as report:
+...     model(**batch).loss.backward()
+>>> print(report)
+"""
+
+from fx_fusion.errors import DeclarationError, FusionError, OptionError, StaleTensorError
+from fx_fusion.report import Report, Site, recording
+
+__all__ = ["DeclarationError", "FusionError", "OptionError", "Report", "Site", "StaleTensorError", "recording"]
+__version__ = "0.1.0"

@@ -1,0 +1,139 @@
+"""The backend: ``torch.compile(model, backend="fx_fusion")``.
+
+``compile_graph`` is the pipeline, one column of named calls. Whatever goes wrong in our part, the graph reaches
+Inductor as Dynamo wrote it, and the user is told why.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+from fx_fusion import debug
+from fx_fusion.cache_key import config_patches
+from fx_fusion.canonicalize import View
+from fx_fusion.deferred import defer_outputs
+from fx_fusion.diff import text
+from fx_fusion.errors import FusionError
+from fx_fusion.options import Options, parse
+from fx_fusion.report import GraphReport, Site, publish
+from fx_fusion.rewrite import Editor
+from fx_fusion.sites import Fuel, choose, find_matches, near_sites, replace
+from fx_fusion.snapshot import snapshot
+from fx_fusion.speculate import Assumptions, speculate
+
+Compiled = Callable[..., Any]
+_graphs_seen = 0
+
+
+def fx_fusion(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """The backend function that torch.compile calls for every captured graph.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its fake inputs.
+        mode: as for Inductor (``"reduce-overhead"``, ``"max-autotune"`` ...).
+        options: Inductor's options, and ours (``fx_fusion.options``).
+
+    Raises:
+        OptionError: an option that nobody knows.
+        FusionError: an error of ours, under ``options={"strict": True}`` only.
+    """
+    return compile_graph(gm, example_inputs, parse(mode, options))
+
+
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    """canonicalize -> match -> legality -> select -> rewrite -> defer -> compile_fx -> speculate."""
+    started = time.perf_counter()
+    graph_report = _new_report(gm)
+    untouched = snapshot(gm)
+    try:
+        assumptions = Assumptions(gm, allowed=options.speculate)
+        sites = fuse(gm, options, assumptions)
+        deferred = defer_outputs(gm)
+        gm.graph.lint()
+        gm.recompile()
+        graph_report.deferred, graph_report.assumes = deferred.names, assumptions.sentences()
+        wrap = (deferred.wrap, lambda fast: speculate(fast, assumptions, untouched, options))
+    except Exception as error:
+        if options.strict:
+            raise FusionError(_where(error)) from error
+        warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=2)
+        gm, sites, wrap, graph_report.fallback = untouched, [], (), _where(error)
+    graph_report.after, graph_report.nodes_after = text(gm), len(gm.graph.nodes)
+    graph_report.seconds = time.perf_counter() - started
+    _announce(graph_report, sites)
+    compiled = compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+    for layer in wrap:
+        compiled = layer(compiled)
+    return compiled
+
+
+def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> list[Site]:
+    """Rewrite every graph of the module in place, bodies of higher-order ops included; the sites of all of them."""
+    sites: list[Site] = []
+    fuel = Fuel(options.fuel)
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        view = View(module.graph)
+        view.assumptions = assumptions if module is gm else Assumptions.none()
+        view.options = options
+        matches, near = find_matches(view)
+        chosen, refused = choose(matches, view, options)
+        editor = Editor(view)
+        made = [replace(fusion, match, editor, fuel) for fusion, match in chosen]
+        sites += [*made, *refused, *near_sites(near, [*made, *refused], view)]
+        module.recompile()
+    return sites
+
+
+def reset() -> None:
+    """What ``torch.compile``'s reset does for Inductor."""
+    torch._TorchCompileInductorWrapper(None, None, None).reset()
+
+
+fx_fusion.reset = reset  # type: ignore[attr-defined]
+
+
+def _new_report(gm: fx.GraphModule) -> GraphReport:
+    global _graphs_seen
+    _graphs_seen += 1
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return GraphReport(
+        index=_graphs_seen - 1,
+        before=text(gm),
+        nodes_before=len(gm.graph.nodes),
+        compile_id=str(compile_id) if compile_id else "",
+    )
+
+
+def _announce(graph_report: GraphReport, sites: list[Site]) -> None:
+    sites = [Site(**{**vars(site), "graph": graph_report.index}) for site in sites]
+    publish(graph_report, sites)
+    debug.write(graph_report, sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")
+
+
+def _where(error: BaseException) -> str:
+    """The pass that raised, and what it said."""
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("fx_fusion.") and module != "fx_fusion.backend":
+            frames.append(module.removeprefix("fx_fusion."))
+        traceback = traceback.tb_next
+    return f"{frames[-1] if frames else 'backend'} failed: {type(error).__name__}: {error}"

@@ -1,0 +1,58 @@
+"""Which dtype changes keep every value, and which round.
+
+A cast that keeps every value is invisible to matching; a cast that rounds is part of what the model says. Between
+a producer and its consumer there may be several: ``bf16 -> f32 -> bf16`` rounds nothing, ``f32 -> bf16 -> f32`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+_KEEPS = {
+    torch.bool: {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    },
+    torch.uint8: {torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64},
+    torch.int8: {torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64},
+    torch.int16: {torch.int32, torch.int64, torch.float32, torch.float64},
+    torch.int32: {torch.int64, torch.float64},
+    torch.float16: {torch.float32, torch.float64},
+    torch.bfloat16: {torch.float32, torch.float64},
+    torch.float32: {torch.float64},
+}
+
+
+def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of ``source`` is a value of ``target``."""
+    return source == target or target in _KEEPS.get(source, ())
+
+
+def roundings(chain: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    """The dtypes in a chain of casts that lose information, in order; the first entry is the producer's dtype.
+
+    >>> roundings([torch.bfloat16, torch.float32, torch.bfloat16])
+    ()
+    >>> roundings([torch.float32, torch.bfloat16, torch.float32])
+    (torch.bfloat16,)
+    """
+    dtypes = list(chain)
+    information, lost = dtypes[0], []
+    for dtype in dtypes[1:]:
+        if not keeps_values(information, dtype):
+            lost.append(dtype)
+            information = dtype
+    return tuple(lost)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,18 @@
+"""The two ways in which fx_fusion fails. A guard's "no" is not an error: it is a sentence in the report."""
+
+
+class DeclarationError(TypeError):
+    """A fusion, pattern or op was declared in a way that can't work. Raised when its file is imported."""
+
+
+class FusionError(RuntimeError):
+    """One of our passes failed while compiling a graph. Raised only under ``options={"strict": True}``;
+    otherwise the graph goes to Inductor unchanged and a warning names the pass and the reason."""
+
+
+class OptionError(ValueError):
+    """``options=`` holds a name or a value that neither fx_fusion nor Inductor knows."""
+
+
+class StaleTensorError(RuntimeError):
+    """A deferred tensor was read after a tensor that it is computed from had been changed in place."""

@@ -1,0 +1,137 @@
+"""What makes a match a legal rewrite. Every check returns None, or the sentence that the report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.dtypes import name
+from fx_fusion.fusion import Fusion
+from fx_fusion.match import Match
+
+
+def why_not(fusion: Fusion, match: Match, view: View) -> str | None:
+    """The first reason why ``match`` may not be rewritten, or None."""
+    for check in _CHECKS:
+        reason = check(fusion, match, view)
+        if reason is not None:
+            return reason
+    return None
+
+
+def follows_dtype_policy(fusion: Fusion, match: Match, view: View) -> str | None:
+    """The graph computes and rounds where the pattern does, given the dtypes of its inputs."""
+    if match.pattern is None:
+        return None
+    dtypes = {n: value(match.inputs[n]).dtype for n in match.pattern.tensors()}
+    device = value(match.inputs[match.pattern.tensors()[0]]).device.type
+    policy = match.pattern.policy(dtypes, device, view.effects.region[match.root])
+    for node, term in match.pairs.items():
+        found, wanted = value(term).dtype, policy.results[node]
+        if found != wanted:
+            return f"{term.op} is computed in {name(found)}; the kernel computes it in {name(wanted)}"
+    for (node, i), found_roundings in match.edges.items():
+        wanted_roundings = policy.operands[node, i]
+        if found_roundings != wanted_roundings:
+            at = f"before {match.pairs[node].op}"
+            if found_roundings and not wanted_roundings:
+                return f"a cast to {name(found_roundings[0])} rounds {at}; the kernel does not round there"
+            if wanted_roundings and not found_roundings:
+                return f"nothing rounds to {name(wanted_roundings[0])} {at}; the kernel does"
+            return f"{name(found_roundings[0])} {at} where the kernel rounds to {name(wanted_roundings[0])}"
+    return None
+
+
+def is_contained(fusion: Fusion, match: Match, view: View) -> str | None:
+    """Inner values are used only inside; the outputs may have any users."""
+    for node in match.nodes:
+        if node in match.outputs:
+            continue
+        for user in node.users:
+            if user not in match.nodes:
+                return f"{node.name} is also used outside the pattern, by {user.name}"
+    return None
+
+
+def is_in_one_region(fusion: Fusion, match: Match, view: View) -> str | None:
+    """Grad mode and autocast are the same at every matched node."""
+    region = view.effects.region
+    for node in match.nodes:
+        if region[node] != region[match.root]:
+            return f"{node.name} is in another grad-mode or autocast region than {match.root.name}"
+    return None
+
+
+def is_free_of_writes(fusion: Fusion, match: Match, view: View) -> str | None:
+    """Nothing writes to an input or an inner value between the first matched node and the root."""
+    nodes = {*match.nodes, *match.crossed}
+    bound = {v for v in match.inputs.values() if isinstance(v, fx.Node)}
+    order = view.order
+    first, last = min(order[n] for n in nodes), max(order[n] for n in match.nodes)
+    write = view.effects.writes_between(first, last, nodes | bound)
+    if write is not None and write not in match.nodes:
+        return f"{write.name} changes a value of the pattern in place, in between"
+    return None
+
+
+def has_plain_tensors(fusion: Fusion, match: Match, view: View) -> str | None:
+    """Every input is an ordinary strided tensor, all on one device, of a dtype that kernels know."""
+    devices = set()
+    for parameter, node in match.inputs.items():
+        if not is_tensor(node):
+            continue
+        tensor = value(node)
+        if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
+            return f"{parameter} is a {type(tensor).__name__}; kernels take plain tensors"
+        if tensor.layout is not torch.strided:
+            return f"{parameter} has the layout {tensor.layout}; kernels take strided tensors"
+        devices.add(tensor.device)
+    if len(devices) > 1:
+        return f"its inputs are on several devices: {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def _is_fake_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and type(tensor).__name__ in ("Parameter", "Buffer", "FakeTensor")
+
+
+def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | None:
+    """The dims of ``Fusion.inputs`` unify; sizes are compared without adding a guard."""
+    if match.pattern is None:
+        return None
+    sizes: dict[str, int | torch.SymInt] = {}
+    for parameter in match.pattern.tensors():
+        spec, shape = str(fusion.inputs[parameter]).split(), value(match.inputs[parameter]).shape
+        named = [t for t in spec if t != "..."]
+        if len(shape) < len(named) or ("..." not in spec and len(shape) != len(named)):
+            return f"{parameter} has shape {tuple(shape)}; the kernel takes ({' '.join(spec)})"
+        for token, size in zip(named, shape[len(shape) - len(named) :], strict=True):
+            dim = token.removesuffix("|1")
+            if token != dim and statically_known_true(size == 1):
+                continue
+            if not statically_known_true(sizes.setdefault(dim, size) == size):
+                return f"{parameter} has shape {tuple(shape)}; its {dim} must be {sizes[dim]}"
+    return None
+
+
+def passes_the_guard(fusion: Fusion, match: Match, view: View) -> str | None:
+    if fusion.guard is None or match.pattern is None:
+        return None
+    bound = {n: value(v) for n, v in match.inputs.items()}
+    return fusion.guard(**{**bound, **match.statics})
+
+
+_CHECKS: tuple[Callable[[Fusion, Match, View], str | None], ...] = (
+    has_the_declared_dims,
+    follows_dtype_policy,
+    is_contained,
+    is_in_one_region,
+    is_free_of_writes,
+    has_plain_tensors,
+    passes_the_guard,
+)

@@ -1,0 +1,229 @@
+"""``fused_op``: a forward and a backward launcher become one differentiable torch op.
+
+The op is opaque (``torch.library``): Inductor calls it and does not look inside. That holds for kernels with host work
+(chunk loops around cuBLAS, grids that depend on the number of SMs) as well as for single launches, keeps one code path
+for CUDA, CPU and Triton's interpreter, and never traces a launcher with symbolic sizes.
+
+On a CPU tensor an op runs its reference, the pattern function; with ``TRITON_INTERPRET=1`` it runs its kernel in
+Triton's interpreter, which is how kernels are checked on a machine without a GPU.
+
+**The save list is the signature of the backward**: after the gradients of the outputs, each of its parameters is an
+input of the forward or one of its statistics. Anything else is an error when the file is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_fusion.errors import DeclarationError
+
+NAMESPACE = "fx_fusion"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_DEVICES = ("CPU", "CUDA")
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class FusedOp:
+    """A differentiable op. Calling it returns its outputs, without the statistics that its backward needs."""
+
+    def __init__(self, name: str, overload: torch._ops.OpOverload, outputs: Sequence[str]):
+        self.name, self.overload, self.outputs = name, overload, tuple(outputs)
+        self.parameters = [a.name for a in overload._schema.arguments]
+        self.reference: Callable[..., Any] | None = None  # set by the Fusion that declares this op as its kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self.overload(*args, **kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        return results[0] if len(self.outputs) == 1 else results[: len(self.outputs)]
+
+    def __repr__(self) -> str:
+        return f"<fused op {self.overload._schema}>"
+
+
+def fused_op(
+    name: str,
+    forward: tuple[str, Callable[..., Any]],
+    backward: tuple[str, Callable[..., Any]],
+    *,
+    fake: Callable[..., Any],
+    stats: Sequence[str] = (),
+    grads: Sequence[str | tuple[str, ...]],
+    backward_reference: Callable[..., Any] | None = None,
+) -> FusedOp:
+    """Define ``fx_fusion::name`` and ``fx_fusion::name_bwd`` and connect them.
+
+    Args:
+        forward: schema ``"(Tensor x, float eps) -> (Tensor y, Tensor rstd)"`` and its launcher.
+        backward: schema and launcher. Parameters: one gradient an output (``Tensor?`` where it may be missing), then
+            what it needs of the forward by name, then ``bool[] needs``, whether each entry of ``grads`` is wanted.
+            It returns one tensor an entry of ``grads``; an unwanted one may be empty.
+        fake: the forward on fake tensors, same parameters: allocates every result.
+        stats: results of the forward that only the backward reads.
+        grads: for each result of the backward, the input that it is the gradient of. Where several inputs share one
+            gradient: ``(template, input, input)``, the template being the saved value that it looks like.
+        backward_reference: the backward on CPU; needed only where the backward doesn't take all inputs of the forward
+            (then the reference can't be differentiated).
+    """
+    op = _define(name, *forward)
+    bwd = _define(f"{name}_bwd", *backward)
+    parameters = [a.name for a in op._schema.arguments]
+    results = [r.name for r in op._schema.returns]
+    outputs = [r for r in results if r not in stats]
+    needed = [a.name for a in bwd._schema.arguments][len(outputs) : -1]
+    unknown = [n for n in needed if n not in parameters and n not in results]
+    if unknown or bwd._schema.arguments[-1].name != "needs":
+        raise DeclarationError(
+            f"the backward of {name} takes {unknown or 'no needs'}; after the gradients of {outputs} it takes inputs "
+            f"({', '.join(parameters)}) or results ({', '.join(results)}) of the forward, and last `bool[] needs`."
+        )
+    templates = [entry if isinstance(entry, str) else entry[0] for entry in grads]
+    targets = [(entry,) if isinstance(entry, str) else entry[1:] for entry in grads]
+    gradient_of = {n: i for i, names in enumerate(targets) for n in names}
+    if backward_reference is None and not set(parameters) <= set(needed):
+        raise DeclarationError(
+            f"the backward of {name} doesn't take {sorted(set(parameters) - set(needed))}, so its reference can't be "
+            "differentiated on CPU: take them, or give a backward_reference."
+        )
+    fused = FusedOp(name, op, outputs)
+
+    def forward_reference(*args: Any) -> Any:
+        assert fused.reference is not None, f"no fusion declares the op {name}"
+        produced = _as_tuple(fused.reference(**dict(zip(parameters, args, strict=True))))
+        allocated = _as_tuple(fake(*args))
+        full = tuple(p.contiguous() for p in produced) + tuple(a.zero_() for a in allocated[len(outputs) :])
+        # Outputs take the strides that the fake promised to the compiler.
+        full = tuple(a.copy_(f) if a.stride() != f.stride() else f for a, f in zip(allocated, full, strict=True))
+        return full if len(full) > 1 else full[0]
+
+    def differentiate_reference(*args: Any) -> Any:
+        """Differentiate the reference itself: no second set of formulas."""
+        assert fused.reference is not None
+        dys, needs = args[: len(outputs)], args[-1]
+        bound = dict(zip(needed, args[len(outputs) : -1], strict=True))
+        wanted = {n for n, i in gradient_of.items() if needs[i] and bound[n] is not None}
+        with _autograd_inside_an_op():
+            leaves = {n: bound[n].detach().requires_grad_() for n in wanted}
+            ys = _as_tuple(fused.reference(**{n: leaves.get(n, bound[n]) for n in parameters}))
+            pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None]
+            found = torch.autograd.grad(
+                [y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs], allow_unused=True
+            )
+        by_name = dict(zip(leaves, found, strict=True))
+        made = []
+        for template, (first, *_) in zip(templates, targets, strict=True):
+            gradient = by_name.get(first)
+            if gradient is not None:
+                made.append(gradient.contiguous())
+            else:
+                made.append(first_of(dys).new_zeros(bound[template].shape if first in wanted else 0))
+        return tuple(made) if len(made) > 1 else made[0]
+
+    for target, launcher, reference in (
+        (op, forward[1], forward_reference),
+        (bwd, backward[1], backward_reference or differentiate_reference),
+    ):
+        for device in _DEVICES:
+            _LIBRARY.impl(target._opname, _on_device(device, launcher, reference), device)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+
+    def fake_backward(*args: Any) -> Any:
+        dys, needs = args[: len(outputs)], args[-1]
+        bound = dict(zip(needed, args[len(outputs) : -1], strict=True))
+        made = []
+        for template, needed_here in zip(templates, needs, strict=True):
+            like = bound[template] if needed_here else None
+            made.append(first_of(dys).new_empty(0) if like is None else like.new_empty(like.shape))
+        return tuple(made) if len(made) > 1 else made[0]
+
+    torch.library.register_fake(f"{NAMESPACE}::{name}_bwd", fake_backward, lib=_LIBRARY)
+
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        bound = {**dict(zip(parameters, inputs, strict=True)), **dict(zip(results, _as_tuple(output), strict=True))}
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(bound[s] for s in stats))
+        ctx.save_for_backward(*(bound[n] for n in needed if isinstance(bound[n], Tensor)))
+        ctx.plain = {n: bound[n] for n in needed if not isinstance(bound[n], Tensor)}
+        ctx.dtypes = {n: bound[n].dtype for n in gradient_of if bound[n] is not None}
+
+    def differentiate(ctx: Any, *dys: Any) -> Any:
+        dys = dys[: len(outputs)]
+        if all(dy is None for dy in dys):
+            return (None,) * len(parameters)
+        saved = iter(ctx.saved_tensors)
+        bound = {n: ctx.plain[n] if n in ctx.plain else next(saved) for n in needed}
+        wanted = {n: ctx.needs_input_grad[i] for i, n in enumerate(parameters)}
+        needs = [any(wanted[n] for n in names) for names in targets]
+        made = _as_tuple(bwd(*dys, *bound.values(), needs))
+        # A shared gradient (both operands of an add) has the dtype of the sum; each operand gets its own.
+        return tuple(
+            made[gradient_of[n]].to(ctx.dtypes[n]) if n in gradient_of and wanted[n] else None for n in parameters
+        )
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=setup_context, lib=_LIBRARY)
+    return fused
+
+
+def plain_op(name: str, schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    """An op without a gradient of its own (``fx_fusion::name``), for launchers that an autograd formula calls."""
+    overload = _define(name, schema, launcher)
+    for device in _DEVICES:
+        _LIBRARY.impl(overload._opname, _guarded(launcher), device)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return overload
+
+
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def _define(name: str, schema: str, launcher: Callable[..., Any]) -> torch._ops.OpOverload:
+    _LIBRARY.define(name + schema)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _on_device(device: str, launcher: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    if device == "CUDA":
+        return _guarded(launcher)
+    return lambda *args: launcher(*args) if interpreting() else reference(*args)
+
+
+def _guarded(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch on the device of the first tensor, not on the current one."""
+
+    def launch(*args: Any) -> Any:
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return launcher(*args)
+
+    return launch
+
+
+@contextlib.contextmanager
+def _autograd_inside_an_op() -> Any:
+    """The dispatcher runs an op's body below autograd; here it is switched on again."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    for key in (torch._C.DispatchKey.AutogradCUDA, torch._C.DispatchKey.ADInplaceOrView):
+        keys = keys | torch._C.DispatchKeySet(key)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - keys
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def first_of(dys: Sequence[Any]) -> Tensor:
+    """The first gradient that exists."""
+    return next(dy for dy in dys if dy is not None)
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)

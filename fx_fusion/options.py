@@ -1,0 +1,101 @@
+"""``options=`` of ``torch.compile``: ours are validated here, Inductor's pass through."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+
+from fx_fusion.errors import OptionError
+from fx_fusion.registry import all_fusions
+
+SELECT = ("auto", "always", "never")
+_OURS: dict[str, tuple[type, str]] = {
+    "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
+    "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
+    "defer_outputs": (bool, "whether an output that a fusion absorbed is computed only when it is read"),
+    "speculate": (bool, "whether to compile for an attention_mask without padding, checked at run time"),
+    "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Validated options of one compilation."""
+
+    select: str
+    fusions: frozenset[str]
+    defer_outputs: bool
+    speculate: bool
+    strict: bool
+    fuel: int | None
+    inductor: Mapping[str, Any]
+
+    def key(self) -> tuple[Any, ...]:
+        """What decides about our rewrite, for the compile cache."""
+        return (self.select, tuple(sorted(self.fusions)), self.defer_outputs, self.speculate, self.fuel)
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Split and check options; raises OptionError with the valid names and the nearest one."""
+    modes = ("default", *torch._inductor.list_mode_options())
+    if mode is not None and mode not in modes:
+        raise OptionError(f"mode={mode!r} is not known. {_nearest(mode, modes)}")
+    inductors = inductor_config.get_config_copy()  # type: ignore[attr-defined]
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for name, given in (options or {}).items():
+        if name in _OURS:
+            kind, meaning = _OURS[name]
+            if not isinstance(given, (list, tuple) if kind is list else kind):
+                raise OptionError(f"options[{name!r}] must be a {kind.__name__} ({meaning}); got {given!r}.")
+            ours[name] = given
+        elif name.replace("-", "_") in inductors:
+            theirs[name] = given
+        else:
+            raise OptionError(
+                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {_nearest(name, tuple(_OURS))}"
+            )
+    # Inductor's own wrapper translates the mode and checks the types of its options.
+    inductor = torch._TorchCompileInductorWrapper(mode, theirs, None).config
+    select = ours.get("select", "auto")
+    if select not in SELECT:
+        raise OptionError(f"options['select'] = {select!r}. {_nearest(select, SELECT)}")
+    return Options(
+        select=select,
+        fusions=_chosen(ours.get("fusions", [])),
+        defer_outputs=ours.get("defer_outputs", True),
+        speculate=ours.get("speculate", True),
+        strict=ours.get("strict", False),
+        fuel=_fuel(),
+        inductor=inductor,
+    )
+
+
+def _chosen(names: list[str]) -> frozenset[str]:
+    known = [f.name for f in all_fusions()]
+    for name in names:
+        if name.removeprefix("-") not in known:
+            raise OptionError(f"options['fusions'] names {name!r}. {_nearest(name.removeprefix('-'), tuple(known))}")
+    wanted = [n for n in names if not n.startswith("-")] or known
+    return frozenset(wanted) - {n.removeprefix("-") for n in names if n.startswith("-")}
+
+
+def _fuel() -> int | None:
+    given = os.environ.get("FX_FUSION_FUEL")
+    if given is None:
+        return None
+    if not given.isdigit():
+        raise OptionError(f"FX_FUSION_FUEL={given!r} must be a number of replacements, 0 or more.")
+    return int(given)
+
+
+def _nearest(name: str, valid: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(valid)}."

@@ -1,0 +1,152 @@
+"""Edit the graph. The only module that does.
+
+A match becomes one call of its op. The node that takes the root's place also takes its name and its metadata, so the
+graph before and after can be compared line by line and AOTAutograd's cache keeps working. Only nodes that the match
+itself made dead are erased: global dead-code elimination would also drop in-place writes that have no users.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.fusion import Fusion
+from fx_fusion.match import Match
+
+_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
+
+
+class Editor:
+    """Inserts nodes with example values, replaces values, erases what became dead. Knows what replaced what."""
+
+    def __init__(self, view: View):
+        self.view, self.graph = view, view.graph
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        # The mode that the graph was traced with: while a backend runs, the tracing context may already hold another.
+        fakes = (value(n) for n in self.graph.nodes)
+        self.fake_mode = next((v.fake_mode for v in fakes if isinstance(v, FakeTensor)), None)
+
+    def now(self, item: Any) -> Any:
+        """The node that holds this value after the rewrites so far."""
+        while isinstance(item, fx.Node) and item in self._replaced:
+            item = self._replaced[item]
+        return item
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
+        """A new ``call_function`` node at the insertion point, with the metadata of ``like`` and its own example value."""
+        args = torch.utils._pytree.tree_map_only(fx.Node, self.now, args)
+        kwargs = torch.utils._pytree.tree_map_only(fx.Node, self.now, kwargs or {})
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update({k: like.meta[k] for k in _COPIED_META if k in like.meta})
+        example_args, example_kwargs = torch.utils._pytree.tree_map_only(fx.Node, value, (args, kwargs))
+        if self.fake_mode is None:
+            raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
+        with self.fake_mode, torch.set_grad_enabled(self.view.effects.region[like][0]):
+            node.meta["example_value"] = target(*example_args, **example_kwargs)
+        return node
+
+    def cast(self, node: Any, dtype: torch.dtype, *, like: fx.Node) -> Any:
+        """``node.to(dtype)``, or the node itself where it has that dtype."""
+        node = self.now(node)
+        return node if value(node).dtype == dtype else self.call(torch.Tensor.to, (node, dtype), like=like)
+
+    def item(self, node: fx.Node, i: int, *, like: fx.Node) -> fx.Node:
+        """``node[i]`` of an op with several results."""
+        return self.call(operator.getitem, (node, i), like=like)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """``new`` takes the place of ``old`` at every user, and its name."""
+        why = differs(value(old), value(new))
+        if why is not None:
+            raise Mismatch(f"the op's result {why}")
+        name = old.name
+        old.replace_all_uses_with(new)
+        old._rename(f"{name}_unfused")
+        new._rename(name)
+        self._replaced[old] = new
+
+    def erase(self, nodes: Iterable[fx.Node]) -> None:
+        """Erase those of ``nodes`` that nothing uses any more."""
+        for node in sorted(nodes, key=lambda n: self.view.order.get(n, 0), reverse=True):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+
+
+class Mismatch(Exception):
+    """The replacement would not look like what it replaces: the site is declined and nothing was changed."""
+
+
+def differs(old: Any, new: Any) -> str | None:
+    """The first difference in dtype, device, shape or stride between two example values, or None."""
+    if old.dtype != new.dtype:
+        return f"is {new.dtype} where the graph has {old.dtype}"
+    if old.device != new.device:
+        return f"is on {new.device} where the graph has {old.device}"
+    for what, before, after in (("shape", old.shape, new.shape), ("stride", old.stride(), new.stride())):
+        if len(before) != len(after) or not all(
+            statically_known_true(b == a) or (what == "stride" and statically_known_true(old.shape[i] <= 1))
+            for i, (b, a) in enumerate(zip(before, after, strict=True))
+        ):
+            return f"has {what} {tuple(after)} where the graph has {tuple(before)}"
+    return None
+
+
+def rewrite(fusion: Fusion, match: Match, editor: Editor) -> str | None:
+    """Replace one match; the reason if its replacement does not fit (nothing is changed then)."""
+    before = list(editor.graph.nodes)
+    try:
+        if match.emit is not None:
+            match.emit(editor, match)
+        else:
+            call_kernel(fusion, match, editor)
+    except Mismatch as mismatch:
+        known = set(before)
+        for node in reversed(list(editor.graph.nodes)):
+            if node not in known:
+                editor.graph.erase_node(node)
+        return str(mismatch)
+    editor.erase(match.nodes)
+    return None
+
+
+def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
+    """One call of the kernel, where its last input exists and its first result is needed."""
+    kernel = fusion.kernel
+    assert kernel is not None, f"fusion {fusion.name} has neither a kernel nor emit"
+    bound = {**match.inputs, **match.statics}
+    arguments = tuple(bound[parameter] for parameter in kernel.parameters)
+    with editor.graph.inserting_before(insertion_point(match, editor)):
+        call = editor.call(kernel.overload, arguments, like=match.root)
+        results = value(call)
+        if not isinstance(results, (tuple, list)):
+            new = [call]
+        else:
+            new = [editor.item(call, i, like=output) for i, output in enumerate(match.outputs)]
+        for output, node in zip(match.outputs, new, strict=True):
+            if (why := differs(value(output), value(node))) is not None:
+                raise Mismatch(f"the op's result {why}")
+    for output, node in zip(match.outputs, new, strict=True):
+        editor.replace(output, node)
+
+
+def insertion_point(match: Match, editor: Editor) -> fx.Node:
+    """Before the first matched node that makes an output: nothing uses an output earlier. Every input must exist by
+    then; where one does not, the op goes right behind the last input, if no user of an output comes before that."""
+    order = editor.view.order
+    first = min(match.outputs, key=lambda n: order[n])
+    late = [n for n in match.inputs.values() if isinstance(n, fx.Node) and order[n] > order[first]]
+    if not late:
+        return first
+    last = max(late, key=lambda n: order[n])
+    for output in match.outputs:
+        for user in output.users:
+            if user not in match.nodes and order.get(user, order[last] + 1) <= order[last]:
+                raise Mismatch(f"{last.name} does not exist yet where {user.name} needs a result")
+    return last.next

@@ -1,0 +1,24 @@
+"""Whether a legal fusion pays here. A kept site is reported with the sentence that decided."""
+
+from __future__ import annotations
+
+from fx_fusion.canonicalize import is_tensor, value
+from fx_fusion.fusion import Fusion
+from fx_fusion.match import Match
+from fx_fusion.options import Options
+
+
+def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
+    """Why Inductor keeps this site, or None: the fused op replaces it."""
+    if fusion.name not in options.fusions:
+        return "switched off by options"
+    if options.select == "always":
+        return None
+    if options.select == "never":
+        return 'options={"select": "never"}'
+    tensor = next(value(v) for v in match.inputs.values() if is_tensor(v))
+    if tensor.device.type == "cpu" and not fusion.on_cpu:
+        return "on CPU Inductor compiles this as well"
+    if fusion.pays is None:
+        return None
+    return fusion.pays(**{**{n: value(v) for n, v in match.inputs.items()}, **match.statics})

@@ -1,0 +1,154 @@
+"""From matches to sites: who gets a node that several fusions want, and what is said about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fx_fusion.canonicalize import View
+from fx_fusion.fusion import Fusion
+from fx_fusion.legality import why_not
+from fx_fusion.match import Attempt, Match, NearMiss
+from fx_fusion.options import Options
+from fx_fusion.pattern import patterns_of
+from fx_fusion.registry import all_fusions
+from fx_fusion.report import Site, location_of, module_of, shapes_of
+from fx_fusion.rewrite import Editor, rewrite
+from fx_fusion.select import why_keep
+
+
+@dataclass
+class Fuel:
+    """How many replacements are still allowed (``FX_FUSION_FUEL``): bisect a wrong loss in log2 steps."""
+
+    left: int | None
+
+    def take(self) -> bool:
+        if self.left is None:
+            return True
+        self.left -= 1
+        return self.left >= 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A match, and why it is not legal, if it is not."""
+
+    fusion: Fusion
+    match: Match
+    reason: str | None
+
+
+def find_matches(view: View) -> tuple[list[Candidate], list[NearMiss]]:
+    """All candidates of all fusions, larger fusions first, and the attempts that came close."""
+    found: list[Candidate] = []
+    near: list[NearMiss] = []
+    for fusion in all_fusions():
+        if fusion.find is not None:
+            matches = list(fusion.find(view))
+            found += [Candidate(fusion, m, why_not(fusion, m, view)) for m in matches if isinstance(m, Match)]
+            near += [m for m in matches if isinstance(m, NearMiss)]
+            continue
+        legal, refused = _by_pattern(fusion, view, near)
+        if fusion.pair is not None:
+            legal = fusion.pair(view, legal)
+        found += [Candidate(fusion, m, None) for m in legal]
+        found += refused
+    return found, near
+
+
+def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[Match], list[Candidate]]:
+    patterns = patterns_of(fusion)
+    root_ops = {p.terms[p.root].op for p in patterns}
+    legal, refused = [], []
+    for node in reversed(view.graph.nodes):
+        if view.term(node).op not in root_ops:
+            continue
+        best: Candidate | None = None
+        missed: NearMiss | None = None
+        for pattern in patterns:
+            attempt = Attempt(view, pattern, node)
+            for match in attempt.matches():
+                reason = why_not(fusion, match, view)
+                if reason is None:
+                    legal.append(match)
+                    break
+                best = best or Candidate(fusion, match, reason)
+            else:
+                if missed is None or attempt.near.matched > missed.matched:
+                    missed = attempt.near
+                continue
+            break
+        else:
+            if best is not None:
+                refused.append(best)
+            elif missed is not None and 2 * missed.matched >= missed.total and missed.matched > 1:
+                near.append(missed)
+    return legal[::-1], refused[::-1]
+
+
+def choose(
+    candidates: Iterable[Candidate], view: View, options: Options
+) -> tuple[list[tuple[Fusion, Match]], list[Site]]:
+    """Legal matches that pay, no node in two of them; the sites of the others that nobody else took."""
+    taken: set[fx.Node] = set()
+    chosen: list[tuple[Fusion, Match]] = []
+    sites: list[Site] = []
+    later: list[tuple[Candidate, str, str]] = []
+    for candidate in candidates:
+        match = candidate.match
+        if taken.intersection(match.nodes):
+            continue
+        if candidate.reason is not None:
+            later.append((candidate, "declined", candidate.reason))
+            continue
+        keep = why_keep(candidate.fusion, match, options)
+        if keep is not None:
+            later.append((candidate, "kept", keep))
+            continue
+        taken.update(match.nodes)
+        chosen.append((candidate.fusion, match))
+    # A larger fusion that was refused is no news where a smaller one took its place.
+    for candidate, status, reason in later:
+        if not taken.intersection(candidate.match.nodes):
+            sites.append(site(candidate.match, status, reason))
+            if status == "kept":
+                taken.update(candidate.match.nodes)
+    order = view.order
+    return sorted(chosen, key=lambda pair: order[pair[1].root]), sites
+
+
+def replace(fusion: Fusion, match: Match, editor: Editor, fuel: Fuel) -> Site:
+    """Rewrite one match; its site."""
+    described = {k: getattr(site(match, "", ""), k) for k in ("module", "location", "shapes")}
+    if not fuel.take():
+        return Site(match.fusion, "kept", "FX_FUSION_FUEL is used up", **described)
+    reason = rewrite(fusion, match, editor)
+    return Site(match.fusion, "fused" if reason is None else "declined", reason or "", **described)
+
+
+def near_sites(near: Iterable[NearMiss], others: list[Site], view: View) -> list[Site]:
+    """Near misses as sites, the best one of each fusion and root; none where another site has the same source."""
+    best: dict[tuple[str, fx.Node], NearMiss] = {}
+    for miss in near:
+        known = best.get((miss.fusion, miss.root))
+        if known is None or miss.matched > known.matched:
+            best[miss.fusion, miss.root] = miss
+    said = {(s.module, s.location) for s in others}
+    sites = []
+    for miss in best.values():
+        at = module_of(miss.root), location_of(miss.root)
+        if at in said and at[1]:
+            continue
+        stopped = location_of(miss.node)
+        where = f" at {miss.node.name} ({stopped})" if stopped and stopped != at[1] else f" at {miss.node.name}"
+        reason = f"{miss.matched} of {miss.total} ops match{where}: {miss.reason}"
+        sites.append(Site(miss.fusion, "near", reason, *at))
+    return sites
+
+
+def site(match: Match, status: str, reason: str) -> Site:
+    root = match.root
+    return Site(match.fusion, status, reason, module_of(root), location_of(root), shapes_of(dict(match.inputs)))

@@ -1,0 +1,22 @@
+"""A copy of a graph module that shares parameters and metadata, for the report and for the way back."""
+
+from __future__ import annotations
+
+from torch import fx
+
+
+def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy the graph and, recursively, the graphs of the modules inside; share everything else."""
+    graph = fx.Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
+    copied: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, copied)
+    if result is not None:
+        out = graph.output(result)
+        out.meta.update(next(n for n in reversed(gm.graph.nodes) if n.op == "output").meta)
+    graph._codegen = gm.graph._codegen
+    copy = fx.GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copy, name, snapshot(child))
+    return copy

@@ -1,0 +1,53 @@
+"""Residual add and RMSNorm in one pass: ``h = x + residual``, ``y = rms_norm(h)``; both are results.
+
+Formulas, shapes, dtypes and traffic in ``rms_norm``, whose kernels this op launches with the add switched on. In the
+backward the gradients of ``x`` and ``residual`` are one tensor.
+"""
+
+import torch
+
+from fx_fusion.kernels.rms_norm import norm_bwd, norm_fwd, result_dtype, sum_dtype
+from fx_fusion.op import fused_op
+
+
+def _fwd(x, residual, weight, eps, offset, round_first):
+    return norm_fwd(x, residual, weight, eps, offset, round_first)
+
+
+def _bwd(dy, dh, weight, h, rstd, eps, offset, round_first, needs):
+    return norm_bwd(dy, dh, h, weight, rstd, offset, round_first, needs)
+
+
+def _fake(x, residual, weight, eps, offset, round_first):
+    dtype = sum_dtype(x, residual)
+    y = torch.empty(x.shape, dtype=result_dtype(dtype, weight, round_first), device=x.device)
+    h = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return y, h, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+def _bwd_reference(dy, dh, weight, h, rstd, eps, offset, round_first, needs):
+    """The norm's own backward at h, plus the gradient that came for h."""
+    if dy is None:
+        return dh.contiguous(), torch.zeros_like(weight) if weight is not None and needs[1] else dh.new_empty(0)
+    bwd = torch.ops.fx_fusion.rms_norm_bwd.default
+    dx, dweight = bwd(dy, h, weight, rstd, eps, offset, round_first, [True, needs[1]])
+    return dx if dh is None else dx + dh, dweight
+
+
+add_rms_norm = fused_op(
+    "add_rms_norm",
+    (
+        "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool round_first)"
+        " -> (Tensor y, Tensor h, Tensor rstd)",
+        _fwd,
+    ),
+    (
+        "(Tensor? dy, Tensor? dh, Tensor? weight, Tensor h, Tensor rstd, float eps, float offset, bool round_first,"
+        " bool[] needs) -> (Tensor dx, Tensor dweight)",
+        _bwd,
+    ),
+    fake=_fake,
+    stats=("rstd",),
+    grads=(("h", "x", "residual"), "weight"),
+    backward_reference=_bwd_reference,
+)

@@ -1,0 +1,41 @@
+"""``h = x + residual; y = rms_norm(h)``, both used -> kernels/add_rms_norm.py."""
+
+import torch
+
+from fx_fusion.canonicalize import same_shape
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.add_rms_norm import add_rms_norm
+from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt
+from fx_fusion.patterns.rms_norm import guard as norm_guard
+
+
+def add_then_norm(x, residual, weight, eps, offset, round_first):
+    h = x + residual
+    return pow_mean_rsqrt(h, weight, eps, offset, round_first), h
+
+
+def guard(x, residual, weight, eps, offset, round_first):
+    if not same_shape(x, residual):
+        return f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape; the kernel does not broadcast"
+    if torch.promote_types(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
+        return f"x is {x.dtype} and residual {residual.dtype}; their sum has neither dtype"
+    return norm_guard(x, weight, eps, offset, round_first)
+
+
+FUSION = Fusion(
+    name="add_rms_norm",
+    pattern=add_then_norm,
+    inputs={"x": "... n", "residual": "... n", "weight": "n", "eps": 1e-6},
+    variants=CAST_ORDERS,
+    kernel=add_rms_norm,
+    guard=guard,
+    priority=30,
+    cases=(
+        case("one_element", m=1, n=1, bench=False),
+        case("odd", m=3, n=781, bench=False),
+        case("wide", m=3, n=20001, bench=False),
+        case("llama_1b", m=16384, n=2048),
+        case("llama_8b", m=16384, n=4096),
+    ),
+    source="Zhang and Sennrich 2019, arXiv:1910.07467",
+)

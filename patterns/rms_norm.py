@@ -1,0 +1,88 @@
+"""``x / rms(x) * weight`` in every cast order of the model zoo -> kernels/rms_norm.py."""
+
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.rms_norm import rms_norm
+
+# round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
+# the last cast (Gemma with offset 1, OLMo-2 with offset 0).
+CAST_ORDERS = (
+    {"offset": 0.0, "round_first": True},
+    {"offset": 0.0, "round_first": False},
+    {"offset": 1.0, "round_first": False},
+    {"offset": 0.0, "round_first": False, "weight": None},
+)
+
+
+def scaled(normed, x, weight, offset, round_first):
+    """The end of every spelling: the weight, and the cast back."""
+    if weight is None:
+        return normed.to(x.dtype)
+    if round_first:
+        return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.float() if offset else weight.float())).to(x.dtype)
+
+
+def pow_mean_rsqrt(x, weight, eps, offset, round_first):
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return scaled(normed, x, weight, offset, round_first)
+
+
+# A spelling returns None for a cast order that it doesn't have.
+# In float32 the three factors may come in any order. No canonical form merges these: it would have to re-associate a
+# product, which rounds differently in lower precision.
+def weight_first(x, weight, eps, offset, round_first):
+    if weight is None or round_first:
+        return None
+    rstd = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (x.float() * (offset + weight.float() if offset else weight.float()) * rstd).to(x.dtype)
+
+
+def weight_into_rstd(x, weight, eps, offset, round_first):
+    if weight is None or round_first:
+        return None
+    rstd = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (x.float() * (rstd * (offset + weight.float() if offset else weight.float()))).to(x.dtype)
+
+
+def vector_norm(x, weight, eps, offset, round_first):
+    square = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).pow(2) / x.shape[-1]
+    return scaled(x.float() * torch.rsqrt(square + eps), x, weight, offset, round_first)
+
+
+def torch_rms_norm(x, weight, eps, offset, round_first):
+    """``F.rms_norm`` rounds once, at the end."""
+    if round_first or offset:
+        return None
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def guard(x, weight, eps, offset, round_first):
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+    if weight is not None and weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"weight is {weight.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
+FUSION = Fusion(
+    name="rms_norm",
+    pattern=pow_mean_rsqrt,
+    spellings=(torch_rms_norm, weight_first, weight_into_rstd, vector_norm),
+    inputs={"x": "... n", "weight": "n", "eps": 1e-6},
+    variants=CAST_ORDERS,
+    kernel=rms_norm,
+    guard=guard,
+    priority=20,
+    cases=(
+        case("one_element", m=1, n=1, bench=False),
+        case("odd", m=3, n=781, bench=False),
+        case("wide", m=3, n=20001, bench=False),
+        case("head", m=262144, n=128, statics={"round_first": True}),
+        case("llama_1b", m=16384, n=2048),
+        case("llama_8b", m=16384, n=4096),
+    ),
+    source="Zhang and Sennrich 2019, arXiv:1910.07467",
+)
