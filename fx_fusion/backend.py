@@ -19,7 +19,7 @@ from torch._inductor.compile_fx import compile_fx
 from fx_fusion import debug
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
-from fx_fusion.deferred import defer_outputs
+from fx_fusion.deferred import DeferredOutputs, defer_outputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
 from fx_fusion.options import Options, parse
@@ -62,8 +62,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     untouched = snapshot(gm)
     try:
         assumptions = Assumptions(gm, allowed=options.speculate)
-        sites = fuse(gm, options, assumptions)
-        deferred = defer_outputs(gm)
+        sites, deferred = fuse(gm, options, assumptions)
         gm.graph.lint()
         gm.recompile()
         graph_report.deferred, graph_report.assumes = deferred.names, assumptions.sentences()
@@ -82,23 +81,28 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     return compiled
 
 
-def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> list[Site]:
-    """Rewrite every graph of the module in place, bodies of higher-order ops included; the sites of all of them."""
+def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tuple[list[Site], DeferredOutputs]:
+    """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of all of them, and
+    the outputs that are computed only when they are read."""
     sites: list[Site] = []
+    deferred = None
     fuel = Fuel(options.fuel)
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
         view = View(module.graph)
         view.assumptions = assumptions if module is gm else Assumptions.none()
-        view.options = options
+        view.may_defer = options.defer_outputs and module is gm
         matches, near = find_matches(view)
         chosen, refused = choose(matches, view, options)
         editor = Editor(view)
         made = [replace(fusion, match, editor, fuel) for fusion, match in chosen]
         sites += [*made, *refused, *near_sites(near, [*made, *refused], view)]
+        if module is gm:
+            deferred = defer_outputs(gm, editor.deferrals, editor.now)
         module.recompile()
-    return sites
+    assert deferred is not None
+    return sites, deferred
 
 
 def reset() -> None:

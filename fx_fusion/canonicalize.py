@@ -84,7 +84,7 @@ class View:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self.assumptions: Any = None  # what may be assumed and checked at run time; set by the backend
-        self.options: Any = None  # the options of this compilation; set by the backend
+        self.may_defer = False  # whether outputs of this graph may be deferred; set by the backend
         self._terms: dict[fx.Node, Term] = {}
         for node in graph.nodes:
             if self.name(node) in ("tanh", "erf"):
@@ -141,6 +141,10 @@ class View:
         if isinstance(item, slice):
             return slice(self.constant(item.start), self.constant(item.stop), self.constant(item.step))
         return item
+
+    def is_pure(self, node: fx.Node) -> bool:
+        """Whether the node may be computed later, or not at all: a known op that writes nothing and draws nothing."""
+        return self.name(node) not in (None, "dropout") and not self.effects.mutated(node)
 
     # -- operands ------------------------------------------------------------------------------------------------
     def edge(self, operand: Any) -> Edge:

@@ -1,5 +1,297 @@
-"""stub"""
-class _D:
-    names=()
-    def wrap(self,c): return c
-def defer_outputs(gm): return _D()
+"""Outputs that are computed when somebody reads them.
+
+A language model returns ``(loss, logits)`` and training reads the loss. Where a fusion absorbs everything that made the
+logits, the compiled graph returns what they are computed *from*, and the backend puts a ``DeferredTensor`` in their
+place: a tensor with shape, dtype and device, whose values appear at first use, exactly as the model would have computed
+them, gradients included. Casts, views and ``detach`` of it stay deferred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.errors import StaleTensorError
+
+_MAX_FOLLOWING = 16  # nodes between absorbed logits and the outputs made from them
+
+
+# -- which outputs can wait (while matching) -----------------------------------------------------------------------
+def deferrable_outputs(
+    view: View, chain: Sequence[fx.Node], inside: set[fx.Node], cuts: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """The outputs of the graph that are made from ``chain`` alone, if everything of it outside the fusion ends in
+    outputs; and the nodes that lie between. ``((), ())`` where something else needs the values, or may not wait."""
+    if not view.may_defer:
+        return (), ()
+    outputs: dict[fx.Node, None] = {}
+    following: dict[fx.Node, None] = {}
+    stack = list(chain)
+    allowed = {*chain, *cuts}
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user.op == "output":
+                outputs[node] = None
+            elif user not in inside and user not in following:
+                following[user] = None
+                stack.append(user)
+                operands = (*chain, *following)
+                foreign = [i for i in user.all_input_nodes if i not in allowed and i not in operands and i.op != "placeholder"]
+                if foreign or len(following) > _MAX_FOLLOWING or view.effects.mutated(user) or not view.is_pure(user):
+                    return (), ()
+    return tuple(outputs), tuple(following)
+
+
+# -- cutting them off (while rewriting) ----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Deferral:
+    """One output node that leaves the graph: the module that computes it, and from which nodes."""
+
+    node: fx.Node
+    module: fx.GraphModule
+    cuts: tuple[fx.Node, ...]
+
+
+def cut_off(node: fx.Node, cuts: Iterable[fx.Node]) -> Deferral:
+    """A graph module that computes ``node`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
+    given = set(cuts)
+    needed: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+
+    def visit(n: fx.Node) -> None:
+        if n in needed or n in inputs:
+            return
+        if n in given or n.op == "placeholder":
+            inputs[n] = None
+            return
+        for operand in n.all_input_nodes:
+            visit(operand)
+        needed[n] = None
+
+    visit(node)
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in inputs}
+    for n in needed:
+        copies[n] = graph.node_copy(n, lambda operand: copies[operand])
+    graph.output(copies[node])
+    return Deferral(node, fx.GraphModule(torch.nn.Module(), graph), tuple(inputs))
+
+
+class DeferredOutputs:
+    """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
+
+    def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
+        self.names = tuple(d.node.name for d in deferrals)
+        output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        returned = list(output.args[0])  # type: ignore[arg-type]
+        waiting = {d.node: d for d in deferrals}
+        kept = [item for item in returned if item not in waiting]
+        sources: dict[Deferral, list[tuple[str, int]]] = {}
+        for deferral in deferrals:
+            places: list[tuple[str, int]] = []
+            for cut in map(now, deferral.cuts):
+                if cut.op == "placeholder":
+                    places.append(("argument", placeholders.index(cut)))
+                    continue
+                if cut not in kept:
+                    kept.append(cut)
+                places.append(("result", kept.index(cut)))
+            sources[deferral] = places
+        # For every original output: its place among the kept ones, or its deferral.
+        self._plan = [waiting.get(item) or kept.index(item) for item in returned]
+        self._sources = sources
+        self._metas = {d: _static_meta(d.node) for d in deferrals}
+        self._autocast = {d: _ambient_autocast(d.node) for d in deferrals}
+        if deferrals:
+            output.args = (tuple(kept),)
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.names:
+            return compiled
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            results = compiled(*args)
+            return tuple(
+                results[item] if isinstance(item, int) else self._deferred(item, args, results) for item in self._plan
+            )
+
+        return run
+
+    def _deferred(self, deferral: Deferral, args: Sequence[Any], results: Sequence[Any]) -> Tensor:
+        operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[deferral]]
+        recipe = Recipe(deferral.module, operands, deferral.node.name, self._autocast[deferral])
+        meta = self._metas[deferral]
+        return DeferredTensor.make(recipe, recipe.meta() if meta is None else meta, recipe.device())
+
+
+def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:
+    """Take deferred outputs out of the graph's results and put what they are computed from in their place."""
+    deferred = DeferredOutputs(gm, deferrals, now)
+    for deferral in deferrals:
+        _erase_dead(deferral.node, set(deferral.cuts))
+    return deferred
+
+
+def _erase_dead(node: fx.Node, stop: set[fx.Node]) -> None:
+    if node.users or node in stop or node.op in ("placeholder", "output"):
+        return
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        _erase_dead(operand, stop)
+
+
+def _static_meta(node: fx.Node) -> Tensor | None:
+    example = value(node)
+    if not all(isinstance(n, int) for n in (*example.shape, *example.stride())):
+        return None  # symbolic: known when it runs
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
+
+
+def _ambient_autocast(node: fx.Node) -> tuple[str, torch.dtype, bool]:
+    device = value(node).device.type
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+# -- the tensor (at run time) --------------------------------------------------------------------------------------
+class Recipe:
+    """How a deferred value is computed, from what, and whether that is still what it was."""
+
+    def __init__(self, module: Callable[..., Any], operands: Sequence[Any], name: str, autocast: tuple[str, torch.dtype, bool]):
+        self.module, self.operands, self.name, self.autocast = module, tuple(operands), name, autocast
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.versions = [_version(o) for o in self.operands]
+
+    def requires_grad(self) -> bool:
+        return self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in self.operands)
+
+    def device(self) -> torch.device:
+        return next(o.device for o in self.operands if isinstance(o, Tensor))
+
+    def meta(self) -> Tensor:
+        """Shape, stride and dtype of the result, by running the module on meta tensors."""
+        metas = [torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands]
+        with torch.no_grad(), self._autocast():
+            return self.module(*metas)
+
+    def compute(self) -> Tensor:
+        for operand, version in zip(self.operands, self.versions, strict=True):
+            if _version(operand) != version:
+                raise StaleTensorError(
+                    f"{self.name} is computed when it is first read, from tensors that must not have changed since the "
+                    f"model ran; one of shape {tuple(operand.shape)} was changed in place (by an optimizer step?). Read "
+                    f'{self.name} before that, or compile with options={{"defer_outputs": False}}.'
+                )
+        # As the model would have computed it: in its grad mode and autocast, whatever is ambient now.
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
+            return self.module(*self.operands)
+
+    def _autocast(self) -> Any:
+        device, dtype, enabled = self.autocast
+        if not enabled and not torch.is_autocast_enabled(device):
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=dtype, enabled=enabled)
+
+
+def _version(operand: Any) -> int | None:
+    if not isinstance(operand, Tensor) or operand.is_inference():
+        return None
+    return operand._version
+
+
+_ANSWERED = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mps "
+        "is_xpu is_mkldnn is_sparse_csr itemsize nbytes"
+    ).split()
+} | {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size dim numel nelement stride ndimension is_floating_point is_complex element_size is_contiguous get_device "
+        "__len__ storage_offset is_signed is_inference"
+    ).split()
+}
+# What only renames, casts or slices: the result is deferred too.
+_KEPT_LAZY = {
+    getattr(torch.Tensor, name)
+    for name in (
+        "detach float half bfloat16 double to type_as view reshape flatten unsqueeze squeeze transpose permute "
+        "contiguous narrow select __getitem__ expand"
+    ).split()
+}
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor whose values are computed at first use. Anything but a question about its type computes them."""
+
+    _recipe: Recipe | _Step
+    _value: Tensor | None
+
+    @staticmethod
+    def make(recipe: Recipe | _Step, meta: Tensor, device: torch.device) -> DeferredTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=recipe.requires_grad()
+        )
+        tensor._recipe, tensor._value = recipe, None
+        return tensor
+
+    def materialize(self) -> Tensor:
+        """The tensor as the model would have returned it. Computed once."""
+        if self._value is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._value = self._recipe.compute()
+        return self._value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
+            step = _Step(args[0], func, args[1:], kwargs)
+            if step.is_lazy():
+                return DeferredTensor.make(step, step.meta(), args[0].device)
+        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Step:
+    """A cast or view of a deferred tensor."""
+
+    def __init__(self, below: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
+        self.grad = torch.is_grad_enabled()
+
+    def is_lazy(self) -> bool:
+        """No operand is another tensor, and it stays on its device."""
+        flat = [*self.args, *self.kwargs.values()]
+        flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
+        return not any(isinstance(item, (Tensor, torch.device, str)) for item in flat)
+
+    def requires_grad(self) -> bool:
+        return self.grad and self.func is not torch.Tensor.detach and self.below.requires_grad
+
+    def meta(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            below = torch.empty_strided(self.below.shape, self.below.stride(), dtype=self.below.dtype, device="meta")
+            return self.func(below, *self.args, **self.kwargs)
+
+    def compute(self) -> Tensor:
+        with torch.set_grad_enabled(self.grad):
+            return self.func(self.below.materialize(), *self.args, **self.kwargs)

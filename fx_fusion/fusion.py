@@ -47,6 +47,7 @@ class Fusion:
         inputs: for each parameter that binds something of the graph, in order: a string of dim names for a tensor
             (``"... n"``; ``"..."`` is any number of leading dims, ``n|1`` a dim that may be broadcast), a number for a
             scalar (the value that tests use).
+        integers: tensors of class indices: parameter to the dim that bounds them.
         variants: values of the static parameters, one mapping a variant, tried in this order.
         spellings: other functions of the same parameters, for what no canonical form can merge.
         kernel: the op that replaces it: same parameters.
@@ -64,6 +65,7 @@ class Fusion:
     pattern: Callable[..., Any]
     inputs: Inputs
     kernel: FusedOp | None = None
+    integers: Mapping[str, str] = field(default_factory=dict)
     variants: tuple[Mapping[str, Any], ...] = ({},)
     spellings: tuple[Callable[..., Any], ...] = ()
     guard: Callable[..., str | None] | None = None
@@ -76,7 +78,7 @@ class Fusion:
     source: str = ""
 
     def __post_init__(self) -> None:
-        statics = {key for variant in self.variants for key in variant}
+        statics = set(self.statics())
         for function in (self.pattern, *self.spellings, self.guard, self.pays):
             if function is None:
                 continue
@@ -106,6 +108,10 @@ class Fusion:
             if isinstance(spec, str):
                 names.update({token.removesuffix("|1"): None for token in spec.split() if token != "..."})
         return [*names, "m"] if any(isinstance(s, str) and "..." in s for s in self.inputs.values()) else list(names)
+
+    def statics(self) -> list[str]:
+        """The names of the static parameters that bind nothing of the graph."""
+        return list({key: None for variant in self.variants for key in variant if key not in self.inputs})
 
     def tensors(self) -> list[str]:
         return [name for name, spec in self.inputs.items() if isinstance(spec, str)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -53,6 +54,10 @@ def is_contained(fusion: Fusion, match: Match, view: View) -> str | None:
         if node in match.outputs:
             continue
         for user in node.users:
+            if user.op == "output" and node in match.deferred:
+                continue
+            if user.op == "output" and user not in match.nodes:
+                return f"{node.name} is also returned by the graph"
             if user not in match.nodes:
                 return f"{node.name} is also used outside the pattern, by {user.name}"
     return None
@@ -120,10 +125,15 @@ def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | Non
 
 
 def passes_the_guard(fusion: Fusion, match: Match, view: View) -> str | None:
-    if fusion.guard is None or match.pattern is None:
+    if fusion.guard is None:
         return None
+    return fusion.guard(**arguments_of(fusion, match))
+
+
+def arguments_of(fusion: Fusion, match: Match) -> dict[str, Any]:
+    """Example values and statics by parameter, for a guard or a cost rule; None for what the match has not."""
     bound = {n: value(v) for n, v in match.inputs.items()}
-    return fusion.guard(**{**bound, **match.statics})
+    return {**dict.fromkeys((*fusion.inputs, *fusion.statics())), **bound, **match.statics}
 
 
 _CHECKS: tuple[Callable[[Fusion, Match, View], str | None], ...] = (

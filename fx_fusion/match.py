@@ -38,6 +38,7 @@ class Match:
         statics: the static parameters of the variant that matched.
         pattern: the traced pattern; None for matches made by a finder.
         pairs, edges: pattern node with graph term, and the roundings met on the way to each operand.
+        deferred: matched nodes that the graph returns and that are computed only when read.
         emit: makes the replacement, given an editor; None for "call the kernel".
     """
 
@@ -50,6 +51,7 @@ class Match:
     pattern: Pattern | None = None
     pairs: Mapping[fx.Node, Term] = field(default_factory=dict)
     edges: Mapping[tuple[fx.Node, int], tuple[torch.dtype, ...]] = field(default_factory=dict)
+    deferred: tuple[fx.Node, ...] = ()
     emit: Callable[[Editor, Match], None] | None = None
 
     @property

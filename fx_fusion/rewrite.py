@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import View, value
+from fx_fusion.deferred import Deferral, cut_off
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
 
@@ -28,6 +29,7 @@ class Editor:
 
     def __init__(self, view: View):
         self.view, self.graph = view, view.graph
+        self.deferrals: list[Deferral] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
         # The mode that the graph was traced with: while a backend runs, the tracing context may already hold another.
         fakes = (value(n) for n in self.graph.nodes)
@@ -44,8 +46,16 @@ class Editor:
         args = torch.utils._pytree.tree_map_only(fx.Node, self.now, args)
         kwargs = torch.utils._pytree.tree_map_only(fx.Node, self.now, kwargs or {})
         node = self.graph.call_function(target, args, kwargs)
+        return self._describe(node, target, like)
+
+    def method(self, name: str, args: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
+        """A new ``call_method`` node, likewise."""
+        node = self.graph.call_method(name, torch.utils._pytree.tree_map_only(fx.Node, self.now, args))
+        return self._describe(node, getattr(torch.Tensor, name), like)
+
+    def _describe(self, node: fx.Node, target: Any, like: fx.Node) -> fx.Node:
         node.meta.update({k: like.meta[k] for k in _COPIED_META if k in like.meta})
-        example_args, example_kwargs = torch.utils._pytree.tree_map_only(fx.Node, value, (args, kwargs))
+        example_args, example_kwargs = torch.utils._pytree.tree_map_only(fx.Node, value, (node.args, node.kwargs))
         if self.fake_mode is None:
             raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
         with self.fake_mode, torch.set_grad_enabled(self.view.effects.region[like][0]):
@@ -55,7 +65,7 @@ class Editor:
     def cast(self, node: Any, dtype: torch.dtype, *, like: fx.Node) -> Any:
         """``node.to(dtype)``, or the node itself where it has that dtype."""
         node = self.now(node)
-        return node if value(node).dtype == dtype else self.call(torch.Tensor.to, (node, dtype), like=like)
+        return node if value(node).dtype == dtype else self.method("to", (node, dtype), like=like)
 
     def item(self, node: fx.Node, i: int, *, like: fx.Node) -> fx.Node:
         """``node[i]`` of an op with several results."""
@@ -71,6 +81,10 @@ class Editor:
         old._rename(f"{name}_unfused")
         new._rename(name)
         self._replaced[old] = new
+
+    def defer(self, output: fx.Node, cuts: Iterable[fx.Node]) -> None:
+        """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read."""
+        self.deferrals.append(cut_off(output, map(self.now, cuts)))
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase those of ``nodes`` that nothing uses any more."""

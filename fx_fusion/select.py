@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fx_fusion.canonicalize import is_tensor, value
 from fx_fusion.fusion import Fusion
+from fx_fusion.legality import arguments_of
 from fx_fusion.match import Match
 from fx_fusion.options import Options
 
@@ -21,4 +22,4 @@ def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
         return "on CPU Inductor compiles this as well"
     if fusion.pays is None:
         return None
-    return fusion.pays(**{**{n: value(v) for n, v in match.inputs.items()}, **match.statics})
+    return fusion.pays(**arguments_of(fusion, match))

@@ -1,0 +1,123 @@
+"""Cross-entropy of logits that exist anyway -> kernels/cross_entropy.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.cross_entropy import cross_entropy
+from fx_fusion.match import Match
+from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits
+from fx_fusion.rewrite import Editor
+
+
+def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
+    """One loss a row, float32."""
+    z = logits.float() * scale if scale != 1 else logits.float()
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    w = None if weight is None else weight.float()
+    return F.cross_entropy(
+        z, target, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+
+
+def find(view: View) -> Iterator[Match]:
+    for site in find_losses(view):
+        seen = read_logits(view, site, to_linear=False)
+        inputs = {"logits": seen.source, "target": site.target}
+        if site.weight is not None:
+            inputs["weight"] = site.weight
+        statics = {
+            "weight": site.weight,
+            "ignore_index": site.ignore_index,
+            "label_smoothing": site.label_smoothing,
+            "softcap": seen.softcap,
+            "scale": seen.scale,
+        }
+        yield Match(
+            fusion="cross_entropy",
+            outputs=(site.root,),
+            nodes=frozenset((*site.nodes, *seen.nodes)),
+            inputs=inputs,
+            statics=statics,
+            emit=lambda editor, match, site=site: emit(editor, match, site),
+        )
+
+
+def emit(editor: Editor, match: Match, site: LossSite) -> None:
+    """The op gives a loss a row; the reduction is left to Inductor (m numbers)."""
+    root = site.root
+    with editor.graph.inserting_before(root):
+        logits, target = match.inputs["logits"], match.inputs["target"]
+        shape = value(logits).shape
+        if len(shape) != 2:
+            logits = editor.method("reshape", (logits, -1, shape[-1]), like=root)
+            target = editor.method("reshape", (target, -1), like=root)
+        statics = {**match.statics, "weight": site.weight}
+        arguments = (logits, target, *(statics[name] for name in cross_entropy.parameters[2:]))
+        op = editor.call(cross_entropy.overload, arguments, like=root)
+        editor.replace(root, reduced(editor, site, editor.item(op, 0, like=root), target))
+
+
+def reduced(editor: Editor, site: LossSite, loss, target):
+    """Losses of rows (float32) -> what the root returns: reduction, sign, dtype, shape."""
+    root = site.root
+    if site.reduction == "sum":
+        loss = editor.method("sum", (loss,), like=root)
+    elif site.reduction == "mean":
+        total = editor.method("sum", (loss,), like=root)
+        counts = editor.call(torch.ne, (target, site.ignore_index), like=root)
+        if site.weight is None:
+            divisor = editor.method("sum", (counts,), like=root)
+        else:
+            safe = editor.call(torch.where, (counts, target, 0), like=root)
+            weights = editor.call(torch.index_select, (site.weight, 0, safe), like=root)
+            weights = editor.method("float", (weights,), like=root)
+            divisor = editor.method("sum", (editor.call(torch.where, (counts, weights, 0.0), like=root),), like=root)
+        loss = editor.call(torch.div, (total, divisor), like=root)
+    if site.sign < 0:
+        loss = editor.method("neg", (loss,), like=root)
+    if site.gathered:
+        loss = editor.method("view", (loss, *value(root).shape), like=root)
+    return editor.cast(loss, value(root).dtype, like=root)
+
+
+def pays(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
+    """Inductor's two reductions and pointwise backward are as good until rows are long (a language model's)."""
+    if logits.shape[-1] < 4096:
+        return f"{logits.shape[-1]} classes: Inductor's kernels are as good below 4096"
+    return None
+
+
+FUSION = Fusion(
+    name="cross_entropy",
+    pattern=softcapped_cross_entropy,
+    inputs={"logits": "m v", "target": "m", "weight": "v"},
+    integers={"target": "v"},
+    variants=tuple(
+        {"ignore_index": -100, "label_smoothing": smoothing, "softcap": softcap, "scale": scale, **weight}
+        for smoothing, softcap, scale, weight in (
+            (0.0, 0.0, 1.0, {"weight": None}),
+            (0.1, 0.0, 1.0, {"weight": None}),
+            (0.0, 30.0, 0.5, {"weight": None}),
+            (0.1, 30.0, 0.5, {}),
+        )
+    ),
+    kernel=cross_entropy,
+    find=find,
+    pays=pays,
+    priority=90,
+    cases=(
+        case("one_element", m=1, v=1, bench=False),
+        case("odd", m=5, v=781, bench=False),
+        case("long", m=3, v=20001, bench=False),
+        case("llama_3", m=8192, v=128256),
+        case("llama_2", m=16384, v=32000),
+        case("short", m=1024, v=128256),
+    ),
+    source="Milakov and Gimelshein 2018, arXiv:1805.02867",
+)

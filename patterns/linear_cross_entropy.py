@@ -1,0 +1,141 @@
+"""lm_head and loss together, with everything that models write between them -> kernels/linear_cross_entropy.py.
+
+The logits that the model returns beside the loss are *deferred*: they are computed when somebody reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.deferred import deferrable_outputs
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
+from fx_fusion.patterns.loss_site import Logits, LossSite, find_losses, parts_of_linear, read_logits
+from fx_fusion.rewrite import Editor
+
+
+def linear_then_loss(
+    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale
+):  # fmt: skip
+    logits = F.linear(x, lm_head, bias)
+    if reduction == "none":
+        return softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
+    z = logits.float() * scale if scale != 1 else logits.float()
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    w = None if weight is None else weight.float()
+    return F.cross_entropy(
+        z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for site in find_losses(view):
+        seen = read_logits(view, site, to_linear=True)
+        linear = parts_of_linear(view, seen.source)
+        if linear is None:
+            reason = seen.stopped or f"expected linear, found {view.term(seen.source).op} ({seen.source.name})"
+            yield NearMiss("linear_cross_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), reason)
+            continue
+        x, lm_head, bias = linear
+        if bias is not None and seen.bias is not None:
+            yield NearMiss("linear_cross_entropy", site.root, seen.source, 1, 2, "two biases follow each other")
+            continue
+        bias = bias if bias is not None else seen.bias
+        chain = [seen.source, *seen.nodes]
+        cuts = [n for n in (x, lm_head, bias) if n is not None]
+        deferred, inside = deferrable_outputs(view, chain, {*site.nodes, *chain}, cuts)
+        inputs = {"x": x, "lm_head": lm_head, "target": site.target}
+        inputs.update({k: v for k, v in (("bias", bias), ("weight", site.weight)) if v is not None})
+        yield Match(
+            fusion="linear_cross_entropy",
+            outputs=(site.root,),
+            nodes=frozenset((*site.nodes, *chain, *inside)),
+            inputs=inputs,
+            deferred=deferred,
+            emit=lambda editor, match, site=site, seen=seen, cuts=cuts: emit(editor, match, site, seen, cuts),
+        )
+
+
+def emit(editor: Editor, match: Match, site: LossSite, seen: Logits, cuts: list[fx.Node]) -> None:
+    root, linear = site.root, seen.source
+    x, lm_head, bias = match.inputs["x"], match.inputs["lm_head"], match.inputs.get("bias")
+    dtype = value(linear).dtype  # under autocast not the dtype of its inputs
+    grad = editor.view.effects.region[linear][0]
+    needs = [bool(grad and n is not None and value(n).requires_grad) for n in (x, lm_head, bias)]
+    with editor.graph.inserting_before(root):
+        for cut in reversed(seen.row_slices):
+            x = editor.call(cut.target, (x, cut.args[1]), like=linear)
+        x = editor.method("reshape", (x, -1, value(lm_head).shape[1]), like=linear)
+        x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, lm_head))
+        if bias is not None:
+            if value(bias).dim() != 1:
+                bias = editor.method("reshape", (bias, -1), like=linear)
+            bias = editor.cast(bias, dtype, like=linear)
+        target = site.target
+        if value(target).dim() != 1:
+            target = editor.method("reshape", (target, -1), like=root)
+        options: tuple[Any, ...] = (
+            site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs,
+        )  # fmt: skip
+        call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
+        loss = editor.item(call, 0, like=root)
+        if site.sign < 0:
+            loss = editor.method("neg", (loss,), like=root)
+        if site.gathered:
+            loss = editor.method("view", (loss, *value(root).shape), like=root)
+        loss = editor.cast(loss, value(root).dtype, like=root)
+        editor.replace(root, loss)
+    for output in match.deferred:
+        editor.defer(output, cuts)
+
+
+def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
+    for name, tensor in (("x", x), ("lm_head", lm_head)):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{name} is {tensor.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
+def pays(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
+    if lm_head.shape[0] < 4096:
+        return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
+    return None
+
+
+FUSION = Fusion(
+    name="linear_cross_entropy",
+    pattern=linear_then_loss,
+    inputs={"x": "m h", "lm_head": "v h", "bias": "v", "target": "m", "weight": "v"},
+    integers={"target": "v"},
+    variants=tuple(
+        {"reduction": reduction, "ignore_index": -100, "label_smoothing": smoothing, "softcap": softcap, "scale": scale, **rest}
+        for reduction, smoothing, softcap, scale, rest in (
+            ("mean", 0.0, 0.0, 1.0, {"bias": None, "weight": None}),
+            ("sum", 0.1, 0.0, 1.0, {"weight": None}),
+            ("none", 0.0, 30.0, 0.5, {"bias": None, "weight": None}),
+            ("mean", 0.1, 30.0, 0.5, {}),
+        )
+    ),
+    find=find,
+    guard=guard,
+    pays=pays,
+    priority=100,
+    on_cpu=True,
+    cases=(
+        case("one_element", m=1, h=1, v=1, bench=False),
+        case("odd", m=37, h=19, v=781, bench=False),
+        case("chunks", m=600, h=16, v=20001, bench=False),
+        case("llama_1b", m=16384, h=2048, v=128256),
+        case("llama_8b", m=8192, h=4096, v=128256),
+        case("llama_2", m=16384, h=4096, v=32000),
+    ),
+    source="Malek 2024, github.com/mgmalek/efficient_cross_entropy (gradient in the forward)",
+)

@@ -1,0 +1,242 @@
+"""Where a graph computes a cross-entropy, and what its logits are made of.
+
+A loss has too many independent options (bias, scale, softcap, cast, shift, reduction, smoothing, weights, three
+spellings) for one function an option set, so it is read from the loss down: first the loss itself, then, one step at
+a time, what lies between it and the lm_head. Both loss fusions start here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion import signatures
+from fx_fusion.canonicalize import Term, View, is_tensor, value
+from fx_fusion.dtypes import keeps_values
+
+NO_IGNORE = -(2**63)  # no target has this index
+
+
+@dataclass
+class LossSite:
+    """One cross-entropy.
+
+    ``root`` is what gets replaced: a loss as ``F.cross_entropy`` returns it times ``sign``; for the gather spelling
+    without a reduction, the gathered log-probabilities themselves (``sign`` -1, trailing dim 1).
+    """
+
+    root: fx.Node
+    logits: fx.Node
+    target: fx.Node
+    weight: fx.Node | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    nodes: set[fx.Node]
+    sign: int = 1
+    gathered: bool = False
+
+
+@dataclass
+class Logits:
+    """What the logits of a site are: steps from the loss downwards, as far as they are understood."""
+
+    source: fx.Node  # the node that the steps end at
+    nodes: list[fx.Node] = field(default_factory=list)  # the steps, from the loss down
+    row_slices: list[fx.Node] = field(default_factory=list)  # slices of rows, from the loss down
+    softcap: float = 0.0
+    scale: float = 1.0
+    bias: fx.Node | None = None
+    stopped: str = ""  # why it goes no deeper
+
+
+def find_losses(view: View) -> Iterator[LossSite]:
+    """Every cross-entropy of a graph, whatever its spelling."""
+    for node in view.graph.nodes:
+        name = view.name(node)
+        if name == "cross_entropy" or name == "nll_loss":
+            site = _of_call(view, node, name)
+        elif name == "gather":
+            site = _of_gather(view, node)
+        else:
+            continue
+        if site is not None:
+            yield site
+
+
+def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
+    bound = signatures.bind(name, node.args, dict(node.kwargs))
+    if bound is None or bound["size_average"] is not None or bound["reduce"] is not None:
+        return None
+    logits, target, weight = bound["input"], bound["target"], bound["weight"]
+    if not is_tensor(logits) or not is_tensor(target) or value(logits).dim() != 2 or value(target).dim() != 1:
+        return None
+    if value(target).dtype != torch.int64 or not isinstance(bound["ignore_index"], int):
+        return None
+    nodes = {node}
+    if name == "nll_loss":
+        inner = _log_softmax(view, logits)
+        if inner is None:
+            return None
+        nodes.update(inner.nodes)
+        logits = inner.operands[0]
+    smoothing = bound.get("label_smoothing", 0.0)
+    if not isinstance(smoothing, (int, float)) or bound["reduction"] not in ("mean", "sum", "none"):
+        return None
+    return LossSite(
+        node, logits, target, weight, bound["reduction"], bound["ignore_index"], float(smoothing), nodes
+    )
+
+
+def _log_softmax(view: View, operand: fx.Node) -> Term | None:
+    edge = view.edge(operand)
+    if not isinstance(edge.base, fx.Node) or edge.roundings:
+        return None
+    term = view.term(edge.base)
+    if term.op != "log_softmax" or term.attrs != (-1,):
+        return None
+    return Term(term.op, term.operands, term.attrs, (*edge.crossed, *term.nodes))
+
+
+def _of_gather(view: View, node: fx.Node) -> LossSite | None:
+    """``log_softmax(l).gather(-1, t.unsqueeze(-1))``, and what is done with it as far as it is -, mean or sum."""
+    bound = signatures.bind("gather", node.args, dict(node.kwargs))
+    if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
+        return None
+    inner = _log_softmax(view, bound["input"])
+    rank = value(bound["input"]).dim()
+    if inner is None or bound["dim"] not in (-1, rank - 1):
+        return None
+    index = view.term(view.edge(bound["index"]).base)
+    if index.op != "unsqueeze" or index.attrs != (-1,) or value(index.operands[0]).dtype != torch.int64:
+        return None
+    site = LossSite(
+        node, inner.operands[0], index.operands[0], None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True
+    )
+    path: list[fx.Node] = []
+    sign, above = -1, node
+    while len(above.users) == 1:
+        above = next(iter(above.users))
+        path.append(above)
+        term = view.term(above)
+        if term.op in ("neg", "squeeze", "part", "select") or view.name(above) in ("view", "reshape", "flatten", "squeeze"):
+            sign = -sign if term.op == "neg" else sign
+            continue
+        if term.op in ("mean", "sum") and value(above).dim() == 0:
+            site.root, site.reduction, site.sign, site.gathered = above, term.op, sign, False
+            site.nodes.update(path)
+            above_is_neg = len(above.users) == 1 and view.term(next(iter(above.users))).op == "neg"
+            if above_is_neg:
+                site.root, site.sign = next(iter(above.users)), -sign
+                site.nodes.add(site.root)
+        break
+    return site
+
+
+def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
+    """Follow the logits down. Without ``to_linear``: only through values that nothing else uses, casts and scalars."""
+    seen = Logits(site.logits)
+    inside = set(site.nodes)
+    while True:
+        node = seen.source
+        if not to_linear and any(user not in inside for user in node.users):
+            seen.stopped = f"{node.name} is also used outside the loss"
+            return seen
+        step = _step(view, node, seen, to_linear)
+        if step is None:
+            return seen
+        below, crossed = step
+        seen.nodes.extend(crossed)
+        inside.update(crossed)
+        seen.source = below
+
+
+def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.Node, list[fx.Node]] | None:
+    """One step down from ``node``: the node below and the nodes that the step covers; None where it ends."""
+    name, term = view.name(node), view.term(node)
+    below = view.transparent(node)
+    if below is not None and is_tensor(below):
+        if not keeps_values(value(below).dtype, value(node).dtype):
+            seen.stopped = f"{node.name} rounds the logits to {value(node).dtype}"
+            return None
+        return below, [node]
+    if name in ("view", "reshape", "flatten", "contiguous") and to_linear:
+        below = node.args[0]
+        if value(below).shape[-1] is not value(node).shape[-1] and value(below).shape[-1] != value(node).shape[-1]:
+            seen.stopped = f"{node.name} changes the vocabulary dim"
+            return None
+        return below, [node]
+    if term.op in ("mul", "div") and len(term.operands) == 2:
+        return _scalar_step(view, node, term, seen)
+    if not to_linear:
+        return None
+    if name == "getitem" and is_tensor(node.args[0]) and _keeps_last_dim(node):
+        seen.row_slices.append(node)
+        return node.args[0], [node]
+    if term.op == "add" and seen.bias is None and seen.softcap == 0 and seen.scale == 1:
+        return _bias_step(view, node, term, seen)
+    return None
+
+
+def _scalar_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.Node, list[fx.Node]] | None:
+    tensor, number = _tensor_and_number(view, term)
+    if tensor is None or number is None or number == 0:
+        return None
+    inner = view.edge(tensor)
+    if term.op == "mul" and not inner.roundings and isinstance(inner.base, fx.Node):
+        bent = view.term(inner.base)
+        if bent.op == "tanh" and seen.softcap == 0 and seen.scale == 1 and number > 0:
+            arg = view.edge(bent.operands[0])
+            scaled = view.term(arg.base) if isinstance(arg.base, fx.Node) else None
+            if scaled is not None and not arg.roundings and scaled.op in ("div", "mul"):
+                below, divisor = _tensor_and_number(view, scaled)
+                divisor = 1 / divisor if divisor and scaled.op == "mul" else divisor
+                if below is not None and divisor == number:
+                    seen.softcap = float(number)
+                    return below, [node, *inner.crossed, inner.base, *arg.crossed, *scaled.nodes]
+            seen.stopped = f"{inner.base.name} is a tanh, but not of logits / {number}"
+            return None
+    seen.scale *= float(number) if term.op == "mul" else 1 / float(number)
+    return tensor, [node]
+
+
+def _tensor_and_number(view: View, term: Term) -> tuple[fx.Node | None, float | None]:
+    a, b = term.operands
+    if isinstance(b, (int, float)) and is_tensor(a):
+        return a, b
+    if isinstance(a, (int, float)) and is_tensor(b) and term.op == "mul":
+        return b, a
+    return None, None
+
+
+def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.Node, list[fx.Node]] | None:
+    for tensor, bias in (term.operands, term.operands[::-1]):
+        if not is_tensor(tensor) or not is_tensor(bias) or view.term(view.edge(tensor).base).op != "linear":
+            continue
+        shape = value(bias).shape
+        if shape and shape[-1] == value(node).shape[-1] and all(s == 1 for s in shape[:-1]):
+            seen.bias = bias
+            return tensor, [node]
+    return None
+
+
+def _keeps_last_dim(node: fx.Node) -> bool:
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return False
+    covers_all = Ellipsis in index or len(index) == value(node.args[0]).dim()
+    return not covers_all or index[-1] == slice(None)
+
+
+def parts_of_linear(view: View, node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """``(x, weight, bias)`` if the node is a linear layer on a 2-D weight."""
+    if not isinstance(node, fx.Node) or view.name(node) != "linear":
+        return None
+    bound = signatures.bind("linear", node.args, dict(node.kwargs))
+    if bound is None or not is_tensor(bound["weight"]) or value(bound["weight"]).dim() != 2:
+        return None
+    return bound["input"], bound["weight"], bound["bias"]
