@@ -94,10 +94,10 @@ def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tupl
         view.assumptions = assumptions if module is gm else Assumptions.none()
         view.may_defer = options.defer_outputs and module is gm
         matches, near = find_matches(view)
-        chosen, refused = choose(matches, view, options)
+        chosen, refused, taken = choose(matches, view, options)
         editor = Editor(view)
         made = [replace(fusion, match, editor, fuel) for fusion, match in chosen]
-        sites += [*made, *refused, *near_sites(near, [*made, *refused], view)]
+        sites += [*made, *refused, *near_sites(near, taken)]
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
         module.recompile()

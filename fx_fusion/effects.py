@@ -97,6 +97,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     written = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
+    in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
     if in_place or _in(target, _IN_PLACE_OPERATORS) or node.kwargs.get("inplace") is True:
         written.extend(node.args[:1])
     elif _takes_inplace_flag(node):

@@ -75,6 +75,8 @@ def is_in_one_region(fusion: Fusion, match: Match, view: View) -> str | None:
 def is_free_of_writes(fusion: Fusion, match: Match, view: View) -> str | None:
     """Nothing writes to an input or an inner value between the first matched node and the root."""
     nodes = {*match.nodes, *match.crossed}
+    if not nodes:
+        return None  # the call itself is changed, nothing moves
     bound = {v for v in match.inputs.values() if isinstance(v, fx.Node)}
     order = view.order
     first, last = min(order[n] for n in nodes), max(order[n] for n in match.nodes)
@@ -132,7 +134,7 @@ def passes_the_guard(fusion: Fusion, match: Match, view: View) -> str | None:
 
 def arguments_of(fusion: Fusion, match: Match) -> dict[str, Any]:
     """Example values and statics by parameter, for a guard or a cost rule; None for what the match has not."""
-    bound = {n: value(v) for n, v in match.inputs.items()}
+    bound = {n: value(v) for n, v in match.inputs.items() if n in fusion.inputs}
     return {**dict.fromkeys((*fusion.inputs, *fusion.statics())), **bound, **match.statics}
 
 

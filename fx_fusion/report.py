@@ -66,7 +66,7 @@ class Report:
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
         """Add one graph. A graph that Dynamo compiles again under the same id (a restart) replaces the first."""
         again = next((g for g in self.graphs if g.compile_id and g.compile_id == graph.compile_id), None)
-        if again is not None and not graph.assumes and not again.assumes:
+        if again is not None:
             self.graphs.remove(again)
             self.sites = [s for s in self.sites if s.graph != again.index]
         self.graphs.append(graph)

@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fx_fusion import signatures
 from fx_fusion.canonicalize import View, value
 from fx_fusion.deferred import Deferral, cut_off
 from fx_fusion.fusion import Fusion
@@ -71,16 +72,38 @@ class Editor:
         """``node[i]`` of an op with several results."""
         return self.call(operator.getitem, (node, i), like=like)
 
+    def check(self, old: Iterable[fx.Node], new: Iterable[fx.Node]) -> None:
+        """Raise Mismatch unless each new node looks like the one it is to replace."""
+        for before, after in zip(old, new, strict=True):
+            if (why := differs(value(before), value(after))) is not None:
+                raise Mismatch(f"the op's result {why}")
+
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """``new`` takes the place of ``old`` at every user, and its name."""
-        why = differs(value(old), value(new))
-        if why is not None:
-            raise Mismatch(f"the op's result {why}")
+        self.check([old], [new])
         name = old.name
         old.replace_all_uses_with(new)
         old._rename(f"{name}_unfused")
         new._rename(name)
         self._replaced[old] = new
+
+    def change_call(self, node: fx.Node, **changes: Any) -> None:
+        """Change named arguments of a call in place; its result must keep its type."""
+        name = self.view.name(node)
+        assert name is not None
+        bound = signatures.bind(name, node.args, dict(node.kwargs))
+        assert bound is not None
+        before = value(node)
+        bound.update({k: self.now(v) for k, v in changes.items()})
+        positional = [p for p in bound if p in ("query", "key", "value", "input")]
+        old = node.args, node.kwargs
+        node.args = tuple(bound[p] for p in positional)
+        node.kwargs = {k: v for k, v in bound.items() if k not in positional}
+        self._describe(node, node.target, node)
+        if (why := differs(before, value(node))) is not None:
+            node.args, node.kwargs = old
+            node.meta["example_value"] = before
+            raise Mismatch(f"the call's result {why}")
 
     def defer(self, output: fx.Node, cuts: Iterable[fx.Node]) -> None:
         """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read."""
@@ -143,9 +166,7 @@ def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
             new = [call]
         else:
             new = [editor.item(call, i, like=output) for i, output in enumerate(match.outputs)]
-        for output, node in zip(match.outputs, new, strict=True):
-            if (why := differs(value(output), value(node))) is not None:
-                raise Mismatch(f"the op's result {why}")
+        editor.check(match.outputs, new)
     for output, node in zip(match.outputs, new, strict=True):
         editor.replace(output, node)
 

@@ -91,8 +91,9 @@ def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[
 
 def choose(
     candidates: Iterable[Candidate], view: View, options: Options
-) -> tuple[list[tuple[Fusion, Match]], list[Site]]:
-    """Legal matches that pay, no node in two of them; the sites of the others that nobody else took."""
+) -> tuple[list[tuple[Fusion, Match]], list[Site], set[fx.Node]]:
+    """Legal matches that pay, no node in two of them; the sites of the others that nobody else took; and every node
+    that some site speaks for."""
     taken: set[fx.Node] = set()
     chosen: list[tuple[Fusion, Match]] = []
     sites: list[Site] = []
@@ -114,10 +115,9 @@ def choose(
     for candidate, status, reason in later:
         if not taken.intersection(candidate.match.nodes):
             sites.append(site(candidate.match, status, reason))
-            if status == "kept":
-                taken.update(candidate.match.nodes)
+            taken.update(candidate.match.nodes)
     order = view.order
-    return sorted(chosen, key=lambda pair: order[pair[1].root]), sites
+    return sorted(chosen, key=lambda pair: order[pair[1].root]), sites, taken
 
 
 def replace(fusion: Fusion, match: Match, editor: Editor, fuel: Fuel) -> Site:
@@ -129,18 +129,17 @@ def replace(fusion: Fusion, match: Match, editor: Editor, fuel: Fuel) -> Site:
     return Site(match.fusion, "fused" if reason is None else "declined", reason or "", **described)
 
 
-def near_sites(near: Iterable[NearMiss], others: list[Site], view: View) -> list[Site]:
-    """Near misses as sites, the best one of each fusion and root; none where another site has the same source."""
+def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
+    """Near misses as sites, the best one of each fusion and root; none where another site speaks for the root."""
     best: dict[tuple[str, fx.Node], NearMiss] = {}
     for miss in near:
         known = best.get((miss.fusion, miss.root))
         if known is None or miss.matched > known.matched:
             best[miss.fusion, miss.root] = miss
-    said = {(s.module, s.location) for s in others}
     sites = []
     for miss in best.values():
         at = module_of(miss.root), location_of(miss.root)
-        if at in said and at[1]:
+        if miss.root in taken:
             continue
         stopped = location_of(miss.node)
         where = f" at {miss.node.name} ({stopped})" if stopped and stopped != at[1] else f" at {miss.node.name}"

@@ -39,9 +39,9 @@ def _rows_kernel(
     LSE_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: the loss unless lse is given, and the gradient if wanted (it may overwrite the logits)."""
-    smoothing = smoothing.to(tl.float32)
-    softcap = softcap.to(tl.float32)
-    scale = scale.to(tl.float32)
+    smoothing = tl.to_tensor(smoothing).to(tl.float32)
+    softcap = tl.to_tensor(softcap).to(tl.float32)
+    scale = tl.to_tensor(scale).to(tl.float32)
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     lanes = tl.arange(0, BLOCK)

@@ -35,8 +35,8 @@ def _fwd_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_RES: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    eps = eps.to(tl.float32)
-    offset = offset.to(tl.float32)
+    eps = tl.to_tensor(eps).to(tl.float32)
+    offset = tl.to_tensor(offset).to(tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows[:, None] < m
     square = tl.zeros((ROWS, BLOCK_N), tl.float32)
@@ -75,7 +75,7 @@ def _bwd_kernel(
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read of dy and h, one write of dx; dw in registers over all rows of the program."""
-    offset = offset.to(tl.float32)
+    offset = tl.to_tensor(offset).to(tl.float32)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT:
         w = offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
@@ -113,7 +113,7 @@ def _bwd_wide_kernel(
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Rows wider than the registers: two passes over each; dw is summed in this program's own row of the buffer."""
-    offset = offset.to(tl.float32)
+    offset = tl.to_tensor(offset).to(tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     for row in range(pid * rows_each, tl.minimum(m, (pid + 1) * rows_each)):
         rstd = tl.load(rstd_ptr + row)

@@ -1,0 +1,226 @@
+"""Rotary position embedding of queries and keys together, forward and backward.
+
+A row of d numbers is d/2 pairs (a, b); pair i is rotated by an angle that depends on the position:
+
+    a' = a · cos_a − sign · b · sin_a        b' = b · cos_b + sign · a · sin_b
+
+    rotate_half           pair i is (x[i], x[i + d/2]) in and out
+    rotate_every_two      pair i is (x[2i], x[2i + 1]) in and out
+    even_odd_to_halves    pair i is (x[2i], x[2i + 1]) in, (y[i], y[i + d/2]) out
+    reversed              rotate_half with sign −1
+
+cos and sin have d columns, used as given (halves may differ), or d/2 columns that both members of a pair share. The
+backward is the transposed rotation: da = da' · cos_a + sign · db' · sin_b, db = db' · cos_b − sign · da' · sin_a.
+
+Shapes     q: (b, h, s, d), k: (b, g, s, d) or absent, any strides; cos, sin: (b|1, 1, s, c) or (b|1, s, 1, c) and the
+           like: broadcast against q over everything but positions. Results have the layout of q and k.
+Dtypes     q, k bf16 | fp16 | fp32; cos, sin the same or fp32; arithmetic in fp32, one rounding per store.
+Saved      cos, sin.
+Traffic    forward and backward each 2 elements an element of q and k, and cos and sin once.
+Source     Su et al. 2021, arXiv:2104.09864.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fx_fusion.kernels.launch import next_power_of_2
+from fx_fusion.op import interpreting, plain_op, register_autograd
+
+STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
+
+
+@triton.jit
+def _rotate(
+    x_ptr, y_ptr, ca, cb, sa, sb, batch, pos, heads, half,
+    x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, lanes, sign,
+    IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    for first in range(0, heads, HEADS):
+        head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+        mask = (head < heads) & (lanes[None, :] < half)
+        at_a = 2 * lanes if IN_PAIRS else lanes
+        at_b = 2 * lanes + 1 if IN_PAIRS else lanes + half
+        to_a = 2 * lanes if OUT_PAIRS else lanes
+        to_b = 2 * lanes + 1 if OUT_PAIRS else lanes + half
+        x = x_ptr + batch * x_b + pos * x_s + head * x_h
+        y = y_ptr + batch * y_b + pos * y_s + head * y_h
+        a = tl.load(x + at_a[None, :] * x_d, mask, 0.0).to(tl.float32)
+        b = tl.load(x + at_b[None, :] * x_d, mask, 0.0).to(tl.float32)
+        if BACKWARD:
+            new_a = a * ca + sign * b * sb
+            new_b = b * cb - sign * a * sa
+        else:
+            new_a = a * ca - sign * b * sa
+            new_b = b * cb + sign * a * sb
+        tl.store(y + to_a[None, :] * y_d, new_a.to(y_ptr.dtype.element_ty), mask)
+        tl.store(y + to_b[None, :] * y_d, new_b.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, qo_ptr, ko_ptr, length, half, q_heads, k_heads, sign,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, qo_b, qo_h, qo_s, qo_d, ko_b, ko_h, ko_s, ko_d,
+    cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
+    HAS_K: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, SHARED: tl.constexpr,
+    BACKWARD: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One position a program: cos and sin are loaded once for all heads of q and k."""
+    sign = tl.to_tensor(sign).to(tl.float32)
+    pid = tl.program_id(0).to(tl.int64)
+    batch = pid // length
+    pos = pid % length
+    lanes = tl.arange(0, LANES)
+    live = lanes < half
+    # Columns of cos and sin that belong to the members of a pair. Where the layout changes, the tables have d/2.
+    if SHARED:
+        at_a = lanes
+        at_b = lanes
+    else:
+        at_a = 2 * lanes if OUT_PAIRS else lanes
+        at_b = 2 * lanes + 1 if OUT_PAIRS else lanes + half
+    cos = cos_ptr + batch * cos_b + pos * cos_s
+    sin = sin_ptr + batch * sin_b + pos * sin_s
+    ca = tl.load(cos + at_a * cos_d, live, 0.0).to(tl.float32)[None, :]
+    cb = tl.load(cos + at_b * cos_d, live, 0.0).to(tl.float32)[None, :]
+    sa = tl.load(sin + at_a * sin_d, live, 0.0).to(tl.float32)[None, :]
+    sb = tl.load(sin + at_b * sin_d, live, 0.0).to(tl.float32)[None, :]
+    _rotate(
+        q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, q_heads, half, q_b, q_h, q_s, q_d, qo_b, qo_h, qo_s, qo_d,
+        lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HEADS,
+    )  # fmt: skip
+    if HAS_K:
+        _rotate(
+            k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, k_heads, half, k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d,
+            lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HEADS,
+        )  # fmt: skip
+
+
+def _positions_at_dim_2(tensors, cos):
+    """Views with heads at dim 1 and positions at dim 2; cos has 4 dims."""
+    swap = cos.shape[1] != 1
+    return [None if t is None else t.transpose(1, 2) if swap else t for t in tensors]
+
+
+def _four_dims(table):
+    return table[(None,) * (4 - table.dim())]
+
+
+def _strides(table, q):
+    """Strides of cos or sin over (batch, position, column), 0 where broadcast."""
+    table = table.expand(q.shape[0], 1, q.shape[2], table.shape[-1])
+    return table.stride(0), table.stride(2), table.stride(3)
+
+
+def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
+    if q.numel() == 0:
+        return
+    cos, sin = _four_dims(cos), _four_dims(sin)
+    q, k, q_out, k_out, cos_rows, sin_rows = _positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
+    b, h, s, d = q.shape
+    in_pairs, out_pairs = _layouts(style, backward)
+    lanes = next_power_of_2(d // 2)
+    heads = max(1, min(next_power_of_2(h), 2048 // lanes))
+    key, key_out = (q, q_out) if k is None else (k, k_out)
+    _rope_kernel[(b * s,)](
+        q, key, cos_rows, sin_rows, q_out, key_out, s, d // 2, h, key.shape[1], -1.0 if style == "reversed" else 1.0,
+        *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(), *_strides(cos_rows, q), *_strides(sin_rows, q),
+        HAS_K=k is not None, IN_PAIRS=in_pairs, OUT_PAIRS=out_pairs, SHARED=cos.shape[-1] != d, BACKWARD=backward,
+        LANES=lanes, HEADS=heads, num_warps=4,
+    )  # fmt: skip
+
+
+def _layouts(style: str, backward: bool) -> tuple[bool, bool]:
+    """Whether the input and the output hold pairs side by side (True) or in halves."""
+    forward = {"rotate_every_two": (True, True), "even_odd_to_halves": (True, False)}.get(style, (False, False))
+    return forward[::-1] if backward else forward
+
+
+def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
+    """The formulas of the docstring in float32 (float64 for float64), on views of the members of each pair."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    d = x.shape[-1]
+    in_pairs, out_pairs = _layouts(style, backward)
+
+    def members(t, pairs):
+        return (t[..., 0::2], t[..., 1::2]) if pairs else (t[..., : d // 2], t[..., d // 2 :])
+
+    def table(t):
+        return (t, t) if t.shape[-1] != d else members(t, out_pairs)
+
+    (a, b), (ca, cb), (sa, sb) = (
+        tuple(t.to(wide) for t in pair) for pair in (members(x, in_pairs), table(cos), table(sin))
+    )
+    sign = -1.0 if style == "reversed" else 1.0
+    y_a, y_b = members(y, out_pairs)
+    if backward:
+        y_a.copy_(a * ca + sign * b * sb)
+        y_b.copy_(b * cb - sign * a * sa)
+    else:
+        y_a.copy_(a * ca - sign * b * sa)
+        y_b.copy_(b * cb + sign * a * sb)
+
+
+def _apply(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
+    if q.is_cuda or interpreting():
+        _launch(q, k, cos, sin, q_out, k_out, style, backward)
+        return
+    for x, y in ((q, q_out), (k, k_out)):
+        if x is not None:
+            _rotate_on_cpu(x, cos, sin, y, style, backward)
+
+
+def _fwd(q, k, cos, sin, style, out):
+    q_out, k_out = _fake(q, k, cos, sin, style, out)
+    _apply(q, k, cos, sin, q_out, k_out, style, False)
+    return q_out, k_out
+
+
+def _fake(q, k, cos, sin, style, out):
+    dtype = q.dtype if out == "input" else torch.promote_types(q.dtype, cos.dtype)
+    return (
+        torch.empty_like(q, dtype=dtype),
+        torch.empty(0, dtype=dtype, device=q.device) if k is None else torch.empty_like(k, dtype=dtype),
+    )
+
+
+def _bwd(dq, dk, cos, sin, style):
+    dq_in, dk_in = _fake_bwd(dq, dk, cos, sin, style)
+    _apply(dq, dk, cos, sin, dq_in, dk_in, style, True)
+    return dq_in, dk_in
+
+
+def _fake_bwd(dq, dk, cos, sin, style):
+    return torch.empty_like(dq), dq.new_empty(0) if dk is None else torch.empty_like(dk)
+
+
+rope = plain_op(
+    "rope",
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, str style, str out) -> (Tensor q_out, Tensor k_out)",
+    _fwd,
+    _fake,
+)
+rope_bwd = plain_op(
+    "rope_bwd",
+    "(Tensor dq, Tensor? dk, Tensor cos, Tensor sin, str style) -> (Tensor dq, Tensor dk)",
+    _bwd,
+    _fake_bwd,
+)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, cos, sin, style, _ = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.style, ctx.dtypes = style, (q.dtype, None if k is None else k.dtype)
+    if k is None:
+        ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dq, dk):
+    cos, sin = ctx.saved_tensors
+    q_dtype, k_dtype = ctx.dtypes
+    dq, dk = rope_bwd(dq, None if k_dtype is None else dk, cos, sin, ctx.style)
+    return dq.to(q_dtype), None if k_dtype is None else dk.to(k_dtype), None, None, None, None
+
+
+register_autograd("rope", _backward, _setup_context)

@@ -1,0 +1,123 @@
+"""Keys and values repeated for grouped-query attention -> ``enable_gqa=True``: no copy of K and V.
+
+The kernels behind ``enable_gqa`` on a GPU exist for bfloat16 and float16; in float32 the call would fall to the unfused
+path, so there the copy stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion import signatures
+from fx_fusion.canonicalize import View, is_tensor
+from fx_fusion.canonicalize import value as example
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.rewrite import Editor
+
+
+def attention_with_repeated_kv(query, key, value):
+    n = query.shape[1] // key.shape[1]
+    key, value = (
+        x[:, :, None, :, :].expand(x.shape[0], x.shape[1], n, x.shape[2], x.shape[3]).reshape(
+            x.shape[0], x.shape[1] * n, x.shape[2], x.shape[3]
+        )
+        for x in (key, value)
+    )  # fmt: skip
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for node in view.graph.nodes:
+        if view.name(node) != "scaled_dot_product_attention":
+            continue
+        bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
+        if bound is None or bound["enable_gqa"] is True:
+            continue
+        key, value = (_repeated(view, bound[name]) for name in ("key", "value"))
+        if key is None and value is None:
+            continue
+        if key is None or value is None or not statically_known_true(key[1] == value[1]):
+            reason = "key and value are not repeated alike"
+            yield NearMiss("repeat_kv", node, node, 1, 2, reason)
+            continue
+        yield Match(
+            fusion="repeat_kv",
+            outputs=(node,),
+            nodes=frozenset(),
+            inputs={"query": bound["query"], "key": key[0], "value": value[0]},
+            emit=emit,
+        )
+
+
+def _repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
+    """``(x, n)`` if ``node`` is x with each head n times in a row."""
+    if not is_tensor(node) or example(node).dim() != 4:
+        return None
+    name = view.name(node)
+    if name == "repeat_interleave":
+        bound = signatures.bind(name, node.args, dict(node.kwargs))
+        if bound and isinstance(bound["repeats"], int) and bound["dim"] in (1, -3):
+            return bound["input"], bound["repeats"]
+        return None
+    if name not in ("reshape", "view", "flatten"):
+        return None
+    expanded = node.args[0]
+    if view.name(expanded) != "expand" or example(expanded).dim() != 5:
+        return None
+    inner = view.term(expanded.args[0])
+    if inner.op != "unsqueeze" or inner.attrs != (-3,) or not is_tensor(inner.operands[0]):
+        return None
+    (b, h, n, s, d), shape = example(expanded).shape, example(node).shape
+    fits = all(statically_known_true(x == y) for x, y in zip((b, h * n, s, d), shape, strict=True))
+    return (inner.operands[0], n) if fits else None
+
+
+def emit(editor: Editor, match: Match) -> None:
+    old = [editor.now(n) for n in signatures.bind("scaled_dot_product_attention", match.root.args, dict(match.root.kwargs)).values() if isinstance(n, fx.Node)]
+    editor.change_call(match.root, key=match.inputs["key"], value=match.inputs["value"], enable_gqa=True)
+    for repeated in old:
+        chain = [repeated]
+        while chain[-1].op != "placeholder" and editor.view.name(chain[-1]) in ("reshape", "view", "flatten", "expand", "getitem", "unsqueeze", "repeat_interleave"):
+            chain.append(chain[-1].args[0])
+        editor.erase(chain[:-1])
+
+
+def pays(query, key, value):
+    if query.device.type == "cpu":
+        return None
+    ambient = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    if ambient not in (torch.bfloat16, torch.float16):
+        return f"attention in {ambient} has no fused kernel with grouped heads"
+    if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
+        return f"head dims {query.shape[-1]} and {value.shape[-1]} have no fused kernel with grouped heads"
+    return None
+
+
+def guard(query, key, value):
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return "query, key and value must be (batch, heads, length, head dim)"
+    return None
+
+
+FUSION = Fusion(
+    name="repeat_kv",
+    pattern=attention_with_repeated_kv,
+    inputs={"query": "b h s d", "key": "b g s d", "value": "b g s d"},
+    find=find,
+    guard=guard,
+    pays=pays,
+    priority=9,
+    on_cpu=True,
+    cases=(
+        case("odd", b=2, h=6, g=3, s=37, d=16, bench=False),
+        case("llama_1b", b=8, h=32, g=8, s=2048, d=64),
+        case("llama_8b", b=1, h=32, g=8, s=4096, d=128),
+    ),
+    source="Ainslie et al. 2023, arXiv:2305.13245",
+)

@@ -1,0 +1,128 @@
+"""Rotary position embedding -> kernels/rope.py: a match is one tensor; q and k that share cos and sin become one call.
+
+Partial rotary embedding needs nothing: the slice of q that is rotated is the input.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.rope import rope
+from fx_fusion.match import Match
+from fx_fusion.rewrite import Editor
+
+
+def rotated(q, cos, sin, style, out, upcast):
+    x = q.float() if upcast else q
+    half = q.shape[-1] // 2
+    if style == "rotate_half":
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    elif style == "reversed":
+        turned = torch.cat([x[..., half:], -x[..., :half]], dim=-1)
+    elif style == "rotate_every_two":
+        turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        return None
+    y = x * cos + turned * sin
+    return y.to(q.dtype) if out == "input" else y
+
+
+def rotated_by_halves(q, cos, sin, style, out, upcast):
+    """Each half on its own, put together by ``cat``: cos and sin have half the columns."""
+    x = q.float() if upcast else q
+    if style == "rotate_half":
+        a, b = x.chunk(2, dim=-1)
+    elif style == "even_odd_to_halves":
+        a, b = x[..., 0::2], x[..., 1::2]
+    else:
+        return None
+    y = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return y.to(q.dtype) if out == "input" else y
+
+
+def guard(q, cos, sin, style, out, upcast):
+    if q.dim() != 4 or q.shape[-1] % 2:
+        return f"q has shape {tuple(q.shape)}; the kernel takes (batch, heads, length, even head dim)"
+    if cos.shape[-1] not in (q.shape[-1], q.shape[-1] // 2) or sin.shape != cos.shape:
+        return f"cos has {cos.shape[-1]} columns and sin {sin.shape[-1]} for a head dim of {q.shape[-1]}"
+    if cos.requires_grad or sin.requires_grad:
+        return "cos or sin needs a gradient; the kernel has none for them"
+    if q.dtype.itemsize > 4 or cos.dtype.itemsize > 4 or sin.dtype != cos.dtype:
+        return f"q is {q.dtype}, cos {cos.dtype}, sin {sin.dtype}; the kernel takes up to float32 and one table dtype"
+    shape = (1,) * (4 - cos.dim()) + tuple(cos.shape)
+    if shape[1] != 1 and shape[2] != 1:
+        return f"cos has shape {tuple(cos.shape)}: an angle a head; the kernel shares angles between heads"
+    return None
+
+
+def pair(view: View, matches: list[Match]) -> list[Match]:
+    """Neighbours that share cos, sin and variant become one match with both inputs."""
+    joined: list[Match] = []
+    for match in sorted(matches, key=lambda m: view.order[m.root]):
+        before = joined[-1] if joined else None
+        if before is not None and _together(view, before, match):
+            joined[-1] = Match(
+                fusion="rope",
+                outputs=(before.root, match.root),
+                nodes=before.nodes | match.nodes,
+                inputs={**before.inputs, "k": match.inputs["q"]},
+                statics=match.statics,
+                crossed=before.crossed | match.crossed,
+                emit=emit,
+            )
+        else:
+            joined.append(Match(**{**vars(match), "emit": emit}))
+    return joined
+
+
+def _together(view: View, q: Match, k: Match) -> bool:
+    if "k" in q.inputs or any(q.inputs[n] is not k.inputs[n] for n in ("cos", "sin")) or q.statics != k.statics:
+        return False
+    a, b = value(q.inputs["q"]), value(k.inputs["q"])
+    if a.dtype != b.dtype or a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
+        return False
+    first_use = min((view.order[u] for u in q.root.users), default=len(view.order))
+    return view.order[k.inputs["q"]] < first_use and q.root not in k.nodes
+
+
+def emit(editor: Editor, match: Match) -> None:
+    q_root, k_root = match.outputs[0], match.outputs[-1] if len(match.outputs) > 1 else None
+    # Behind the last input and before the first use of a result.
+    inputs = [match.inputs[n] for n in ("q", "k", "cos", "sin") if n in match.inputs]
+    last = max(inputs, key=lambda n: editor.view.order[n])
+    at = q_root if editor.view.order[last] < editor.view.order[q_root] else editor.now(last).next
+    with editor.graph.inserting_before(at):
+        arguments = (
+            match.inputs["q"], match.inputs.get("k"), match.inputs["cos"], match.inputs["sin"],
+            match.statics["style"], match.statics["out"],
+        )  # fmt: skip
+        call = editor.call(rope, arguments, like=q_root)
+        results = [editor.item(call, i, like=root) for i, root in enumerate(match.outputs)]
+        editor.check(match.outputs, results)
+    editor.replace(q_root, results[0])
+    if k_root is not None:
+        editor.replace(k_root, results[1])
+
+
+FUSION = Fusion(
+    name="rope",
+    pattern=rotated,
+    spellings=(rotated_by_halves,),
+    inputs={"q": "b h s d", "cos": "b|1 h|1 s|1 c|1", "sin": "b|1 h|1 s|1 c|1"},
+    variants=tuple(
+        {"style": style, "out": out, "upcast": upcast}
+        for style in ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
+        for out, upcast in (("input", False), ("promoted", False), ("input", True))
+    ),
+    guard=guard,
+    pair=pair,
+    priority=15,
+    cases=(
+        case("odd", b=2, h=3, s=5, d=6, c=6, bench=False),
+        case("llama_1b", b=8, h=32, s=2048, d=64, c=64),
+        case("llama_8b", b=4, h=32, s=4096, d=128, c=128),
+    ),
+    source="Su et al. 2021, arXiv:2104.09864",
+)

@@ -1,0 +1,43 @@
+"""``silu(gate) * up`` -> kernels/swiglu.py. In every Llama-style MLP."""
+
+import torch.nn.functional as F
+
+from fx_fusion.canonicalize import same_shape
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.swiglu import swiglu
+
+
+def silu_times_up(gate, up):
+    return F.silu(gate) * up
+
+
+def guard(gate, up):
+    if not same_shape(gate, up):
+        return f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape; the kernel does not broadcast"
+    if gate.dtype != up.dtype:
+        return f"gate is {gate.dtype}, up is {up.dtype}; the kernel takes one dtype"
+    if gate.dtype.itemsize > 4:
+        return f"gate is {gate.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
+def pays(gate, up):
+    return "Inductor reaches the bandwidth here (102 % of the copy rate at 16384 x 14336, bfloat16, H200)"
+
+
+FUSION = Fusion(
+    name="swiglu",
+    pattern=silu_times_up,
+    inputs={"gate": "... n", "up": "... n"},
+    kernel=swiglu,
+    guard=guard,
+    pays=pays,
+    priority=12,
+    cases=(
+        case("one_element", m=1, n=1, bench=False),
+        case("odd", m=3, n=781, bench=False),
+        case("llama_1b", m=16384, n=8192),
+        case("llama_8b", m=16384, n=14336),
+    ),
+    source="Shazeer 2020, arXiv:2002.05202",
+)

@@ -1,0 +1,37 @@
+"""``x * sigmoid(x)``, ``F.silu(x)`` -> kernels/swish.py."""
+
+import torch.nn.functional as F
+
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.swish import swish
+
+
+def silu(x):
+    return F.silu(x)
+
+
+def guard(x):
+    if x.dtype.itemsize > 4:
+        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
+def pays(x):
+    return "one pointwise function: Inductor fuses it with its neighbours, an op would keep them apart"
+
+
+FUSION = Fusion(
+    name="swish",
+    pattern=silu,
+    inputs={"x": "... n"},
+    kernel=swish,
+    guard=guard,
+    pays=pays,
+    priority=1,
+    cases=(
+        case("one_element", m=1, n=1, bench=False),
+        case("odd", m=3, n=781, bench=False),
+        case("square", m=4096, n=4096),
+    ),
+    source="Ramachandran et al. 2017, arXiv:1710.05941",
+)
