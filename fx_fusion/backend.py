@@ -55,18 +55,26 @@ def fx_fusion(
     return compile_graph(gm, example_inputs, parse(mode, options))
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    """canonicalize -> match -> legality -> select -> rewrite -> defer -> compile_fx -> speculate."""
+def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    """Inductor, with the user's options and our part of the cache key."""
+    return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    rest: Callable[[fx.GraphModule, Sequence[Any], Options], Compiled] = inductor,
+) -> Compiled:
+    """canonicalize -> match -> legality -> select -> rewrite -> defer -> compile the rest -> speculate."""
     started = time.perf_counter()
     graph_report = _new_report(gm)
     untouched = snapshot(gm)
     try:
         assumptions = Assumptions(gm, allowed=options.speculate)
         sites, deferred = fuse(gm, options, assumptions)
-        gm.graph.lint()
-        gm.recompile()
         graph_report.deferred, graph_report.assumes = deferred.names, assumptions.sentences()
-        wrap = (deferred.wrap, lambda fast: speculate(fast, assumptions, untouched, options))
+        wrap = (deferred.wrap, lambda fast: speculate(fast, assumptions, untouched, options, rest))
     except Exception as error:
         if options.strict:
             raise FusionError(_where(error)) from error
@@ -75,7 +83,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     graph_report.after, graph_report.nodes_after = text(gm), len(gm.graph.nodes)
     graph_report.seconds = time.perf_counter() - started
     _announce(graph_report, sites)
-    compiled = compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+    compiled = rest(gm, example_inputs, options)
     for layer in wrap:
         compiled = layer(compiled)
     return compiled
@@ -100,6 +108,7 @@ def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tupl
         sites += [*made, *refused, *near_sites(near, taken)]
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
+        module.graph.lint()
         module.recompile()
     assert deferred is not None
     return sites, deferred

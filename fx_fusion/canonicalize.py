@@ -86,6 +86,8 @@ class View:
         self.assumptions: Any = None  # what may be assumed and checked at run time; set by the backend
         self.may_defer = False  # whether outputs of this graph may be deferred; set by the backend
         self._terms: dict[fx.Node, Term] = {}
+        self._below: dict[fx.Node, fx.Node | None] = {}
+        self._edges: dict[fx.Node, Edge] = {}
         for node in graph.nodes:
             if self.name(node) in ("tanh", "erf"):
                 self._terms.update(written_out_gelus(self, node))
@@ -151,12 +153,16 @@ class View:
         """Down through everything that changes no value; casts that round are crossed too, and reported."""
         if not isinstance(operand, fx.Node):
             return Edge(operand)
+        if (known := self._edges.get(operand)) is not None:
+            return known
         crossed, node = [], operand
         while (below := self.transparent(node)) is not None:
             crossed.append(node)
             node = below
         dtypes = [value(n).dtype for n in (node, *reversed(crossed)) if is_tensor(n)]
-        return Edge(node, roundings(dtypes) if dtypes else (), tuple(crossed))
+        edge = Edge(node, roundings(dtypes) if dtypes else (), tuple(crossed))
+        self._edges[operand] = edge
+        return edge
 
     def source(self, operand: Any) -> Edge:
         """Down through what changes neither value nor meaning: stops above a cast that rounds or a copy."""
@@ -175,6 +181,11 @@ class View:
 
     def transparent(self, node: fx.Node) -> fx.Node | None:
         """The operand whose values ``node`` hands on unchanged (up to a cast); None if it computes something."""
+        if node not in self._below:
+            self._below[node] = self._look_through(node)
+        return self._below[node]
+
+    def _look_through(self, node: fx.Node) -> fx.Node | None:
         name = self.name(node)
         if name is None or not node.args or not isinstance(node.args[0], fx.Node) or not is_tensor(node):
             return None

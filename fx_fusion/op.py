@@ -2,7 +2,9 @@
 
 The op is opaque (``torch.library``): Inductor calls it and does not look inside. That holds for kernels with host work
 (chunk loops around cuBLAS, grids that depend on the number of SMs) as well as for single launches, keeps one code path
-for CUDA, CPU and Triton's interpreter, and never traces a launcher with symbolic sizes.
+for CUDA, CPU and Triton's interpreter, and never traces a launcher with symbolic sizes. It also keeps scalars in fp32:
+Triton's own launcher passes a Python float as fp32, Inductor's code for a kernel that it can see passes fp64, which
+silently makes the arithmetic of the kernel fp64.
 
 On a CPU tensor an op runs its reference, the pattern function; with ``TRITON_INTERPRET=1`` it runs its kernel in
 Triton's interpreter, which is how kernels are checked on a machine without a GPU.

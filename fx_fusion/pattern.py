@@ -72,23 +72,21 @@ class Pattern:
         key = (tuple(sorted(dtypes.items())), device, region, ambient)
         if key not in self._policies:
             self._run(dtypes, device, region)
+            view = View(self.graph)  # the same structure, read with these dtypes
             self._policies[key] = DtypePolicy(
                 {node: node.meta["example_value"].dtype for node in self.terms},
                 {
-                    (node, i): self.view.edge(operand).roundings
+                    (node, i): view.edge(operand).roundings
                     for node, term in self.terms.items()
                     for i, operand in enumerate(term.operands)
                 },
-                tuple(self._output_policy(o) for o in self._output_nodes()),
+                tuple((o.meta["example_value"].dtype, view.edge(o).roundings) for o in self._output_nodes()),
             )
         return self._policies[key]
 
     def _output_nodes(self) -> tuple[fx.Node, ...]:
         out = next(n for n in self.graph.nodes if n.op == "output").args[0]
         return out if isinstance(out, tuple) else (out,)
-
-    def _output_policy(self, node: fx.Node) -> tuple[torch.dtype, tuple[torch.dtype, ...]]:
-        return node.meta["example_value"].dtype, self.view.edge(node).roundings
 
     def _run(self, dtypes: Mapping[str, torch.dtype], device: str, region: tuple[Any, ...]) -> None:
         """Fill in ``example_value``: run the graph on small fake tensors."""

@@ -86,7 +86,7 @@ def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[
                 refused.append(best)
             elif missed is not None and 2 * missed.matched >= missed.total and missed.matched > 1:
                 near.append(missed)
-    return legal[::-1], refused[::-1]
+    return legal, refused  # roots from the end of the graph: what contains a smaller match of its own comes first
 
 
 def choose(

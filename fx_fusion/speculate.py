@@ -66,8 +66,10 @@ class AllOnes:
         return self._verdict
 
 
-def speculate(fast: Compiled, assumptions: Assumptions, exact_graph: fx.GraphModule, options: Options) -> Compiled:
-    """Call ``fast`` where the assumptions hold, else the exact graph."""
+def speculate(
+    fast: Compiled, assumptions: Assumptions, exact_graph: fx.GraphModule, options: Options, rest: Compiled
+) -> Compiled:
+    """Call ``fast`` where the assumptions hold, else the exact graph, whose ``rest`` is compiled like the fast one's."""
     positions = assumptions.positions()
     if not positions:
         return fast
@@ -78,16 +80,16 @@ def speculate(fast: Compiled, assumptions: Assumptions, exact_graph: fx.GraphMod
         if all(check(args[i]) for check, i in zip(checks, positions, strict=True)):
             return fast(*args)
         if not exact:
-            exact.append(_compile_exact(exact_graph, options))
+            exact.append(_compile_exact(exact_graph, options, rest))
         return exact[0](*args)
 
     run.checks = checks  # type: ignore[attr-defined]
     return run
 
 
-def _compile_exact(graph: fx.GraphModule, options: Options) -> Compiled:
+def _compile_exact(graph: fx.GraphModule, options: Options, rest: Compiled) -> Compiled:
     """Compile outside of the frame that Dynamo is running: a compilation of its own, guards and dynamic shapes too."""
     from fx_fusion.backend import compile_graph
 
     without = replace(options, speculate=False)
-    return torch.compile(graph, backend=lambda gm, inputs: compile_graph(gm, inputs, without))
+    return torch.compile(graph, backend=lambda gm, inputs: compile_graph(gm, inputs, without, rest))

@@ -1,15 +1,16 @@
 """Cross-entropy of rows of logits, with softcap, scale, class weights, label smoothing and ignored targets.
 
     z    = scale · l                          softcap c > 0:  z = c · tanh(scale · l / c)
-    lse  = log Σ_c exp(z_c),  p = exp(z − lse)
+    top  = max z,  total = Σ_c exp(z_c − top),  lse = top + log total,  p = exp(z − top) / total
     loss = (1 − ε) · w_t · (lse − z_t) + (ε / V) · Σ_c w_c (lse − z_c)        w = 1 without class weights; t the target
     dz_c = dloss · ( p_c · ((1 − ε) w_t + (ε / V) Σ w) − (1 − ε) w_t [c = t] − (ε / V) w_c )
     dl   = dz · scale · (1 − (z / c)²)        the last factor with a softcap only
 
-Shapes     logits: (m, v), unit stride along v; target: (m); weight: (v); loss, lse: (m).
-Dtypes     logits bf16 | fp16 | fp32, gradient alike; arithmetic, loss and lse in fp32. target int64.
+Shapes     logits: (m, v), unit stride along v; target: (m); weight: (v); loss: (m); stats: (2, m), top and total.
+Dtypes     logits bf16 | fp16 | fp32, gradient alike; arithmetic, loss and stats in fp32. target int64. p is made of
+           top and total, not of lse: rounding lse would scale a whole row of p by the same error.
 Ignored    a row whose target is ignore_index has loss 0 and gradient 0. A target outside 0..v-1 gives loss NaN.
-Saved      logits, target, weight, lse.
+Saved      logits, target, weight, stats.
 Traffic    forward m·v read, backward m·v read and m·v written. With the gradient made in the forward
            (linear_cross_entropy): m·v read, m·v written, and a second read that a row of 256 KiB finds in the L2.
 Source     Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); label smoothing as torch.nn.functional.
@@ -33,24 +34,22 @@ def _tanh(x):
 
 @triton.jit
 def _rows_kernel(
-    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr, dloss_ptr,
-    v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale,
+    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr,
+    m, v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    LSE_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
+    STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: the loss unless lse is given, and the gradient if wanted (it may overwrite the logits)."""
-    smoothing = tl.to_tensor(smoothing).to(tl.float32)
-    softcap = tl.to_tensor(softcap).to(tl.float32)
-    scale = tl.to_tensor(scale).to(tl.float32)
+    """One row a program: the loss unless stats are given, and the gradient if wanted (it may overwrite the logits)."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     lanes = tl.arange(0, BLOCK)
     l_row = l_ptr + row * l_stride
     dl_row = dl_ptr + row * dl_stride
     if target == ignore_index:
-        if not LSE_GIVEN:
+        if not STATS_GIVEN:
             tl.store(loss_ptr + row, 0.0)
-            tl.store(lse_ptr + row, 0.0)
+            tl.store(stats_ptr + row, 0.0)
+            tl.store(stats_ptr + m + row, 1.0)
         if GRADIENT:
             for start in range(0, v, BLOCK):
                 tl.store(dl_row + start + lanes, tl.zeros((BLOCK,), dl_ptr.dtype.element_ty), start + lanes < v)
@@ -62,8 +61,9 @@ def _rows_kernel(
     w_sum = v * 1.0
     if HAS_WEIGHT and SMOOTH:
         w_sum = tl.load(weight_sum_ptr)
-    if LSE_GIVEN:
-        lse = tl.load(lse_ptr + row)
+    if STATS_GIVEN:
+        top = tl.load(stats_ptr + row)
+        total = tl.load(stats_ptr + m + row)
     else:
         top = -float("inf")
         total = 0.0
@@ -84,25 +84,26 @@ def _rows_kernel(
             base = tl.where(above == -float("inf"), 0.0, above)
             total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
             top = above
-        lse = top + tl.log(total)
         z_target = tl.load(l_row + target, valid, 0.0).to(tl.float32) * scale
         if SOFTCAP:
             z_target = softcap * _tanh(z_target / softcap)
-        loss = w_target * (lse - z_target)
+        loss = w_target * (tl.log(total) + (top - z_target))
         if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing / v * (lse * w_sum - smooth)
+            loss = (1.0 - smoothing) * loss + smoothing / v * ((top + tl.log(total)) * w_sum - smooth)
         tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
-        tl.store(lse_ptr + row, lse)
+        tl.store(stats_ptr + row, top)
+        tl.store(stats_ptr + m + row, total)
     if GRADIENT:
         dloss = 1.0
         if HAS_DLOSS:
             dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
-        if not LSE_GIVEN:
+        if not STATS_GIVEN:
             tl.debug_barrier()  # the target's logit is read before any lane overwrites it
         hit = (1.0 - smoothing) * w_target
         pull = hit
         if SMOOTH:
             pull += smoothing / v * w_sum
+        pull = pull / total
         for start in range(0, v, BLOCK):
             cols = start + lanes
             z = tl.load(l_row + cols, cols < v, 0.0).to(tl.float32) * scale
@@ -111,7 +112,7 @@ def _rows_kernel(
                 bent = _tanh(z / softcap)
                 slope = scale * (1.0 - bent * bent)
                 z = softcap * bent
-            dz = tl.exp(z - lse) * pull
+            dz = tl.exp(z - top) * pull
             dz = tl.where(cols == target, dz - hit, dz)
             if SMOOTH:
                 w = 1.0
@@ -123,9 +124,9 @@ def _rows_kernel(
 
 def launch_rows(
     logits, target, weight, ignore_index, label_smoothing, softcap, scale, *,
-    loss=None, lse, dloss=None, dlogits=None,
+    loss=None, stats, dloss=None, dlogits=None,
 ):  # fmt: skip
-    """Run the kernel over 2-D logits. ``loss`` given: write it and ``lse``; else ``lse`` is read. ``dlogits`` given:
+    """Run the kernel over 2-D logits. ``loss`` given: write it and ``stats``; else ``stats`` are read. ``dlogits`` given:
     write the gradient (``dlogits is logits`` overwrites), for the upstream gradient ``dloss`` (m), or 1."""
     m, v = logits.shape
     if m == 0 or v == 0:
@@ -136,49 +137,49 @@ def launch_rows(
     block = min(next_power_of_2(v), 8192)
     warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
     _rows_kernel[(m,)](
-        logits, out, target, logits if weight is None else weight, lse if weight is None else weight.float().sum(),
-        lse if given else loss, lse, lse if dloss is None else dloss, v, logits.stride(0), out.stride(0),
+        logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
+        stats if given else loss, stats, stats if dloss is None else dloss, m, v, logits.stride(0), out.stride(0),
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
-        float(scale), HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0, LSE_GIVEN=given,
+        float(scale), HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0, STATS_GIVEN=given,
         GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
 def _fwd(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    loss, lse = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    loss, stats = _fake(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
     launch_rows(
-        logits, target.contiguous(), weight, ignore_index, label_smoothing, softcap, scale, loss=loss, lse=lse
+        logits, target.contiguous(), weight, ignore_index, label_smoothing, softcap, scale, loss=loss, stats=stats
     )
-    return loss, lse
+    return loss, stats
 
 
-def _bwd(dloss, logits, target, weight, lse, ignore_index, label_smoothing, softcap, scale, needs):
+def _bwd(dloss, logits, target, weight, stats, ignore_index, label_smoothing, softcap, scale, needs):
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     launch_rows(
         logits, target.contiguous(), weight, ignore_index, label_smoothing, softcap, scale,
-        lse=lse, dloss=dloss, dlogits=dlogits,
+        stats=stats, dloss=dloss, dlogits=dlogits,
     )  # fmt: skip
     return dlogits
 
 
 def _fake(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
     loss = torch.empty(logits.shape[:1], dtype=torch.float32, device=logits.device)
-    return loss, torch.empty_like(loss)
+    return loss, torch.empty((2, logits.shape[0]), dtype=torch.float32, device=logits.device)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale"
 
 cross_entropy = fused_op(
     "cross_entropy",
-    (f"(Tensor logits, Tensor target, Tensor? weight, {_OPTIONS}) -> (Tensor loss, Tensor lse)", _fwd),
+    (f"(Tensor logits, Tensor target, Tensor? weight, {_OPTIONS}) -> (Tensor loss, Tensor stats)", _fwd),
     (
-        f"(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, {_OPTIONS}, bool[] needs)"
+        f"(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor stats, {_OPTIONS}, bool[] needs)"
         " -> Tensor dlogits",
         _bwd,
     ),
     fake=_fake,
-    stats=("lse",),
+    stats=("stats",),
     grads=("logits",),
 )

@@ -25,7 +25,7 @@ from fx_fusion.kernels.cross_entropy import launch_rows
 from fx_fusion.kernels.launch import cdiv
 from fx_fusion.op import interpreting, plain_op, register_autograd
 
-_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 8 << 20}
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
 
 
@@ -36,8 +36,8 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
-def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss, lse):
-    """Fill ``loss`` and ``lse``; return the gradients of x, weight, bias that are needed (None for the others)."""
+def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss):
+    """Fill ``loss``; return the gradients of x, weight, bias that are needed (None for the others)."""
     m, v = x.shape[0], weight.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
@@ -54,7 +54,7 @@ def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, lo
         else:
             torch.addmm(bias, x_rows, weight.t(), out=logits)
         upstream = None if dloss is None else dloss[rows]
-        _rows(logits, target[rows], class_weight, options, loss[rows], lse[rows], upstream, gradient)
+        _rows(logits, target[rows], class_weight, options, loss[rows], upstream, gradient)
         if dx is not None:
             torch.mm(logits, weight, out=dx[rows])
         if needs_dw:
@@ -77,11 +77,12 @@ def _accumulate(dw, dlogits, x, *, last_and_only: bool):
     return product if dw is None else dw.add_(product)
 
 
-def _rows(logits, target, class_weight, options, loss, lse, dloss, gradient):
+def _rows(logits, target, class_weight, options, loss, dloss, gradient):
     """Loss of one chunk; with ``gradient`` the chunk is overwritten by dloss/dlogits."""
     if logits.is_cuda or interpreting():
+        stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
         launch_rows(
-            logits, target, class_weight, *options, loss=loss, lse=lse, dloss=dloss, dlogits=logits if gradient else None
+            logits, target, class_weight, *options, loss=loss, stats=stats, dloss=dloss, dlogits=logits if gradient else None
         )
         return
     ignore_index, smoothing, softcap, scale = options
@@ -89,22 +90,22 @@ def _rows(logits, target, class_weight, options, loss, lse, dloss, gradient):
     z = logits.float() * scale if scale != 1 else logits.float()
     bent = torch.tanh(z / softcap) if softcap else None
     z = z if bent is None else softcap * bent
-    row_lse = torch.logsumexp(z, 1)
+    top = z.amax(1)
+    total = (z - top[:, None]).exp_().sum(1)
     counts = target != ignore_index
     index = torch.where(counts, target, 0)  # an index error for a target out of range, as in PyTorch
     w = None if class_weight is None else class_weight.float()
-    w_target = torch.ones_like(row_lse) if w is None else w[index]
-    row_loss = w_target * (row_lse - z.gather(1, index[:, None])[:, 0])
+    w_target = torch.ones_like(top) if w is None else w[index]
+    row_loss = w_target * (total.log() + (top - z.gather(1, index[:, None])[:, 0]))
     w_sum = float(v) if w is None else w.sum()
     if smoothing:
-        spread = row_lse * w_sum - (z.sum(1) if w is None else z @ w)
+        spread = (top + total.log()) * w_sum - (z.sum(1) if w is None else z @ w)
         row_loss = (1 - smoothing) * row_loss + smoothing / v * spread
     loss.copy_(torch.where(counts, row_loss, 0))
-    lse.copy_(row_lse)
     if not gradient:
         return
     hit = (1 - smoothing) * w_target
-    dz = z.sub_(row_lse[:, None]).exp_().mul_((hit + smoothing / v * w_sum)[:, None])
+    dz = z.sub_(top[:, None]).exp_().mul_(((hit + smoothing / v * w_sum) / total)[:, None])
     dz.scatter_add_(1, index[:, None], -hit[:, None])
     if smoothing:
         dz -= smoothing / v * (1.0 if w is None else w)
@@ -142,9 +143,9 @@ def _fwd(
 ):  # fmt: skip
     x, weight, target = x.contiguous(), weight if weight.stride(-1) == 1 else weight.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
-    loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     now = needs if reduction != "none" else [False] * 3
-    dx, dw, db = _each_chunk(x, weight, bias, target, class_weight, options, None, now, loss, lse)
+    dx, dw, db = _each_chunk(x, weight, bias, target, class_weight, options, None, now, loss)
     coefficient = _coefficient(target, class_weight, reduction, ignore_index)
     reduced = _reduce(loss, target, class_weight, coefficient, reduction, ignore_index)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -180,9 +181,9 @@ def _bwd_rows(dloss, x, weight, bias, target, class_weight, ignore_index, label_
     """``reduction="none"``: one upstream gradient a row."""
     x, weight, target = x.contiguous(), weight if weight.stride(-1) == 1 else weight.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
-    scratch = torch.empty(2, x.shape[0], dtype=torch.float32, device=x.device)
+    loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     upstream = dloss.float().contiguous()
-    made = _each_chunk(x, weight, bias, target, class_weight, options, upstream, needs, scratch[0], scratch[1])
+    made = _each_chunk(x, weight, bias, target, class_weight, options, upstream, needs, loss)
     like = (x, weight, x if bias is None else bias)
     return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(made, like, strict=True))
 

@@ -30,42 +30,56 @@ _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows ar
 
 
 @triton.jit
+def _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES: tl.constexpr):
+    """A tile of h in fp32; with a residual, the sum, rounded and stored."""
+    h = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask, 0.0)
+    if HAS_RES:
+        h = h.to(tl.float32) + tl.load(res_ptr + rows[:, None] * res_stride + cols, mask, 0.0).to(tl.float32)
+        h = h.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows[:, None] * n + cols, h, mask)
+    return h.to(tl.float32)
+
+
+@triton.jit
+def _store_y(
+    y_ptr, h_ptr, w_ptr, h, rstd, rows, cols, mask, n, offset, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr
+):
+    y = h * rstd[:, None]
+    if ROUND_FIRST:
+        y = y.to(h_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_WEIGHT:
+        y *= offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
+    tl.store(y_ptr + rows[:, None] * n + cols, y.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
 def _fwd_kernel(
     x_ptr, res_ptr, w_ptr, y_ptr, h_ptr, rstd_ptr, m, n, x_stride, res_stride, eps, offset,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_RES: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    HAS_RES: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    eps = tl.to_tensor(eps).to(tl.float32)
-    offset = tl.to_tensor(offset).to(tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows[:, None] < m
-    square = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for start in range(0, n, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)[None, :]
+    if not WIDE:
+        cols = tl.arange(0, BLOCK_N)[None, :]
         mask = live & (cols < n)
-        h = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask, 0.0)
-        if HAS_RES:
-            h = h.to(tl.float32) + tl.load(res_ptr + rows[:, None] * res_stride + cols, mask, 0.0).to(tl.float32)
-            h = h.to(h_ptr.dtype.element_ty)
-            tl.store(h_ptr + rows[:, None] * n + cols, h, mask)
-        h = h.to(tl.float32)
-        square += h * h
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / n + eps)
+        h = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1) / n + eps)
+        _store_y(y_ptr, h_ptr, w_ptr, h, rstd, rows, cols, mask, n, offset, HAS_WEIGHT, ROUND_FIRST)
+    else:
+        square = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)[None, :]
+            mask = live & (cols < n)
+            h = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES)
+            square += h * h
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / n + eps)
+        for start in range(0, n, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)[None, :]
+            mask = live & (cols < n)
+            h = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES)
+            _store_y(y_ptr, h_ptr, w_ptr, h, rstd, rows, cols, mask, n, offset, HAS_WEIGHT, ROUND_FIRST)
     tl.store(rstd_ptr + rows, rstd, rows < m)
-    for start in range(0, n, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)[None, :]
-        mask = live & (cols < n)
-        if BLOCK_N < n:  # the row did not fit: read it again
-            if HAS_RES:
-                h = tl.load(h_ptr + rows[:, None] * n + cols, mask, 0.0).to(tl.float32)
-            else:
-                h = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask, 0.0).to(tl.float32)
-        y = h * rstd[:, None]
-        if ROUND_FIRST:
-            y = y.to(h_ptr.dtype.element_ty).to(tl.float32)
-        if HAS_WEIGHT:
-            y *= offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
-        tl.store(y_ptr + rows[:, None] * n + cols, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -75,7 +89,6 @@ def _bwd_kernel(
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read of dy and h, one write of dx; dw in registers over all rows of the program."""
-    offset = tl.to_tensor(offset).to(tl.float32)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT:
         w = offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
@@ -113,7 +126,6 @@ def _bwd_wide_kernel(
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Rows wider than the registers: two passes over each; dw is summed in this program's own row of the buffer."""
-    offset = tl.to_tensor(offset).to(tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     for row in range(pid * rows_each, tl.minimum(m, (pid + 1) * rows_each)):
         rstd = tl.load(rstd_ptr + row)
@@ -169,7 +181,8 @@ def norm_fwd(x, residual, weight, eps: float, offset: float, round_first: bool):
         _fwd_kernel[(cdiv(m, tile_rows),)](
             rows, res, y if weight is None else weight.contiguous(), y, h, rstd, m, n, rows.stride(0), res.stride(0),
             float(eps), float(offset), ROWS=tile_rows, BLOCK_N=block, HAS_RES=residual is not None,
-            HAS_WEIGHT=weight is not None, ROUND_FIRST=round_first, num_warps=warps,
+            HAS_WEIGHT=weight is not None, ROUND_FIRST=round_first, WIDE=block < n,
+            num_warps=warps,
         )  # fmt: skip
     return y.view(shape), h.view(shape) if residual is not None else x, rstd.view(shape[:-1])
 

@@ -66,7 +66,6 @@ def _rope_kernel(
     BACKWARD: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One position a program: cos and sin are loaded once for all heads of q and k."""
-    sign = tl.to_tensor(sign).to(tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     batch = pid // length
     pos = pid % length

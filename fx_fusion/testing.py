@@ -1,0 +1,141 @@
+"""For tests and benchmarks of fusions: inputs of a case, the oracle, the rule that decides what is accurate.
+
+The rule: the error of the fused function against the reference in float64 is at most twice the error of the reference
+run eagerly in the same dtype, plus two epsilons of the dtype, in units of max(|oracle|, |dy|). No other tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from fx_fusion.backend import compile_graph
+from fx_fusion.fusion import Case, Fusion
+from fx_fusion.options import Options, parse
+
+LEADING = 2  # "..." stands for this dim times the rest of m
+
+
+def eager_rest(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """What Inductor is to the backend, without compiling: run the rewritten graph as it is."""
+    return gm.forward
+
+
+def rewriting_backend(**options: Any) -> Callable[..., Any]:
+    """A torch.compile backend that rewrites and then runs eagerly: seconds faster than Inductor, the same rewrites."""
+    parsed = parse(None, {"select": "always", "strict": True, **options})
+    return functools.partial(compile_graph, options=parsed, rest=eager_rest)
+
+
+def make_inputs(
+    fusion: Fusion, case: Case, statics: Mapping[str, Any], dtype: torch.dtype, device: str, seed: int = 0
+) -> dict[str, Any]:
+    """Random inputs of the declared shapes; parameters that a variant fixes are left out."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    made: dict[str, Any] = {}
+    for name, spec in fusion.inputs.items():
+        if name in statics:
+            continue
+        if not isinstance(spec, str):
+            made[name] = spec
+            continue
+        shape = [case.sizes.get(t.removesuffix("|1"), 1) if not _broadcast(t) else _table_size(t, case) for t in spec.split() if t != "..."]
+        if "..." in spec.split():
+            m = case.sizes["m"]
+            shape = [LEADING, m // LEADING, *shape] if m % LEADING == 0 else [m, *shape]
+        if name in fusion.integers:
+            bound = case.sizes[fusion.integers[name]]
+            target = torch.randint(0, bound, shape, generator=generator)
+            if target.numel() > 2:
+                target[1] = statics.get("ignore_index", -100)
+            made[name] = target.to(device)
+            continue
+        tensor = torch.randn(shape, generator=generator)
+        if name == "weight" and fusion.name.endswith("cross_entropy"):
+            tensor = tensor.abs() + 0.1
+        made[name] = tensor.to(device=device, dtype=dtype)
+    return made
+
+
+def _broadcast(token: str) -> bool:
+    return token.endswith("|1")
+
+
+def _table_size(token: str, case: Case) -> int:
+    """Dims of a broadcast table (cos, sin): batch and heads are shared, positions and columns are there."""
+    name = token.removesuffix("|1")
+    return case.sizes[name] if name in ("s", "c", "d") else 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs of one function, and the gradients of its floating-point inputs, by name."""
+
+    values: dict[str, Tensor]
+
+
+def run(function: Callable[..., Any], inputs: Mapping[str, Any], dys: Sequence[Tensor] | None = None, frozen: Sequence[str] = ()) -> Run:
+    """Call, then differentiate by ``dys`` (random, fixed by the output's shape, if None)."""
+    leaves = {
+        n: v.detach().clone().requires_grad_(n not in frozen) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in inputs.items()
+    }
+    out = function(**leaves)
+    outs = out if isinstance(out, tuple) else (out,)
+    values = {f"out{i}": o.detach() for i, o in enumerate(outs)}
+    dys = gradients_for(outs) if dys is None else dys
+    pairs = [(o, dy.to(o.dtype)) for o, dy in zip(outs, dys, strict=True) if o.requires_grad]
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [dy for _, dy in pairs])
+    for name, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            values[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return Run(values)
+
+
+def gradients_for(outs: Sequence[Tensor]) -> list[Tensor]:
+    generator = torch.Generator(device="cpu").manual_seed(7)
+    return [torch.randn(o.shape, generator=generator).to(o.device) for o in outs]
+
+
+class _StayDouble(TorchFunctionMode):
+    """``x.float()`` in a reference means "at least float32": of a float64 tensor it must not take precision away."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def run_oracle(function: Callable[..., Any], inputs: Mapping[str, Any], frozen: Sequence[str] = ()) -> Run:
+    """``run`` in float64 throughout."""
+    with _StayDouble():
+        return run(function, to_double(inputs), frozen=frozen)
+
+
+def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
+
+
+def worst_excess(fused: Run, eager: Run, oracle: Run, dtype: torch.dtype) -> tuple[str, float]:
+    """The output or gradient that uses most of what the rule allows, and how much: above 1 it fails."""
+    worst = ("", 0.0)
+    for name, exact in oracle.values.items():
+        exact = exact.double()
+        unit = max(exact.abs().max().item() if exact.numel() else 0.0, 1.0 if name.startswith("d") else 0.0) or 1.0
+        found, usual = fused.values[name].double(), eager.values[name].double()
+        if not torch.equal(found.isfinite(), exact.isfinite()):
+            return name, float("inf")
+        if not exact.numel():
+            continue
+        error = (found - exact).nan_to_num().abs().max().item() / unit
+        allowed = 2 * (usual - exact).nan_to_num().abs().max().item() / unit + 2 * torch.finfo(dtype).eps
+        if error / allowed > worst[1]:
+            worst = (name, error / allowed)
+    return worst

@@ -1,0 +1,60 @@
+"""Every fusion at every case, variant and dtype: it fires once, and outputs and gradients pass the accuracy rule.
+
+Names no fusion. On a machine without a GPU the ops run their references, and their kernels under TRITON_INTERPRET=1.
+"""
+
+import functools
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.pattern import patterns_of
+from fx_fusion.registry import all_fusions
+from fx_fusion.testing import make_inputs, rewriting_backend, run, run_oracle, worst_excess
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = [
+    pytest.param(fusion, case, {**variant, **case.statics}, id=f"{fusion.name}-{case.name}-{i}")
+    for fusion in all_fusions()
+    for case in fusion.cases
+    for i, variant in enumerate(fusion.variants)
+    if not case.bench
+]
+
+
+def function_of(fusion, statics):
+    """The reference of a variant: the first spelling that has it."""
+    if fusion.find is not None:
+        return fusion.pattern
+    return next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
+
+
+def shape_of_variant(fusion, inputs, statics):
+    """RoPE tables with half the columns for the styles that share an angle between the members of a pair."""
+    if statics.get("style") == "even_odd_to_halves":
+        half = inputs["q"].shape[-1] // 2
+        inputs = {**inputs, "cos": inputs["cos"][..., :half], "sin": inputs["sin"][..., :half]}
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("fusion", "case", "statics"), CASES)
+def test_fires_once_and_is_no_less_accurate_than_eager(fusion, case, statics, dtype, device):
+    function = function_of(fusion, statics)
+    function = functools.partial(function, **statics)
+    inputs = shape_of_variant(fusion, make_inputs(fusion, case, statics, dtype, device), statics)
+    frozen = ("cos", "sin", "weight") if fusion.name in ("rope", "cross_entropy", "linear_cross_entropy") else ()
+    # Only this fusion: a smaller one may be a part of its reference.
+    compiled = torch.compile(function, backend=rewriting_backend(fusions=[fusion.name]), dynamic=False)
+    with fx_fusion.recording() as report:
+        fused = run(compiled, inputs, frozen=frozen)
+    assert report.count(fusion.name) == 1, str(report)
+    eager = run(function, inputs, frozen=frozen)
+    oracle = run_oracle(function, inputs, frozen=frozen)
+    name, used = worst_excess(fused, eager, oracle, dtype)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+    for key, expected in eager.values.items():
+        assert fused.values[key].dtype == expected.dtype
+        assert fused.values[key].shape == expected.shape
+
