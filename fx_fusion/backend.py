@@ -22,6 +22,7 @@ from fx_fusion.canonicalize import View
 from fx_fusion.deferred import DeferredOutputs, defer_outputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
+from fx_fusion.op import tell_inductor
 from fx_fusion.options import Options, parse
 from fx_fusion.report import GraphReport, Site, publish
 from fx_fusion.rewrite import Editor
@@ -57,6 +58,7 @@ def fx_fusion(
 
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Inductor, with the user's options and our part of the cache key."""
+    tell_inductor()
     return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
 
 

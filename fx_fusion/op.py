@@ -28,6 +28,7 @@ from fx_fusion.errors import DeclarationError
 NAMESPACE = "fx_fusion"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _DEVICES = ("CPU", "CUDA")
+_DEFINED: list[torch._ops.OpOverload] = []
 
 
 def interpreting() -> bool:
@@ -190,7 +191,22 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
 
 def _define(name: str, schema: str, launcher: Callable[..., Any]) -> torch._ops.OpOverload:
     _LIBRARY.define(name + schema)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _DEFINED.append(overload)
+    return overload
+
+
+def tell_inductor() -> None:
+    """Register every op as a call that Inductor leaves as it is, exactly as Inductor does by itself when it first
+    meets one. Only, torch 2.11 then formats a log line with all operands, each printed with all of its operands: the
+    time for that line doubles with every layer of a model (16 layers of a Llama: no end in sight)."""
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for overload in _DEFINED:
+        if overload not in lowerings:
+            tag = get_layout_constraint_tag(overload, with_default=True)
+            make_fallback(overload, layout_constraint=tag_to_layout_constraint(tag), warn=False)
 
 
 def _on_device(device: str, launcher: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:

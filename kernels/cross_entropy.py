@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import next_power_of_2
+from fx_fusion.kernels.launch import multiprocessors, next_power_of_2
 from fx_fusion.op import fused_op
 
 
@@ -33,93 +33,106 @@ def _tanh(x):
 
 
 @triton.jit
+def _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP: tl.constexpr):
+    """A block of z, and dz/dl."""
+    z = tl.load(l_row + start + lanes, start + lanes < v, 0.0).to(tl.float32) * scale
+    slope = scale
+    if SOFTCAP:
+        bent = _tanh(z / softcap)
+        slope = scale * (1.0 - bent * bent)
+        z = softcap * bent
+    return z, slope
+
+
+@triton.jit
+def _weights(weight_ptr, cols, v, HAS_WEIGHT: tl.constexpr):
+    if HAS_WEIGHT:
+        w = tl.load(weight_ptr + cols, cols < v, 0.0).to(tl.float32)
+    else:
+        w = tl.where(cols < v, 1.0, 0.0)
+    return w
+
+
+@triton.jit
 def _rows_kernel(
     l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr,
-    m, v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale,
+    m, v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: the loss unless stats are given, and the gradient if wanted (it may overwrite the logits)."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
+    """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
+    logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
+    and a sum of its own; lanes meet once a row."""
     lanes = tl.arange(0, BLOCK)
-    l_row = l_ptr + row * l_stride
-    dl_row = dl_ptr + row * dl_stride
-    if target == ignore_index:
-        if not STATS_GIVEN:
-            tl.store(loss_ptr + row, 0.0)
-            tl.store(stats_ptr + row, 0.0)
-            tl.store(stats_ptr + m + row, 1.0)
-        if GRADIENT:
-            for start in range(0, v, BLOCK):
-                tl.store(dl_row + start + lanes, tl.zeros((BLOCK,), dl_ptr.dtype.element_ty), start + lanes < v)
-        return
-    valid = (target >= 0) & (target < v)
-    w_target = 1.0
-    if HAS_WEIGHT:
-        w_target = tl.load(weight_ptr + target, valid, 0.0).to(tl.float32)
-    w_sum = v * 1.0
-    if HAS_WEIGHT and SMOOTH:
-        w_sum = tl.load(weight_sum_ptr)
-    if STATS_GIVEN:
-        top = tl.load(stats_ptr + row)
-        total = tl.load(stats_ptr + m + row)
-    else:
-        top = -float("inf")
-        total = 0.0
-        smooth = 0.0
-        for start in range(0, v, BLOCK):
-            cols = start + lanes
-            z = tl.load(l_row + cols, cols < v, 0.0).to(tl.float32) * scale
-            if SOFTCAP:
-                z = softcap * _tanh(z / softcap)
-            if SMOOTH:
-                w = tl.where(cols < v, 1.0, 0.0)
-                if HAS_WEIGHT:
-                    w = tl.load(weight_ptr + cols, cols < v, 0.0).to(tl.float32)
-                smooth += tl.sum(w * z, 0)
-            z = tl.where(cols < v, z, -float("inf"))
-            above = tl.maximum(top, tl.max(z, 0))
-            # A block of -inf only: keep the difference finite.
-            base = tl.where(above == -float("inf"), 0.0, above)
-            total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
-            top = above
-        z_target = tl.load(l_row + target, valid, 0.0).to(tl.float32) * scale
-        if SOFTCAP:
-            z_target = softcap * _tanh(z_target / softcap)
-        loss = w_target * (tl.log(total) + (top - z_target))
-        if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing / v * ((top + tl.log(total)) * w_sum - smooth)
-        tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
-        tl.store(stats_ptr + row, top)
-        tl.store(stats_ptr + m + row, total)
-    if GRADIENT:
-        dloss = 1.0
-        if HAS_DLOSS:
-            dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
-        if not STATS_GIVEN:
-            tl.debug_barrier()  # the target's logit is read before any lane overwrites it
-        hit = (1.0 - smoothing) * w_target
-        pull = hit
-        if SMOOTH:
-            pull += smoothing / v * w_sum
-        pull = pull / total
-        for start in range(0, v, BLOCK):
-            cols = start + lanes
-            z = tl.load(l_row + cols, cols < v, 0.0).to(tl.float32) * scale
-            slope = scale
-            if SOFTCAP:
-                bent = _tanh(z / softcap)
-                slope = scale * (1.0 - bent * bent)
-                z = softcap * bent
-            dz = tl.exp(z - top) * pull
-            dz = tl.where(cols == target, dz - hit, dz)
-            if SMOOTH:
-                w = 1.0
-                if HAS_WEIGHT:
-                    w = tl.load(weight_ptr + cols, cols < v, 0.0).to(tl.float32)
-                dz -= smoothing / v * w
-            tl.store(dl_row + cols, (dz * slope * dloss).to(dl_ptr.dtype.element_ty), cols < v)
+    for row in range(tl.program_id(0).to(tl.int64), m, programs):
+        target = tl.load(target_ptr + row)
+        l_row = l_ptr + row * l_stride
+        dl_row = dl_ptr + row * dl_stride
+        if target == ignore_index:
+            if not STATS_GIVEN:
+                tl.store(loss_ptr + row, 0.0)
+                tl.store(stats_ptr + row, 0.0)
+                tl.store(stats_ptr + m + row, 1.0)
+            if GRADIENT:
+                for start in range(0, v, BLOCK):
+                    tl.store(dl_row + start + lanes, tl.zeros((BLOCK,), dl_ptr.dtype.element_ty), start + lanes < v)
+        else:
+            valid = (target >= 0) & (target < v)
+            w_target = 1.0
+            if HAS_WEIGHT:
+                w_target = tl.load(weight_ptr + target, valid, 0.0).to(tl.float32)
+            w_sum = v * 1.0
+            if HAS_WEIGHT and SMOOTH:
+                w_sum = tl.load(weight_sum_ptr)
+            if STATS_GIVEN:
+                top = tl.load(stats_ptr + row)
+                total = tl.load(stats_ptr + m + row)
+            else:
+                tops = tl.full((BLOCK,), -float("inf"), tl.float32)
+                sums = tl.zeros((BLOCK,), tl.float32)
+                smooth = tl.zeros((BLOCK,), tl.float32)
+                for start in range(0, v, BLOCK):
+                    cols = start + lanes
+                    z, _ = _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP)
+                    if SMOOTH:
+                        smooth += _weights(weight_ptr, cols, v, HAS_WEIGHT) * z
+                    z = tl.where(cols < v, z, -float("inf"))
+                    above = tl.maximum(tops, z)
+                    base = tl.where(above == -float("inf"), 0.0, above)  # a lane that has seen -inf only
+                    sums = sums * tl.exp(tops - base) + tl.exp(z - base)
+                    tops = above
+                top = tl.max(tops, 0)
+                # A row of -inf only: NaN, as in PyTorch.
+                total = tl.sum(sums * tl.exp(tops - top), 0)
+                z_target = tl.load(l_row + target, valid, 0.0).to(tl.float32) * scale
+                if SOFTCAP:
+                    z_target = softcap * _tanh(z_target / softcap)
+                loss = w_target * (tl.log(total) + (top - z_target))
+                if SMOOTH:
+                    spread = (top + tl.log(total)) * w_sum - tl.sum(smooth, 0)
+                    loss = (1.0 - smoothing) * loss + smoothing / v * spread
+                tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
+                tl.store(stats_ptr + row, top)
+                tl.store(stats_ptr + m + row, total)
+            if GRADIENT:
+                dloss = 1.0
+                if HAS_DLOSS:
+                    dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
+                if not STATS_GIVEN:
+                    tl.debug_barrier()  # the target's logit is read before any lane overwrites it
+                hit = (1.0 - smoothing) * w_target
+                pull = hit
+                if SMOOTH:
+                    pull += smoothing / v * w_sum
+                pull = pull / total
+                for start in range(0, v, BLOCK):
+                    cols = start + lanes
+                    z, slope = _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP)
+                    dz = tl.exp(z - top) * pull
+                    dz = tl.where(cols == target, dz - hit, dz)
+                    if SMOOTH:
+                        dz -= smoothing / v * _weights(weight_ptr, cols, v, HAS_WEIGHT)
+                    tl.store(dl_row + cols, (dz * slope * dloss).to(dl_ptr.dtype.element_ty), cols < v)
 
 
 def launch_rows(
@@ -133,14 +146,14 @@ def launch_rows(
         return
     given = loss is None
     out = logits if dlogits is None else dlogits
-    # 8192 columns and 16 warps: flat from 4096 to 16384 on H200 (the row streams through the L2).
     block = min(next_power_of_2(v), 8192)
-    warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
-    _rows_kernel[(m,)](
+    warps = 4 if block <= 1024 else 8 if block <= 4096 else 32
+    programs = min(m, multiprocessors(logits) * (32 // warps))
+    _rows_kernel[(programs,)](
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
         stats if given else loss, stats, stats if dloss is None else dloss, m, v, logits.stride(0), out.stride(0),
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
-        float(scale), HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0, STATS_GIVEN=given,
+        float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0, STATS_GIVEN=given,
         GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 

@@ -197,7 +197,8 @@ def norm_bwd(dy, dh, h, weight, rstd, offset: float, round_first: bool, needs: l
         return dx.view(h.shape), torch.zeros_like(weight) if weight is not None and needs[1] else dx.new_empty(0)
     wide = n > _WHOLE_ROW // 2
     tile_rows, block, warps = _tile(n)
-    programs = min(cdiv(m, tile_rows), multiprocessors(h) * max(1, 4096 // block))
+    # As many programs as fit the registers of a multiprocessor at once, each over its share of the rows.
+    programs = min(cdiv(m, tile_rows), multiprocessors(h) * (16 // warps))
     rows_each = cdiv(cdiv(m, programs), tile_rows) * tile_rows
     programs = cdiv(m, rows_each)
     dw = torch.empty((programs if needs_dw else 0, n), dtype=torch.float32, device=h.device)
