@@ -1,0 +1,41 @@
+# make demo and make test set up everything they need in .venv; make test-gpu and make bench use the python that is there.
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint test-gpu bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/python -m fx_fusion demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest tests
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_fusions.py tests/test_kernels.py
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# TORCH=torch==2.13.0 picks a build; with torch there first, nothing else pulls in another one.
+$(VENV)/ready: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q "triton>=3.6" -e ".[demo,test]"
+	@$(BIN)/python -c "from fx_fusion.doctor import cpp_compiler as c; c() or print('no C++ compiler: Inductor on CPU needs g++ or clang++ (Debian, Ubuntu: apt-get install g++)')"
+	touch $@
+
+# On a machine with a GPU, in its own environment: nothing is downloaded.
+test-gpu:
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	$(PYTHON) -m pytest tests/test_fusions.py tests/gpu -m "gpu or not slow"
+
+bench:
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	$(PYTHON) -m bench.run
+	$(PYTHON) -m bench.models llama-1b --batch 8 --length 2048 --mask none,ones
+	$(PYTHON) -m bench.models llama-8b --batch 1 --length 4096 --mask none,ones
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,37 @@
+"""``fx_fusion.explain(model, *args)``: what the backend would do, without training a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion.backend import compile_graph
+from fx_fusion.options import Options, parse
+from fx_fusion.report import Report, recording
+
+
+def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """Capture ``model(*args, **kwargs)``, rewrite its graphs, run them eagerly once, and return the report.
+
+    Nothing is compiled by Inductor and nothing is kept: the model, its parameters and its compiled versions stay as they
+    are. Gradients are not computed.
+
+    Args:
+        model: a module or function.
+        options: as for ``torch.compile(model, backend="fx_fusion", options=...)``.
+    """
+    parsed = parse(None, options)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(gm, example_inputs, parsed, _as_it_is)
+
+    with recording() as report:
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    return report
+
+
+def _as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    return gm.forward
