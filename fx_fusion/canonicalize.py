@@ -203,7 +203,7 @@ class View:
         return None
 
 
-_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
+_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool"}
 _MAY_BE_NO_OP = {"view", "reshape", "view_as", "expand", "expand_as", "contiguous", "clone", "flatten", "squeeze"}
 _SYMMETRIC = {"add", "mul"}
 REDUCTIONS = {"mean", "sum"}
@@ -308,6 +308,11 @@ def _div(view: View, node: fx.Node, bound: Bound) -> Term | None:
         below = value(total.operands[0])
         if len(dims) == 1 and statically_known_true(below.shape[dims[0]] == b):
             return Term("mean", total.operands, total.attrs, (node, *total.nodes))
+    if is_tensor(a) and isinstance(b, int) and (square := _inner(view, a, "square")) is not None:
+        norm = _inner(view, square.operands[0], "vector_norm")
+        if norm is not None and statically_known_true(value(norm.operands[0]).shape[norm.attrs[0][0]] == b):
+            inside = Term("square", norm.operands, (), (*square.nodes, *norm.nodes))
+            return Term("mean", (inside,), norm.attrs, (node,))
     return Term("div", (a, b), (), (node,))
 
 
@@ -344,6 +349,8 @@ def _vector_norm(view: View, node: fx.Node, bound: Bound) -> Term | None:
     if order not in (2, 2.0, "fro") or dims is None or bound["dtype"] not in (None, value(node).dtype):
         return None
     dims = dims if isinstance(dims, tuple) else (dims,)
+    if len(dims) != 1:
+        return None
     return Term(
         "vector_norm", (bound["input"],), (tuple(_negative(d, rank) for d in dims), bool(bound["keepdim"])), (node,)
     )

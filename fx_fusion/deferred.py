@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from fx_fusion.canonicalize import View, value
+from fx_fusion.effects import autocast_of
 from fx_fusion.errors import StaleTensorError
 
 _MAX_FOLLOWING = 16  # nodes between absorbed logits and the outputs made from them
@@ -58,9 +59,10 @@ class Deferral:
     node: fx.Node
     module: fx.GraphModule
     cuts: tuple[fx.Node, ...]
+    autocast: tuple[str, torch.dtype, bool]
 
 
-def cut_off(node: fx.Node, cuts: Iterable[fx.Node]) -> Deferral:
+def cut_off(node: fx.Node, cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> Deferral:
     """A graph module that computes ``node`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
     given = set(cuts)
     needed: dict[fx.Node, None] = {}
@@ -82,7 +84,8 @@ def cut_off(node: fx.Node, cuts: Iterable[fx.Node]) -> Deferral:
     for n in needed:
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
     graph.output(copies[node])
-    return Deferral(node, fx.GraphModule(torch.nn.Module(), graph), tuple(inputs))
+    autocast = autocast_of(region, value(node).device.type)
+    return Deferral(node, fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast)
 
 
 class DeferredOutputs:
@@ -110,7 +113,6 @@ class DeferredOutputs:
         self._plan = [waiting.get(item) or kept.index(item) for item in returned]
         self._sources = sources
         self._metas = {d: _static_meta(d.node) for d in deferrals}
-        self._autocast = {d: _ambient_autocast(d.node) for d in deferrals}
         if deferrals:
             output.args = (tuple(kept),)
 
@@ -128,7 +130,7 @@ class DeferredOutputs:
 
     def _deferred(self, deferral: Deferral, args: Sequence[Any], results: Sequence[Any]) -> Tensor:
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[deferral]]
-        recipe = Recipe(deferral.module, operands, deferral.node.name, self._autocast[deferral])
+        recipe = Recipe(deferral.module, operands, deferral.node.name, deferral.autocast)
         meta = self._metas[deferral]
         return DeferredTensor.make(recipe, recipe.meta() if meta is None else meta, recipe.device())
 
@@ -155,11 +157,6 @@ def _static_meta(node: fx.Node) -> Tensor | None:
     if not all(isinstance(n, int) for n in (*example.shape, *example.stride())):
         return None  # symbolic: known when it runs
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
-
-
-def _ambient_autocast(node: fx.Node) -> tuple[str, torch.dtype, bool]:
-    device = value(node).device.type
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
 
 # -- the tensor (at run time) --------------------------------------------------------------------------------------
@@ -251,6 +248,12 @@ class DeferredTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 self._value = self._recipe.compute()
         return self._value
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        try:
+            return repr(self.materialize())
+        except StaleTensorError as stale:
+            return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}: {stale})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

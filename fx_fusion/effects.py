@@ -6,7 +6,9 @@ to share memory with its base. Writes are read off operator schemas and the nami
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,6 +74,24 @@ class Effects:
                     if target in nodes or touched.intersection(storages(target)):
                         return write
         return None
+
+
+@contextlib.contextmanager
+def entered(region: tuple[Any, ...]) -> Iterator[None]:
+    """The grad mode and the autocast regions of a node, on top of what is ambient."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(region[0]) if region else contextlib.nullcontext())
+        for entry in region[1:]:
+            if isinstance(entry, tuple) and entry[0] == "autocast":
+                device, dtype, enabled, *cache = entry[1]
+                stack.enter_context(torch.autocast(device, dtype, enabled, *cache))
+        yield
+
+
+def autocast_of(region: tuple[Any, ...], device: str) -> tuple[str, torch.dtype, bool]:
+    """What autocast does in a region, for tensors of a device type."""
+    with entered(region):
+        return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
 
 def storages(node: fx.Node) -> list[int]:

@@ -175,8 +175,8 @@ def _as_predicate(expression: sympy.Basic, node: fx.Node) -> Boolean:
     if isinstance(expression, sympy.Piecewise):
         parts = [(e, c) for e, c in expression.args if e.is_number]
         if len(parts) == len(expression.args):
-            return _select(parts, lambda e: e != 0)
-    return sympy.Ne(expression, 0)
+            return _select(parts, lambda e: not e.is_zero)
+    return sympy.true if expression.is_nonzero else sympy.false if expression.is_zero else sympy.Ne(expression, 0)
 
 
 def _select(parts: list[tuple[Any, Any]], wanted: Callable[[Any], bool]) -> Boolean:
@@ -482,9 +482,9 @@ def _visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Bool
     parts = list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
     for added, _ in parts:
         hides = added == sympy.S.NegativeInfinity or (added.is_number and bool(added <= lowest))
-        if not hides and added != 0:
+        if not hides and not added.is_zero:
             raise Opaque(node, f"{node.name} adds {added} to the scores")
-    return _select(parts, lambda added: added == 0)
+    return _select(parts, lambda added: added.is_zero)
 
 
 def _undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: fx.Node) -> Boolean:

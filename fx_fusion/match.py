@@ -176,8 +176,7 @@ class Attempt:
             if state.inputs[name] is edge.base or (not is_tensor(edge.base) and state.inputs[name] == edge.base):
                 yield state
             else:
-                at = edge.base if isinstance(edge.base, fx.Node) else self.root
-                self._fail(state, at, f"{name} is {state.inputs[name]} in one place and {edge.base} in another")
+                self._fail(state, edge.base, self._two_bindings(name, state.inputs[name], edge.base))
             return
         yield _State(
             {**state.inputs, name: edge.base},
@@ -186,6 +185,14 @@ class Attempt:
             state.inner,
             (*state.crossed, *edge.crossed),
         )
+
+    def _two_bindings(self, name: str, one: Any, other: Any) -> str:
+        if is_tensor(one) and is_tensor(other):
+            first, second = self.view.edge(one), self.view.edge(other)
+            rounds = first.roundings or second.roundings
+            if first.base is second.base and rounds:
+                return f"a cast rounds {name} to {str(rounds[0]).removeprefix('torch.')} in one place, not in another"
+        return f"{name} is {one} in one place and {other} in another"
 
     # -- the end of a match --------------------------------------------------------------------------------------
     def _finish(self, state: _State) -> Match | None:
@@ -230,7 +237,8 @@ class Attempt:
         return path
 
     def _fail(self, state: _State, node: Any, reason: str) -> None:
-        if len(state.pairs) >= self.near.matched:
+        # The first failure at the greatest depth: a second operand order fails later and says less.
+        if len(state.pairs) > self.near.matched or not self.near.reason:
             node = node if isinstance(node, fx.Node) else self.root
             self.near = NearMiss(
                 self.pattern.fusion.name, self.root, node, len(state.pairs), len(self.pattern.terms), reason

@@ -126,14 +126,21 @@ def fused_op(
         for template, (first, *_) in zip(templates, targets, strict=True):
             gradient = by_name.get(first)
             if gradient is not None:
-                made.append(gradient.contiguous())
+                made.append(torch.empty_like(bound[template]).copy_(gradient))
             else:
                 made.append(first_of(dys).new_zeros(bound[template].shape if first in wanted else 0))
         return tuple(made) if len(made) > 1 else made[0]
 
+    def backward_like_fake(*args: Any) -> Any:
+        """The launcher's gradients, in the layouts that the fake promised: those of what they are gradients of."""
+        made = _as_tuple(backward[1](*args))
+        bound = dict(zip(needed, args[len(outputs) : -1], strict=True))
+        laid = tuple(_laid_out(g, bound[t]) for g, t in zip(made, templates, strict=True))
+        return laid if len(laid) > 1 else laid[0]
+
     for target, launcher, reference in (
         (op, forward[1], forward_reference),
-        (bwd, backward[1], backward_reference or differentiate_reference),
+        (bwd, backward_like_fake, backward_reference or differentiate_reference),
     ):
         for device in _DEVICES:
             _LIBRARY.impl(target._opname, _on_device(device, launcher, reference), device)
@@ -145,7 +152,7 @@ def fused_op(
         made = []
         for template, needed_here in zip(templates, needs, strict=True):
             like = bound[template] if needed_here else None
-            made.append(first_of(dys).new_empty(0) if like is None else like.new_empty(like.shape))
+            made.append(first_of(dys).new_empty(0) if like is None else torch.empty_like(like))
         return tuple(made) if len(made) > 1 else made[0]
 
     torch.library.register_fake(f"{NAMESPACE}::{name}_bwd", fake_backward, lib=_LIBRARY)
@@ -236,6 +243,13 @@ def _autograd_inside_an_op() -> Any:
     exclude = torch._C._dispatch_tls_local_exclude_set() - keys
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
+
+
+def _laid_out(gradient: Tensor, like: Tensor | None) -> Tensor:
+    if like is None or like.is_contiguous() or gradient.shape != like.shape:
+        return gradient
+    wanted = torch.empty_like(like)
+    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
 
 
 def first_of(dys: Sequence[Any]) -> Tensor:

@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fx_fusion.canonicalize import View
+from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 
 
@@ -94,10 +95,8 @@ class Pattern:
         sizes = {name: 4 * (i + 2) for i, name in enumerate(self.fusion.dims())}
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode())
+            stack.enter_context(entered(region))
             stack.enter_context(torch.no_grad())
-            for entry in region:
-                if isinstance(entry, tuple) and entry[0] == "autocast":
-                    stack.enter_context(torch.autocast(*entry[1][:1], dtype=entry[1][1], enabled=entry[1][2]))
             arguments: dict[str, Any] = {}
             for name in self.parameters:
                 spec = self.fusion.inputs[name]

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, value
 from fx_fusion.deferred import Deferral, cut_off
+from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
 
@@ -59,7 +60,7 @@ class Editor:
         example_args, example_kwargs = torch.utils._pytree.tree_map_only(fx.Node, value, (node.args, node.kwargs))
         if self.fake_mode is None:
             raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
-        with self.fake_mode, torch.set_grad_enabled(self.view.effects.region[like][0]):
+        with self.fake_mode, entered(self.view.effects.region[like]):
             node.meta["example_value"] = target(*example_args, **example_kwargs)
         return node
 
@@ -107,7 +108,7 @@ class Editor:
 
     def defer(self, output: fx.Node, cuts: Iterable[fx.Node]) -> None:
         """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read."""
-        self.deferrals.append(cut_off(output, map(self.now, cuts)))
+        self.deferrals.append(cut_off(output, map(self.now, cuts), self.view.effects.region[output]))
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase those of ``nodes`` that nothing uses any more."""

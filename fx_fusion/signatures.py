@@ -69,6 +69,9 @@ float(input)
 half(input)
 bfloat16(input)
 double(input)
+int(input)
+long(input)
+bool(input)
 getitem(input, index)
 """
 

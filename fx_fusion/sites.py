@@ -13,7 +13,7 @@ from fx_fusion.legality import why_not
 from fx_fusion.match import Attempt, Match, NearMiss
 from fx_fusion.options import Options
 from fx_fusion.pattern import patterns_of
-from fx_fusion.registry import all_fusions
+from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.report import Site, location_of, module_of, shapes_of
 from fx_fusion.rewrite import Editor, rewrite
 from fx_fusion.select import why_keep
@@ -111,9 +111,9 @@ def choose(
             continue
         taken.update(match.nodes)
         chosen.append((candidate.fusion, match))
-    # A larger fusion that was refused is no news where a smaller one took its place.
+    # A larger pattern that was refused is no news where a smaller one took its place; what a finder saw always is.
     for candidate, status, reason in later:
-        if not taken.intersection(candidate.match.nodes):
+        if candidate.fusion.find is not None or not taken.intersection(candidate.match.nodes):
             sites.append(site(candidate.match, status, reason))
             taken.update(candidate.match.nodes)
     order = view.order
@@ -139,7 +139,7 @@ def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
     sites = []
     for miss in best.values():
         at = module_of(miss.root), location_of(miss.root)
-        if miss.root in taken:
+        if miss.root in taken and fusion_named(miss.fusion).find is None:
             continue
         stopped = location_of(miss.node)
         where = f" at {miss.node.name} ({stopped})" if stopped and stopped != at[1] else f" at {miss.node.name}"

@@ -4,6 +4,8 @@ Formulas, shapes, dtypes and traffic in ``rms_norm``, whose kernels this op laun
 backward the gradients of ``x`` and ``residual`` are one tensor.
 """
 
+import math
+
 import torch
 
 from fx_fusion.kernels.rms_norm import norm_bwd, norm_fwd, result_dtype, sum_dtype
@@ -20,9 +22,9 @@ def _bwd(dy, dh, weight, h, rstd, eps, offset, round_first, needs):
 
 def _fake(x, residual, weight, eps, offset, round_first):
     dtype = sum_dtype(x, residual)
-    y = torch.empty(x.shape, dtype=result_dtype(dtype, weight, round_first), device=x.device)
-    h = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return y, h, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty_like(x, dtype=result_dtype(dtype, weight, round_first))
+    h = torch.empty_like(x, dtype=dtype)
+    return y, h, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
 
 
 def _bwd_reference(dy, dh, weight, h, rstd, eps, offset, round_first, needs):

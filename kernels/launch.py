@@ -16,6 +16,13 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or n == 1 else rows.contiguous()
 
 
+def row_order(x: Tensor) -> list[int]:
+    """Dims from the largest stride to the smallest, the last dim last: ``x.permute(order)`` walks x as it lies in
+    memory, so a transposed tensor (heads before positions) is neither copied nor laid out anew."""
+    leading = sorted(range(x.dim() - 1), key=lambda d: -x.stride(d))
+    return [*leading, x.dim() - 1]
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -10,7 +10,7 @@
     dh   = rstd · (g − x̂ · mean(g · x̂)) + dh_out
     dw   = Σ_rows dy · x̂
 
-Shapes     h, x, residual, y: (..., n); weight: (n). Any strides; results contiguous.
+Shapes     h, x, residual, y: (..., n); weight: (n). Any strides; results in the layout of x.
 Dtypes     bf16 | fp16 | fp32, mixed; arithmetic and statistics in fp32, one rounding per store.
 Saved      h, weight, rstd (fp32, one number a row).
 Traffic    forward 2·m·n elements (4·m·n with the residual), backward 3·m·n (4·m·n), plus programs·n floats for dw.
@@ -18,12 +18,14 @@ Source     Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4; weight gradient as 
            a number of programs that does not grow with m, and one final sum.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fx_fusion.kernels.launch import as_rows, cdiv, multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import as_rows, cdiv, multiprocessors, next_power_of_2, row_order
 from fx_fusion.op import fused_op
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read twice, in blocks
@@ -168,33 +170,34 @@ def _tile(n: int) -> tuple[int, int, int]:
 
 
 def norm_fwd(x, residual, weight, eps: float, offset: float, round_first: bool):
-    """``-> (y, h, rstd)``; ``h`` is ``x`` itself without a residual."""
-    shape, dtype = x.shape, sum_dtype(x, residual)
-    rows = as_rows(x)
+    """``-> (y, h, rstd)`` in the layout of x; ``h`` is ``x`` itself without a residual."""
+    dtype = sum_dtype(x, residual)
+    order = row_order(x)
+    rows = as_rows(x.permute(order))
     m, n = rows.shape
-    y = torch.empty((m, n), dtype=result_dtype(dtype, weight, round_first), device=x.device)
-    h = rows if residual is None else torch.empty((m, n), dtype=dtype, device=x.device)
+    y = torch.empty_like(x, dtype=result_dtype(dtype, weight, round_first))
+    h = x if residual is None else torch.empty_like(x, dtype=dtype)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     if m and n:
-        res = rows if residual is None else as_rows(residual)
+        res, h_rows, y_rows = (rows if t is None else as_rows(t.permute(order)) for t in (residual, h, y))
         tile_rows, block, warps = _tile(n)
         _fwd_kernel[(cdiv(m, tile_rows),)](
-            rows, res, y if weight is None else weight.contiguous(), y, h, rstd, m, n, rows.stride(0), res.stride(0),
-            float(eps), float(offset), ROWS=tile_rows, BLOCK_N=block, HAS_RES=residual is not None,
-            HAS_WEIGHT=weight is not None, ROUND_FIRST=round_first, WIDE=block < n,
-            num_warps=warps,
+            rows, res, y_rows if weight is None else weight.contiguous(), y_rows, h_rows, rstd, m, n, rows.stride(0),
+            res.stride(0), float(eps), float(offset), ROWS=tile_rows, BLOCK_N=block, HAS_RES=residual is not None,
+            HAS_WEIGHT=weight is not None, ROUND_FIRST=round_first, WIDE=block < n, num_warps=warps,
         )  # fmt: skip
-    return y.view(shape), h.view(shape) if residual is not None else x, rstd.view(shape[:-1])
+    return y, h, rstd
 
 
 def norm_bwd(dy, dh, h, weight, rstd, offset: float, round_first: bool, needs: list[bool]):
     """``-> (dx, dweight)``; ``dy`` or ``dh`` may be None: no gradient came that way."""
-    rows = as_rows(h)
+    order = row_order(h)
+    rows = as_rows(h.permute(order))
     m, n = rows.shape
-    dx = torch.empty((m, n), dtype=h.dtype, device=h.device)
+    dx = torch.empty_like(h)
     needs_dw = weight is not None and needs[1] and dy is not None
     if not (m and n):
-        return dx.view(h.shape), torch.zeros_like(weight) if weight is not None and needs[1] else dx.new_empty(0)
+        return dx, torch.zeros_like(weight) if weight is not None and needs[1] else dx.new_empty(0)
     wide = n > _WHOLE_ROW // 2
     tile_rows, block, warps = _tile(n)
     # As many programs as fit the registers of a multiprocessor at once, each over its share of the rows.
@@ -202,10 +205,10 @@ def norm_bwd(dy, dh, h, weight, rstd, offset: float, round_first: bool, needs: l
     rows_each = cdiv(cdiv(m, programs), tile_rows) * tile_rows
     programs = cdiv(m, rows_each)
     dw = torch.empty((programs if needs_dw else 0, n), dtype=torch.float32, device=h.device)
-    dys, dhs = (rows if g is None else as_rows(g) for g in (dy, dh))
+    dys, dhs = (rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
     arguments = (
-        dys, dhs, rows, rows if weight is None else weight.contiguous(), rstd, dx, dw, m, n, dys.stride(0),
-        dhs.stride(0), rows.stride(0), float(offset), rows_each,
+        dys, dhs, rows, rows if weight is None else weight.contiguous(), rstd, as_rows(dx.permute(order)), dw, m, n,
+        dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each,
     )  # fmt: skip
     flags = {
         "HAS_DH": dh is not None, "HAS_DY": dy is not None, "HAS_WEIGHT": weight is not None, "NEEDS_DW": needs_dw,
@@ -220,7 +223,7 @@ def norm_bwd(dy, dh, h, weight, rstd, offset: float, round_first: bool, needs: l
         dweight = dw.sum(0).to(weight.dtype)
     else:  # no gradient wanted, or none came: an unread placeholder, or zeros
         dweight = torch.zeros_like(weight) if weight is not None and needs[1] else dx.new_empty(0)
-    return dx.view(h.shape), dweight
+    return dx, dweight
 
 
 def sum_dtype(x: Tensor, residual) -> torch.dtype:
@@ -242,8 +245,8 @@ def _bwd(dy, x, weight, rstd, eps, offset, round_first, needs):
 
 
 def _fake(x, weight, eps, offset, round_first):
-    y = torch.empty(x.shape, dtype=result_dtype(x.dtype, weight, round_first), device=x.device)
-    return y, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty_like(x, dtype=result_dtype(x.dtype, weight, round_first))
+    return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
 
 
 rms_norm = fused_op(

@@ -47,11 +47,6 @@ def weight_into_rstd(x, weight, eps, offset, round_first):
     return (x.float() * (rstd * (offset + weight.float() if offset else weight.float()))).to(x.dtype)
 
 
-def vector_norm(x, weight, eps, offset, round_first):
-    square = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).pow(2) / x.shape[-1]
-    return scaled(x.float() * torch.rsqrt(square + eps), x, weight, offset, round_first)
-
-
 def torch_rms_norm(x, weight, eps, offset, round_first):
     """``F.rms_norm`` rounds once, at the end."""
     if round_first or offset:
@@ -70,7 +65,7 @@ def guard(x, weight, eps, offset, round_first):
 FUSION = Fusion(
     name="rms_norm",
     pattern=pow_mean_rsqrt,
-    spellings=(torch_rms_norm, weight_first, weight_into_rstd, vector_norm),
+    spellings=(torch_rms_norm, weight_first, weight_into_rstd),
     inputs={"x": "... n", "weight": "n", "eps": 1e-6},
     variants=CAST_ORDERS,
     kernel=rms_norm,

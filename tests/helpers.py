@@ -1,0 +1,38 @@
+"""What several test files need: compile without Inductor, tiny models."""
+
+import torch
+
+import fx_fusion
+from fx_fusion.testing import rewriting_backend
+
+
+def rewritten(function, *args, dynamic=False, options=None, **kwargs):
+    """Call ``function`` through the backend (rewritten graphs run eagerly): the result and the report."""
+    compiled = torch.compile(function, backend=rewriting_backend(**(options or {})), dynamic=dynamic)
+    with fx_fusion.recording() as report:
+        result = compiled(*args, **kwargs)
+    return result, report
+
+
+def statuses(report, fusion):
+    return [s.status for s in report.sites if s.fusion == fusion]
+
+
+def reasons(report, fusion):
+    return " | ".join(s.reason for s in report.sites if s.fusion == fusion)
+
+
+def tiny_llama(dtype=torch.float32, **changes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False,
+        **changes,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**config)).to(dtype)
+
+
+def tokens(batch=2, length=16, vocabulary=256):
+    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,208 @@
+"""What a deferred tensor does: logits that nobody reads are never computed, and reading them is exact."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.deferred import DeferredTensor
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import tiny_llama, tokens
+
+ids = tokens()
+
+
+@pytest.fixture
+def pair():
+    """An eager model and a compiled one with the same parameters."""
+    eager = tiny_llama()
+    return eager, torch.compile(copy.deepcopy(eager), backend=rewriting_backend())
+
+
+def outputs(pair, **kwargs):
+    eager, compiled = pair
+    return eager(input_ids=ids, labels=ids, **kwargs), compiled(input_ids=ids, labels=ids, **kwargs)
+
+
+def test_it_is_a_tensor_of_the_right_type(pair):
+    expected, out = outputs(pair)
+    assert isinstance(out.logits, DeferredTensor)
+    assert isinstance(out.logits, torch.Tensor)
+    for question in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda"):
+        assert getattr(out.logits, question) == getattr(expected.logits, question)
+    assert out.logits.size() == expected.logits.size()
+    assert out.logits.size(-1) == 256
+    assert out.logits.dim() == 3
+    assert len(out.logits) == 2
+    assert out.logits.numel() == expected.logits.numel()
+    assert out.logits.is_floating_point()
+    assert out.logits._value is None, "none of this reads it"
+
+
+def test_training_never_computes_it(pair):
+    _, out = outputs(pair)
+    out.loss.backward()
+    assert out.logits._value is None
+
+
+@pytest.mark.parametrize("read", [
+    lambda t: t + 0, lambda t: t[:, -1], lambda t: t.argmax(-1), lambda t: t.float().softmax(-1), lambda t: t.detach().view(-1, 256),
+    lambda t: torch.cat([t, t]), lambda t: torch.stack([t[0], t[1]]), lambda t: t.detach().to(torch.bfloat16), lambda t: t.mT,
+    lambda t: t.data, lambda t: t.transpose(0, 1)[3], lambda t: torch.as_tensor(t.detach().numpy()), lambda t: t.unsqueeze(0).squeeze(0),
+    lambda t: next(iter(t)), lambda t: torch.topk(t, 3).values, lambda t: t[..., 0] > 0, lambda t: t.clone(), lambda t: t.cpu(),
+    lambda t: torch.nn.functional.log_softmax(t, -1), lambda t: t.max().item() * torch.ones(1), lambda t: t.type(torch.float64),
+], ids=lambda _: "")  # fmt: skip
+def test_every_way_to_read_it_is_exact(pair, read):
+    expected, out = outputs(pair)
+    torch.testing.assert_close(read(out.logits), read(expected.logits), rtol=1e-5, atol=1e-6)
+
+
+def test_casts_and_views_stay_deferred(pair):
+    _, out = outputs(pair)
+    later = out.logits.float().detach()[:, :-1].reshape(-1, 256)
+    assert isinstance(later, DeferredTensor)
+    assert out.logits._value is None
+    assert later.shape == (30, 256)
+    assert not later.requires_grad
+
+
+def test_gradients_through_late_read_logits_are_exact(pair):
+    expected, out = outputs(pair)
+    (expected.loss + expected.logits.pow(2).mean()).backward()
+    (out.loss + out.logits.pow(2).mean()).backward()
+    for ours, theirs in zip(pair[1].parameters(), pair[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_read_under_no_grad_first_then_with_gradient(pair):
+    expected, out = outputs(pair)
+    with torch.no_grad():
+        accuracy = (out.logits.argmax(-1) == ids).float().mean()
+    assert accuracy == (expected.logits.argmax(-1) == ids).float().mean()
+    expected.logits.sum().backward()
+    out.logits.sum().backward()
+    torch.testing.assert_close(pair[1].lm_head.weight.grad, pair[0].lm_head.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(pair, mode):
+    for model in pair:
+        model.eval()
+    with mode():
+        expected, out = outputs(pair)
+        assert not out.logits.requires_grad
+        torch.testing.assert_close(out.logits.argmax(-1), expected.logits.argmax(-1))
+        torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.logits.float() + 0, expected.logits.float() + 0, rtol=1e-5, atol=1e-6)
+
+
+def test_a_metric_before_and_after_the_step(pair):
+    _, model = pair
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = model(input_ids=ids, labels=ids)
+    before = (out.logits.argmax(-1) == ids).float().mean()
+    out.loss.backward()
+    optimizer.step()
+    assert (out.logits.argmax(-1) == ids).float().mean() == before, "computed once, kept"
+
+
+def test_a_stale_read_is_one_clear_error(pair):
+    _, model = pair
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    optimizer.step()
+    with pytest.raises(fx_fusion.StaleTensorError, match="changed in place.*defer_outputs"):
+        out.logits + 1
+    assert "DeferredTensor" in repr(out.logits)
+    assert "changed in place" in repr(out.logits)
+    assert out.logits.shape == (2, 16, 256), "its type is still known"
+
+
+def test_print_pickle_save_deepcopy(pair):
+    expected, out = outputs(pair)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(out.logits.detach())), expected.logits.detach(), rtol=1e-5, atol=1e-6)
+    file = io.BytesIO()
+    torch.save({"logits": out.logits.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file)["logits"]
+    assert type(loaded) is torch.Tensor
+    torch.testing.assert_close(loaded, expected.logits.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(copy.deepcopy(out.logits.detach()), expected.logits.detach(), rtol=1e-5, atol=1e-6)
+    assert repr(out.logits.detach()).startswith("tensor(")
+
+
+def test_in_place_on_it_changes_it(pair):
+    expected, out = outputs(pair)
+    logits, reference = out.logits.detach(), expected.logits.detach()
+    logits.div_(2)
+    logits[0, 0] = 0
+    reference.div_(2)
+    reference[0, 0] = 0
+    torch.testing.assert_close(logits + 0, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_break_right_after_the_model(pair):
+    eager, compiled = pair
+
+    def step(model, breaks):
+        out = model(input_ids=ids, labels=ids)
+        if breaks:
+            torch._dynamo.graph_break()
+        return out.loss + out.logits.float().square().mean(), out.logits
+
+    expected, expected_logits = step(eager, False)
+    both = torch.compile(lambda: step(compiled._orig_mod, True), backend=rewriting_backend())
+    loss, logits = both()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(logits + 0, expected_logits, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(compiled.lm_head.weight.grad, eager.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_compiled_region(pair):
+    expected, out = outputs(pair)
+    metric = torch.compile(lambda logits: (logits.float().softmax(-1) ** 2).sum(), backend=rewriting_backend())
+    value = metric(out.logits)
+    reference = (expected.logits.float().softmax(-1) ** 2).sum()
+    torch.testing.assert_close(value, reference)
+    value.backward()
+    reference.backward()
+    torch.testing.assert_close(pair[1].lm_head.weight.grad, pair[0].lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_switched_off():
+    model = torch.compile(tiny_llama(), backend=rewriting_backend(defer_outputs=False))
+    out = model(input_ids=ids, labels=ids)
+    assert type(out.logits) is torch.Tensor
+
+
+def test_symbolic_lengths():
+    model = tiny_llama()
+    compiled = torch.compile(model, backend=rewriting_backend(), dynamic=True)
+    for length in (5, 9, 16):
+        out, expected = compiled(input_ids=ids[:, :length], labels=ids[:, :length]), model(input_ids=ids[:, :length], labels=ids[:, :length])
+        assert isinstance(out.logits, DeferredTensor)
+        assert out.logits.shape == (2, length, 256)
+        torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-5, atol=1e-6)
+
+
+def test_softcapped_logits_are_deferred_with_the_cap():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, final_logit_softcapping=5.0, use_cache=False,
+    ))  # fmt: skip
+    with fx_fusion.recording() as report:
+        out = torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids)
+    report.assert_fused(linear_cross_entropy=1)
+    expected = model(input_ids=ids, labels=ids)
+    assert isinstance(out.logits, DeferredTensor)
+    torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.loss, expected.loss)

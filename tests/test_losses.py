@@ -1,0 +1,243 @@
+"""Cross-entropy, alone and behind a linear layer: what fires, what must not, and the numbers of every option."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import reasons, rewritten, tiny_llama, tokens
+from fx_fusion.testing import rewriting_backend
+
+M, H, V = 12, 16, 40
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(M, H, generator=generator)
+head = torch.randn(V, H, generator=generator)
+bias = torch.randn(V, generator=generator)
+target = torch.randint(0, V, (M,), generator=generator)
+ignoring = target.clone()
+ignoring[::3] = -100
+class_weight = torch.rand(V, generator=generator) + 0.1
+
+
+def compare(function, *tensors, expect=("linear_cross_entropy",), options=None):
+    """Same loss and gradients as eager, and exactly these loss fusions."""
+    leaves = [[t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors] for _ in range(2)]
+    result, report = rewritten(function, *leaves[0], options=options)
+    expected = function(*leaves[1])
+    for name in ("linear_cross_entropy", "cross_entropy"):
+        assert report.count(name) == expect.count(name), str(report)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if expected.requires_grad:
+        upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+        result.backward(upstream)
+        expected.backward(upstream)
+        for ours, theirs in zip(*leaves, strict=True):
+            if ours.is_floating_point():
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    return report
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_every_option_of_torch_cross_entropy(reduction, smoothing, weighted, with_bias):
+    weight = class_weight if weighted else None
+
+    def loss(x, head, bias, target):
+        logits = F.linear(x, head, bias if with_bias else None)
+        return F.cross_entropy(logits, target, weight, reduction=reduction, label_smoothing=smoothing)
+
+    tensors = (x, head, bias, ignoring if not (weighted and smoothing) else target)
+    if not with_bias:
+        function = lambda x, head, target: loss(x, head, None, target)  # noqa: E731
+        tensors = (x, head, tensors[-1])
+    else:
+        function = loss
+    compare(function, *tensors)
+
+
+SPELLINGS = {
+    "nll": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), dim=-1), t),
+    "nll_dim_1": lambda x, w, t: F.nll_loss(torch.log_softmax(x @ w.T * 1.0 if False else F.linear(x, w), 1), t, reduction="sum"),
+    "gather_mean": lambda x, w, t: -F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1).mean(),
+    "gather_sum": lambda x, w, t: F.linear(x, w).log_softmax(-1).gather(1, t[:, None]).squeeze(1).neg().sum(),
+    "gather_rows": lambda x, w, t: -torch.gather(torch.log_softmax(F.linear(x, w), -1), -1, t.unsqueeze(-1)).squeeze(-1),
+    "gather_masked": lambda x, w, t: (F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1) * (t > 3)).sum() / (t > 3).sum(),
+    "float": lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t),
+    "scaled": lambda x, w, t: F.cross_entropy(F.linear(x, w) * 0.125, t),
+    "divided": lambda x, w, t: F.cross_entropy(F.linear(x, w) / 8.0, t),
+    "softcap": lambda x, w, t: F.cross_entropy(30.0 * torch.tanh(F.linear(x, w) / 30.0), t),
+    "scale_and_softcap": lambda x, w, t: F.cross_entropy(torch.tanh(F.linear(x, w) * 0.5 / 5.0) * 5.0, t),
+    "added_bias": lambda x, w, t: F.cross_entropy(F.linear(x, w) + w[:, 0][None, :].detach(), t),
+    "num_items": lambda x, w, t: F.cross_entropy(F.linear(x, w), t, reduction="sum") / torch.tensor(7),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name):
+    compare(SPELLINGS[name], x, head, target)
+
+
+def test_two_dims_and_the_shift():
+    ids = torch.randint(0, V, (2, 6), generator=generator)
+    h = torch.randn(2, 6, H, generator=generator)
+
+    def transformers_way(h, head, ids):
+        logits = F.linear(h[:, 0:, :], head).float()
+        labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100, reduction="mean")
+
+    def older_way(h, head, ids):
+        logits = F.linear(h, head)
+        return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, V), ids[..., 1:].contiguous().view(-1))
+
+    compare(transformers_way, h, head, ids)
+    compare(older_way, h, head, ids)
+
+
+def test_all_targets_ignored_gives_what_pytorch_gives():
+    nothing = torch.full((M,), -100)
+    compare(lambda x, head, t: F.cross_entropy(F.linear(x, head), t), x, head, nothing)
+    compare(lambda x, head, t: F.cross_entropy(F.linear(x, head), t, reduction="sum"), x, head, nothing)
+    compare(lambda l, t: F.cross_entropy(l, t), x, nothing, expect=("cross_entropy",))
+
+
+def test_no_rows():
+    empty = torch.zeros(0, H)
+    nothing = torch.zeros(0, dtype=torch.long)
+    compare(lambda x, head, t: F.cross_entropy(F.linear(x, head), t, reduction="sum"), empty, head, nothing)
+    compare(lambda l, t: F.cross_entropy(l, t, reduction="sum"), empty, nothing, expect=("cross_entropy",))
+
+
+@pytest.mark.parametrize("frozen", ["x", "head", "both"])
+def test_frozen_inputs_get_no_gradient(frozen):
+    inputs = [t.clone().requires_grad_(frozen not in (n, "both")) for n, t in (("x", x), ("head", head))]
+    compiled = torch.compile(lambda x, head: F.cross_entropy(F.linear(x, head), target), backend=rewriting_backend())
+    loss = compiled(*inputs)
+    expected_inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    expected = F.cross_entropy(F.linear(*expected_inputs), target)
+    torch.testing.assert_close(loss, expected)
+    assert loss.requires_grad == (frozen != "both")
+    if loss.requires_grad:
+        loss.backward()
+        expected.backward()
+        for ours, theirs in zip(inputs, expected_inputs, strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_backward_twice_gives_the_same_gradient():
+    leaf = head.clone().requires_grad_()
+    compiled = torch.compile(lambda w: F.cross_entropy(F.linear(x, w), target), backend=rewriting_backend())
+    loss = compiled(leaf)
+    loss.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    leaf.grad = None
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, first, rtol=0, atol=0)
+
+
+def test_logits_used_in_the_graph_keep_them():
+    def z_loss(x, head, target):
+        logits = F.linear(x, head)
+        return F.cross_entropy(logits, target) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+
+    report = compare(z_loss, x, head, target, expect=("cross_entropy",))
+    assert report.count("linear_cross_entropy") == 0
+
+
+def test_accuracy_in_the_graph_keeps_them():
+    def with_accuracy(x, head, target):
+        logits = F.linear(x, head)
+        return F.cross_entropy(logits, target), (logits.argmax(-1) == target).float().mean()
+
+    (loss, accuracy), report = rewritten(with_accuracy, x, head, target)
+    expected = with_accuracy(x, head, target)
+    torch.testing.assert_close(loss, expected[0])
+    torch.testing.assert_close(accuracy, expected[1])
+
+
+LEFT_ALONE = {
+    "probabilities": lambda x, w, t: F.cross_entropy(F.linear(x, w), F.linear(x, w).softmax(-1).detach()),
+    "images": lambda x, w, t: F.cross_entropy(F.linear(x, w).view(3, V, 4), t.view(3, 4)),
+    "another_dim": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), dim=0), t),
+    "tanh_of_something_else": lambda x, w, t: F.cross_entropy(30.0 * torch.tanh(F.linear(x, w) / 20.0), t),
+    "half_the_vocabulary": lambda x, w, t: F.cross_entropy(F.linear(x, w)[:, :20], t % 20),
+    "per_row_scale": lambda x, w, t: F.cross_entropy(F.linear(x, w) * x[:, :1], t),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_is_no_linear_cross_entropy(name):
+    function = LEFT_ALONE[name]
+    result, report = rewritten(function, x, head, target)
+    assert report.count("linear_cross_entropy") == 0, str(report)
+    torch.testing.assert_close(result, function(x, head, target), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rounded_logit_is_not_taken_for_an_exact_one():
+    def rounded(x, head, target):
+        return F.cross_entropy(F.linear(x, head).bfloat16().float(), target)
+
+    result, report = rewritten(rounded, x, head, target)
+    assert report.count("linear_cross_entropy") == 0
+    assert "rounds the logits" in reasons(report, "linear_cross_entropy")
+    torch.testing.assert_close(result, rounded(x, head, target))
+
+
+def test_returned_logits_without_deferral_keep_the_logits():
+    def model(x, head, target):
+        logits = F.linear(x, head)
+        return F.cross_entropy(logits, target), logits
+
+    (loss, logits), report = rewritten(model, x, head, target, options={"defer_outputs": False})
+    report.assert_fused(linear_cross_entropy=0, cross_entropy=1)
+    assert "also returned by the graph" in reasons(report, "linear_cross_entropy") or report.count("cross_entropy") == 1
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(logits, F.linear(x, head))
+
+
+def test_float16_with_a_loss_scale():
+    """A gradient of the mean over many rows underflows in fp16 unless the scale is applied first."""
+    rows = 4096
+    big = torch.randn(rows, H, generator=generator).half()
+    w = (torch.randn(V, H, generator=generator) / 4).half().requires_grad_()
+    t = torch.randint(0, V, (rows,), generator=generator)
+    function = lambda w: F.cross_entropy(F.linear(big, w).float(), t)  # noqa: E731
+    exact = w.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(big.double(), exact), t).backward(torch.tensor(2.0**16).double())
+    for run in (torch.compile(function, backend=rewriting_backend()), function):
+        w.grad = None
+        run(w).backward(torch.tensor(2.0**16))
+        error = (w.grad.double() - exact.grad).norm() / exact.grad.norm()
+        assert error < 2e-3
+
+
+def test_autocast_computes_the_head_in_bfloat16():
+    def step(x, head, target):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(F.linear(x, head), target)
+
+    compare_ambient = torch.compile(lambda x, head: F.cross_entropy(F.linear(x, head), target), backend=rewriting_backend())
+    leaf, expected_leaf = head.clone().requires_grad_(), head.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = compare_ambient(x, leaf)
+        expected = F.cross_entropy(F.linear(x, expected_leaf), target)
+    loss.backward()
+    expected.backward()
+    assert leaf.grad.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(leaf.grad, expected_leaf.grad, rtol=2e-2, atol=2e-3)
+    inside, _ = rewritten(step, x, head, target)
+    torch.testing.assert_close(inside, step(x, head, target), rtol=2e-3, atol=2e-3)
+
+
+def test_the_head_of_a_tied_model_gets_both_gradients():
+    model = tiny_llama(tie_word_embeddings=True)
+    ids = tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids).loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,156 @@
+"""Masks: proved, or left alone with the node that decided. Every mask that fires is compared with eager."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import reasons, rewritten
+
+S = 11
+q, k, v = (torch.randn(2, 3, S, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+
+def attend(mask_of):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(q.shape[-2], k.shape[-2]))
+
+
+CAUSAL = {
+    "compare": lambda n, m: torch.arange(m)[None, :] <= torch.arange(n)[:, None],
+    "greater": lambda n, m: ~(torch.arange(m)[None, :] > torch.arange(n)[:, None]),
+    "less_than_next": lambda n, m: torch.arange(m).view(1, -1) < torch.arange(n).view(-1, 1) + 1,
+    "tril": lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(),
+    "tril_of_ints": lambda n, m: torch.tril(torch.ones(n, m)) == 1,
+    "not_triu": lambda n, m: torch.logical_not(torch.triu(torch.ones(n, m, dtype=torch.bool), diagonal=1)),
+    "additive_triu": lambda n, m: torch.triu(torch.full((n, m), float("-inf")), diagonal=1),
+    "additive_where": lambda n, m: torch.where(torch.arange(m)[None] <= torch.arange(n)[:, None], 0.0, torch.finfo(torch.float32).min),
+    "masked_fill": lambda n, m: torch.zeros(n, m).masked_fill(torch.arange(m)[None] > torch.arange(n)[:, None], float("-inf")),
+    "four_dims": lambda n, m: (torch.arange(m)[None, None, None, :] <= torch.arange(n)[None, None, :, None]).expand(2, 1, n, m),
+    "wide_window": lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 64),
+    "gathered": lambda n, m: torch.arange(m)[torch.arange(m)][None, :] <= torch.arange(n)[torch.arange(n)][:, None],
+    "one_document": lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None])
+    & (((torch.arange(n).diff(prepend=torch.arange(n)[:1] - 1) != 1).cumsum(-1))[:, None] == 0),
+}
+NO_MASK = {
+    "ones": lambda n, m: torch.ones(n, m, dtype=torch.bool),
+    "zeros": lambda n, m: torch.zeros(n, m),
+    "always_true": lambda n, m: torch.arange(m)[None, :] < torch.arange(n)[:, None] + 100,
+}
+
+
+def one_cell(n, m):
+    mask = torch.ones(n, m, dtype=torch.bool).tril()
+    mask[3, 1] = False
+    return mask
+
+
+UNPROVED = {
+    "one_cell": (one_cell, "in place"),
+    "strict": (lambda n, m: (torch.arange(m)[None] < torch.arange(n)[:, None]) | (torch.arange(m)[None] == 0), "visible where"),
+    "one_ahead": (lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None] + 1, "visible where"),
+    "window": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 4), "visible where"),
+    "anticausal": (lambda n, m: torch.arange(m)[None] >= torch.arange(n)[:, None], "visible where"),
+    "transposed": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]).t(), "visible where"),
+    "tril_diagonal": (lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(2), "visible where"),
+    "not_quite_minus_infinity": (lambda n, m: torch.triu(torch.full((n, m), -1e4), diagonal=1), "adds"),
+    "learned": (lambda n, m: torch.tril(torch.ones(n, m)) + torch.linspace(0, 1, m), ""),
+    "half_step": (lambda n, m: torch.arange(m)[None] * 2.0 <= torch.arange(n)[:, None] * 2.0 + 1.0, ""),
+    "low_precision": (lambda n, m: torch.arange(m, dtype=torch.bfloat16)[None] <= torch.arange(n, dtype=torch.bfloat16)[:, None], "can't count"),
+    "wraps_around": (lambda n, m: torch.arange(m)[torch.arange(m) - 1][None] <= torch.arange(n)[:, None], "index from the end"),
+    "reversed": (lambda n, m: (m - 1 - torch.arange(m))[None] <= torch.arange(n)[:, None], "visible where"),
+    "two_documents": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]) & ((torch.arange(m)[None] >= 5) == (torch.arange(n)[:, None] >= 5)), ""),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal(name, dynamic):
+    function = attend(CAUSAL[name])
+    result, report = rewritten(function, q, k, v, dynamic=dynamic)
+    if not (name == "wide_window" and dynamic):  # a window of 64 is no mask only while the length is at most 64
+        report.assert_fused(causal_mask=1)
+        assert "is_causal=True" in report.diff()
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NO_MASK)
+def test_no_mask(name):
+    function = attend(NO_MASK[name])
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(causal_mask=1)
+    assert "is_causal=False" in report.diff()
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_unproved(name):
+    mask_of, fragment = UNPROVED[name]
+    function = attend(mask_of)
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(causal_mask=0)
+    assert "not proved" in reasons(report, "causal_mask")
+    assert fragment in reasons(report, "causal_mask")
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_more_keys_than_queries():
+    """is_causal of PyTorch counts from the first query: exactly k <= q."""
+    short = q[:, :, :5]
+    function = attend(CAUSAL["compare"])
+    result, report = rewritten(function, short, k, v)
+    report.assert_fused(causal_mask=1)
+    torch.testing.assert_close(result, function(short, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_from_an_input_is_left_alone():
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    function = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # noqa: E731
+    result, report = rewritten(function, q, k, v, mask, options={"speculate": False})
+    report.assert_fused(causal_mask=0)
+    assert "depends on the input mask" in reasons(report, "causal_mask")
+
+
+def test_one_mask_two_calls():
+    def function(q, k, v):
+        mask = CAUSAL["compare"](S, S)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(h, k, v, attn_mask=mask), mask
+
+    (result, mask), report = rewritten(function, q, k, v)
+    report.assert_fused(causal_mask=2)
+    torch.testing.assert_close(result, function(q, k, v)[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(mask, function(q, k, v)[1])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+def test_repeated_heads(dynamic):
+    few_k, few_v = k[:, :1], v[:, :1]
+    wide = q.repeat(1, 2, 1, 1)
+
+    def expand(x, n=6):
+        b, h, s, d = x.shape
+        return x[:, :, None, :, :].expand(b, h, n, s, d).reshape(b, h * n, s, d)
+
+    for repeat in (expand, lambda x: x.repeat_interleave(6, dim=1)):
+        function = lambda q, k, v, repeat=repeat: F.scaled_dot_product_attention(q, repeat(k), repeat(v))  # noqa: E731
+        result, report = rewritten(function, wide, few_k, few_v, dynamic=dynamic)
+        report.assert_fused(repeat_kv=1)
+        torch.testing.assert_close(result, function(wide, few_k, few_v), rtol=1e-5, atol=1e-5)
+        torch._dynamo.reset()
+
+
+def test_heads_in_another_order_are_not_grouped_heads():
+    few = k[:, :3]
+    wide = q.repeat(1, 2, 1, 1)
+    tiled = lambda x: x[:, None].expand(2, 2, 3, S, 8).reshape(2, 6, S, 8)  # noqa: E731  (a b c a b c, not a a b b c c)
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, tiled(k), tiled(v))  # noqa: E731
+    result, report = rewritten(function, wide, few, few)
+    report.assert_fused(repeat_kv=0)
+    torch.testing.assert_close(result, function(wide, few, few))
+
+
+def test_only_keys_repeated():
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(3, dim=1), v)  # noqa: E731
+    result, report = rewritten(function, q, k[:, :1], v)
+    report.assert_fused(repeat_kv=0)
+    assert "not repeated alike" in reasons(report, "repeat_kv")
+    torch.testing.assert_close(result, function(q, k[:, :1], v))
