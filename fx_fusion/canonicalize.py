@@ -176,6 +176,26 @@ class View:
             node = below
         return Edge(node, (), tuple(crossed))
 
+    def same_value(self, a: Any, b: Any) -> bool:
+        """Whether two nodes hold the same values: one node, or the same pure term of the same operands with no write to
+        any of them in between (``cos[:, None]`` written twice)."""
+        if a is b:
+            return True
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and type(a) is type(b) and a == b
+        one, other = self.term(a), self.term(b)
+        if one.op in ("opaque", "dropout") or (one.op, one.attrs, len(one.operands)) != (other.op, other.attrs, len(other.operands)):
+            return False
+        if "shape" in one.attrs and not same_shape(value(a), value(b)):
+            return False
+        if value(a).dtype != value(b).dtype or self.effects.mutated(a) or self.effects.mutated(b):
+            return False
+        if not all(self.same_value(x, y) for x, y in zip(one.operands, other.operands, strict=True)):
+            return False
+        first, last = sorted((self.order[a], self.order[b]))
+        used = {n for n in (a, b, *one.operands, *other.operands) if isinstance(n, fx.Node)}
+        return self.effects.writes_between(first, last, used) is None
+
     def _copies(self, node: fx.Node) -> bool:
         return self.name(node) in ("contiguous", "clone") and value(node).stride() != value(node.args[0]).stride()
 
@@ -466,7 +486,8 @@ def _index(node: fx.Node, x: fx.Node, index: Any) -> Term | None:
     if len(cuts) == 1 and not new_axes:
         dim, cut = cuts[0]
         return _piece(x, dim, cut.start, cut.stop, cut.step or 1, (node,))
-    return None
+    literal = tuple((i.start, i.stop, i.step) if isinstance(i, slice) else i for i in items)
+    return None if any(isinstance(b, fx.Node) for i in literal if i for b in i) else Term("index", (x,), literal, (node,))
 
 
 def _piece_of_tuple(view: View, node: fx.Node, x: fx.Node, index: int) -> Term | None:

@@ -173,7 +173,7 @@ class Attempt:
                 self._fail(state, self.root, f"{name} is the tensor {found}, not a number")
                 return
         if name in state.inputs:
-            if state.inputs[name] is edge.base or (not is_tensor(edge.base) and state.inputs[name] == edge.base):
+            if self.view.same_value(state.inputs[name], edge.base):
                 yield state
             else:
                 self._fail(state, edge.base, self._two_bindings(name, state.inputs[name], edge.base))

@@ -13,7 +13,8 @@ cos and sin have d columns, used as given (halves may differ), or d/2 columns th
 backward is the transposed rotation: da = da' · cos_a + sign · db' · sin_b, db = db' · cos_b − sign · da' · sin_a.
 
 Shapes     q: (b, h, s, d), k: (b, g, s, d) or absent, any strides; cos, sin: (b|1, 1, s, c) or (b|1, s, 1, c) and the
-           like: broadcast against q over everything but positions. Results have the layout of q and k.
+           like: broadcast against q over everything but positions. Results have the layout of q and k,
+           or are contiguous.
 Dtypes     q, k bf16 | fp16 | fp32; cos, sin the same or fp32; arithmetic in fp32, one rounding per store.
 Saved      cos, sin.
 Traffic    forward and backward each 2 elements an element of q and k, and cos and sin once.
@@ -169,17 +170,20 @@ def _apply(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
             _rotate_on_cpu(x, cos, sin, y, style, backward)
 
 
-def _fwd(q, k, cos, sin, style, out):
-    q_out, k_out = _fake(q, k, cos, sin, style, out)
+def _fwd(q, k, cos, sin, style, out, contiguous):
+    q_out, k_out = _fake(q, k, cos, sin, style, out, contiguous)
     _apply(q, k, cos, sin, q_out, k_out, style, False)
     return q_out, k_out
 
 
-def _fake(q, k, cos, sin, style, out):
+def _fake(q, k, cos, sin, style, out, contiguous):
     dtype = q.dtype if out == "input" else torch.promote_types(q.dtype, cos.dtype)
+    layout = torch.contiguous_format if contiguous else torch.preserve_format
     return (
-        torch.empty_like(q, dtype=dtype),
-        torch.empty(0, dtype=dtype, device=q.device) if k is None else torch.empty_like(k, dtype=dtype),
+        torch.empty_like(q, dtype=dtype, memory_format=layout),
+        torch.empty(0, dtype=dtype, device=q.device)
+        if k is None
+        else torch.empty_like(k, dtype=dtype, memory_format=layout),
     )
 
 
@@ -195,7 +199,7 @@ def _fake_bwd(dq, dk, cos, sin, style):
 
 rope = plain_op(
     "rope",
-    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, str style, str out) -> (Tensor q_out, Tensor k_out)",
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, str style, str out, bool contiguous) -> (Tensor q_out, Tensor k_out)",
     _fwd,
     _fake,
 )
@@ -208,7 +212,7 @@ rope_bwd = plain_op(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, cos, sin, style, _ = inputs
+    q, k, cos, sin, style, *_ = inputs
     ctx.save_for_backward(cos, sin)
     ctx.style, ctx.dtypes = style, (q.dtype, None if k is None else k.dtype)
     if k is None:
@@ -219,7 +223,7 @@ def _backward(ctx, dq, dk):
     cos, sin = ctx.saved_tensors
     q_dtype, k_dtype = ctx.dtypes
     dq, dk = rope_bwd(dq, None if k_dtype is None else dk, cos, sin, ctx.style)
-    return dq.to(q_dtype), None if k_dtype is None else dk.to(k_dtype), None, None, None, None
+    return dq.to(q_dtype), None if k_dtype is None else dk.to(k_dtype), None, None, None, None, None
 
 
 register_autograd("rope", _backward, _setup_context)

@@ -6,6 +6,7 @@ Partial rotary embedding needs nothing: the slice of q that is rotated is the in
 from __future__ import annotations
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import View, value
 from fx_fusion.fusion import Fusion, case
@@ -78,7 +79,7 @@ def pair(view: View, matches: list[Match]) -> list[Match]:
 
 
 def _together(view: View, q: Match, k: Match) -> bool:
-    if "k" in q.inputs or any(q.inputs[n] is not k.inputs[n] for n in ("cos", "sin")) or q.statics != k.statics:
+    if "k" in q.inputs or not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")) or q.statics != k.statics:
         return False
     a, b = value(q.inputs["q"]), value(k.inputs["q"])
     if a.dtype != b.dtype or a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
@@ -96,7 +97,7 @@ def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(at):
         arguments = (
             match.inputs["q"], match.inputs.get("k"), match.inputs["cos"], match.inputs["sin"],
-            match.statics["style"], match.statics["out"],
+            match.statics["style"], match.statics["out"], not keeps_layout(match),
         )  # fmt: skip
         call = editor.call(rope, arguments, like=q_root)
         results = [editor.item(call, i, like=root) for i, root in enumerate(match.outputs)]
@@ -104,6 +105,12 @@ def emit(editor: Editor, match: Match) -> None:
     editor.replace(q_root, results[0])
     if k_root is not None:
         editor.replace(k_root, results[1])
+
+
+def keeps_layout(match: Match) -> bool:
+    """Sums have the layout of q; a ``cat`` of halves is contiguous."""
+    root, q = value(match.root), value(match.inputs["q"])
+    return all(statically_known_true(a == b) for a, b in zip(root.stride(), torch.empty_like(q).stride(), strict=True))
 
 
 FUSION = Fusion(

@@ -1,0 +1,221 @@
+"""Gated activations and RoPE: spellings, and what only looks like them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import reasons, rewritten
+
+a, b = torch.randn(6, 8), torch.randn(6, 8)
+both = torch.randn(6, 16)
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def fast_gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def erf_gelu(x):
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+SPELLINGS = {
+    "swiglu": [
+        lambda a, b: F.silu(a) * b, lambda a, b: b * F.silu(a), lambda a, b: a * torch.sigmoid(a) * b,
+        lambda a, b: b.mul(a.sigmoid().mul(a)), lambda a, b: F.silu(a, inplace=False) * b,
+        lambda a, b: (lambda h: F.silu(h[0]) * h[1])(torch.cat([a, b], -1).chunk(2, -1)),
+        lambda a, b: (lambda h: h[..., 8:] * F.silu(h[..., :8]))(torch.cat([a, b], -1)),
+        lambda a, b: (lambda h: F.silu(h[0]) * h[1])(torch.split(torch.cat([a, b], -1), 8, dim=-1)),
+    ],
+    "geglu": [
+        lambda a, b: F.gelu(a) * b, lambda a, b: b * F.gelu(a, approximate="tanh"), lambda a, b: tanh_gelu(a) * b,
+        lambda a, b: b * fast_gelu(a), lambda a, b: erf_gelu(a) * b, lambda a, b: a * torch.sigmoid(1.702 * a) * b,
+        lambda a, b: b * (torch.sigmoid(a * 1.702) * a),
+    ],
+    "swish": [lambda a, b: F.silu(a) + b, lambda a, b: a * torch.sigmoid(a), lambda a, b: torch.sigmoid(a) * a - b],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fusion", "i"), [(f, i) for f, s in SPELLINGS.items() for i in range(len(s))])
+def test_spellings(fusion, i):
+    function = SPELLINGS[fusion][i]
+    result, report = rewritten(function, a, b)
+    report.assert_fused(**{fusion: 1})
+    torch.testing.assert_close(result, function(a, b), rtol=1e-5, atol=1e-6)
+
+
+LOOKALIKES = {
+    "gate_of_another": lambda a, b: a * torch.sigmoid(b),
+    "constant_off": lambda a, b: 0.5 * a * (1.0 + torch.tanh(0.7978845608 * (a + 0.0448 * a**3))) * b,
+    "factor_off": lambda a, b: 0.49 * a * (1.0 + torch.erf(a / math.sqrt(2.0))) * b,
+    "slope_1_7": lambda a, b: a * torch.sigmoid(1.7 * a) * b,
+    "tanh_of_another": lambda a, b: 0.5 * a * (1.0 + torch.tanh(0.7978845608 * (b + 0.044715 * b**3))),
+    "broadcast": lambda a, b: F.silu(a) * b[:1],
+    "relu": lambda a, b: F.relu(a) * b,
+}
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_lookalikes(name):
+    function = LOOKALIKES[name]
+    result, report = rewritten(function, a, b)
+    report.assert_fused(swiglu=0, geglu=0)
+    torch.testing.assert_close(result, function(a, b), rtol=1e-5, atol=1e-6)
+
+
+def test_reasons():
+    _, report = rewritten(lambda a, b: F.silu(a) * b[:1], a, b)
+    assert report.count("swish") == 1, "silu alone still is one"
+
+    def escapes(a, b):
+        s = F.silu(a)
+        return s * b + s
+
+    result, report = rewritten(escapes, a, b, options={"fusions": ["swiglu"]})
+    assert "also used outside the pattern" in reasons(report, "swiglu")
+    torch.testing.assert_close(result, escapes(a, b))
+    _, report = rewritten(lambda a, b: F.silu(a) * b, a, b.double(), options={"fusions": ["swiglu"]})
+    assert "one dtype" in reasons(report, "swiglu")
+
+
+def test_an_activation_in_place_on_a_live_value():
+    def live(a, b):
+        a = a + 0
+        s = F.silu(a, inplace=True)
+        return s * b, a
+
+    result, _ = rewritten(live, a, b)
+    expected = live(a.clone(), b)
+    torch.testing.assert_close(result[0], expected[0])
+    torch.testing.assert_close(result[1], expected[1])
+
+
+# -- RoPE ------------------------------------------------------------------------------------------------------------
+B, H, G, S, D = 2, 4, 2, 5, 8
+q, k = torch.randn(B, S, H, D).transpose(1, 2), torch.randn(B, S, G, D).transpose(1, 2)
+angles = torch.outer(torch.arange(S).float(), 1.0 / 100 ** (torch.arange(0, D, 2) / D))
+cos, sin = torch.cat([angles, angles], -1).cos()[None], torch.cat([angles, angles], -1).sin()[None]
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_half_chunked(x):
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def every_two(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def partial(q, k, cos, sin):
+    """As transformers writes it: both are rotated, then both are put together."""
+    c, s = cos[:, None, :, : D // 2], sin[:, None, :, : D // 2]
+    (qr, qp), (kr, kp) = ((x[..., : D // 2], x[..., D // 2 :]) for x in (q, k))
+    qr, kr = (x * c + rotate_half(x) * s for x in (qr, kr))
+    return torch.cat([qr, qp], dim=-1), torch.cat([kr, kp], dim=-1)
+
+
+def with_rotation(turn, dim=1):
+    def function(q, k, cos, sin):
+        c, s = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        return q * c + turn(q) * s, (k * c) + (turn(k) * s)
+
+    return function
+
+
+def explicit_halves(q, k, cos, sin):
+    c, s = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    out = []
+    for x in (q, k):
+        first, second = torch.chunk(x, 2, dim=-1)
+        out.append(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+    return tuple(out)
+
+
+def even_odd(q, k, cos, sin):
+    c, s = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    out = []
+    for x in (q, k):
+        e, o = x[..., 0::2], x[..., 1::2]
+        out.append(torch.cat((e * c - o * s, o * c + e * s), dim=-1))
+    return tuple(out)
+
+
+ROPES = {
+    "slices": with_rotation(rotate_half), "chunks": with_rotation(rotate_half_chunked), "every_two": with_rotation(every_two),
+    "reversed": with_rotation(lambda x: torch.cat((x[..., D // 2 :], -x[..., : D // 2]), dim=-1)),
+    "explicit_halves": explicit_halves, "even_odd_to_halves": even_odd,
+    "indexed_axis": lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(q) * sin[:, None], k * cos[:, None] + rotate_half(k) * sin[:, None]),
+    "cast_back": lambda q, k, cos, sin: tuple((x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]).to(x.dtype) for x in (q, k)),
+    "partial": partial,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_takes_queries_and_keys_together(name, dtype):
+    function = ROPES[name]
+    leaves = [[t.detach().to(dtype).requires_grad_() for t in (q, k)] for _ in range(2)]
+    tables = (cos.to(dtype), sin.to(dtype)) if name != "cast_back" else (cos, sin)
+    result, report = rewritten(function, *leaves[0], *tables)
+    report.assert_fused(rope=1)
+    assert set(next(s for s in report.sites if s.fusion == "rope").shapes) == {"q", "k", "cos", "sin"}
+    expected = function(*leaves[1], *tables)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    sum(r.square().sum() for r in result).backward()
+    sum(r.square().sum() for r in expected).backward()
+    for ours, theirs in zip(*leaves, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
+
+
+def test_heads_behind_positions():
+    function = with_rotation(rotate_half, dim=2)
+    args = (q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    result, report = rewritten(function, *args)
+    report.assert_fused(rope=1)
+    for ours, theirs in zip(result, function(*args), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tables_that_need_a_gradient_are_left_alone():
+    table = cos.clone().requires_grad_()
+    result, report = rewritten(with_rotation(rotate_half), q, k, table, sin)
+    report.assert_fused(rope=0)
+    assert "needs a gradient" in reasons(report, "rope")
+
+
+def test_keys_made_from_rotated_queries_are_rotated_later():
+    def chained(q, cos, sin):
+        c, s = cos[:, None], sin[:, None]
+        first = q * c + rotate_half(q) * s
+        second = torch.tanh(first)
+        return first, second * c + rotate_half(second) * s
+
+    result, report = rewritten(chained, q, cos, sin)
+    report.assert_fused(rope=2)
+    for ours, theirs in zip(result, chained(q, cos, sin), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_other_rotations_are_not_rope():
+    quarter = with_rotation(lambda x: torch.cat((-x[..., 2:], x[..., :2]), dim=-1))
+    both_negative = with_rotation(lambda x: torch.cat((-x[..., D // 2 :], -x[..., : D // 2]), dim=-1))
+    of_another = lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(k[:, :1]) * sin[:, None], k)  # noqa: E731
+    for function in (quarter, both_negative, of_another):
+        result, report = rewritten(function, q, k, cos, sin)
+        report.assert_fused(rope=0)
+        for ours, theirs in zip(result, function(q, k, cos, sin), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        torch._dynamo.reset()

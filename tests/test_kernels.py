@@ -1,0 +1,189 @@
+"""Kernels at the edges of what they accept, and (without a GPU) through the compiler for an H200."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import fx_fusion.registry as registry
+from fx_fusion.kernels import glu, rope
+from fx_fusion.kernels.add_rms_norm import add_rms_norm
+from fx_fusion.kernels.cross_entropy import cross_entropy, launch_rows
+from fx_fusion.kernels.launch import as_rows, row_order
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy, rows_in_a_chunk
+from fx_fusion.kernels.rms_norm import norm_bwd, norm_fwd, rms_norm
+from fx_fusion.kernels.swiglu import swiglu
+from fx_fusion.kernels.swish import swish
+from fx_fusion.op import interpreting
+
+registry.all_fusions()  # declares the references that the ops run on CPU
+
+
+def reference_norm(x, weight, eps=1e-6):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+LAYOUTS = {
+    "transposed": lambda d: torch.randn(2, 5, 3, 24, device=d).transpose(1, 2),
+    "sliced": lambda d: torch.randn(4, 6, 48, device=d)[..., 3:27],
+    "rows_apart": lambda d: torch.randn(8, 24, device=d)[::2],
+    "expanded": lambda d: torch.randn(1, 24, device=d).expand(5, 24),
+    "one_row": lambda d: torch.randn(24, device=d),
+    "strided_columns": lambda d: torch.randn(4, 48, device=d)[:, ::2],
+    "empty": lambda d: torch.randn(0, 24, device=d),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_inputs_and_gradients(name, device):
+    x = LAYOUTS[name](device).requires_grad_()
+    weight = torch.randn(24, device=device, requires_grad=True)
+    y = rms_norm(x, weight, 1e-6, 0.0, False)
+    expected = reference_norm(x, weight)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for upstream in (torch.ones((), device=device).expand(y.shape), torch.randn(*y.shape[:-1], 48, device=device)[..., ::2]):
+        ours = torch.autograd.grad(y, (x, weight), upstream, retain_graph=True)
+        theirs = torch.autograd.grad(expected, (x, weight), upstream, retain_graph=True)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    gated = swiglu(x, x * 2)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(x) * x * 2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(swish(x), torch.nn.functional.silu(x), rtol=1e-5, atol=1e-5)
+
+
+def test_only_one_gradient_comes_back(device):
+    x, r = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(5, 24, device=device, requires_grad=True)
+    weight = torch.randn(24, device=device, requires_grad=True)
+    y, h = add_rms_norm(x, r, weight, 1e-6, 0.0, False)
+    (only_h,) = torch.autograd.grad(h.sum(), (x,), retain_graph=True)
+    torch.testing.assert_close(only_h, torch.ones_like(x))
+    only_y = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    expected = torch.autograd.grad(reference_norm(x + r, weight).sum(), (x, weight))
+    for a, b in zip(only_y, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_weight_costs_no_gradient(device):
+    x, weight = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(24, device=device)
+    rms_norm(x, weight, 1e-6, 0.0, True).sum().backward()
+    assert weight.grad is None
+    _, dweight = torch.ops.fx_fusion.rms_norm_bwd(x.detach(), x.detach(), weight, torch.ones(5, device=device), 1e-6, 0.0, True, [True, False])
+    assert dweight.numel() == 0
+
+
+def test_saved_tensors_are_not_written_to(device):
+    x, weight = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(24, device=device, requires_grad=True)
+    y = rms_norm(x, weight, 1e-6, 0.0, False)
+    first = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    second = torch.autograd.grad(y.sum(), (x, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_second_derivatives_are_refused_not_wrong(device):
+    x, weight = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(24, device=device)
+    (dx,) = torch.autograd.grad(rms_norm(x, weight, 1e-6, 0.0, False).sum(), x, create_graph=True)
+    assert not dx.requires_grad or pytest.raises(RuntimeError, lambda: torch.autograd.grad(dx.sum(), x))
+
+
+def test_a_target_out_of_range_is_never_a_number(device):
+    logits, target = torch.randn(3, 9, device=device), torch.tensor([1, 9, 2], device=device)
+    if logits.is_cuda or interpreting():
+        loss = cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
+        assert loss.isnan().tolist() == [False, True, False]
+    else:
+        with pytest.raises((IndexError, RuntimeError)):
+            cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
+
+
+def test_rows_of_infinities(device):
+    logits = torch.randn(3, 9, device=device)
+    logits[1, :] = float("-inf")
+    logits[2, 4:] = float("-inf")
+    target = torch.tensor([1, 0, 2], device=device)
+    loss = cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
+    expected = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+def test_chunks_are_few_and_equal():
+    assert rows_in_a_chunk(16384, 128256, 2, "cuda") == 2048
+    assert rows_in_a_chunk(16384, 32000, 2, "cuda") == 8192
+    assert rows_in_a_chunk(4096, 32000, 2, "cuda") == 4096
+    assert rows_in_a_chunk(3, 10, 4, "cpu") == 3
+    assert rows_in_a_chunk(0, 10, 4, "cpu") == 1
+    for m in (1, 255, 1000, 5000, 16383):
+        rows = rows_in_a_chunk(m, 151936, 2, "cuda")
+        assert rows * 151936 * 2 <= (512 << 20) + 256 * 151936 * 2
+
+
+def test_row_order_follows_memory():
+    x = torch.randn(2, 5, 3, 24).transpose(1, 2)
+    assert row_order(x) == [0, 2, 1, 3]
+    assert as_rows(x.permute(row_order(x))).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "swiglu", "geglu", "swish", "cross_entropy"])
+def test_ops_keep_the_contract_of_torch_library(name):
+    x, w, t = torch.randn(4, 24, requires_grad=True), torch.randn(24, requires_grad=True), torch.tensor([1, 2, -100, 3])
+    arguments = {
+        "rms_norm": (x, w, 1e-6, 0.0, True), "add_rms_norm": (x, x.detach() + 1, w, 1e-6, 0.0, True), "swiglu": (x, x.detach() + 1),
+        "geglu": (x, x.detach() + 1, "gelu_tanh"), "swish": (x,), "cross_entropy": (x, t, None, -100, 0.0, 0.0, 1.0),
+    }[name]  # fmt: skip
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(getattr(torch.ops.fx_fusion, name).default, arguments, test_utils=checks)
+
+
+def test_linear_cross_entropy_keeps_the_contract():
+    x, w, t = torch.randn(4, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True), torch.tensor([1, 2, -100, 3])
+    for reduction in ("mean", "none"):
+        arguments = (x, w, None, t, None, reduction, -100, 0.0, 0.0, 1.0, [True, True, False])
+        opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="compiles without running")
+def test_every_kernel_compiles_for_an_h200(monkeypatch):
+    """Triton's compiler needs no GPU: every launch of the launchers below goes through it, down to machine code."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64"}
+    compiled = set()
+
+    def compile_only(kernel, *args, grid, warmup, **keywords):
+        bound = dict(zip(kernel.arg_names, args, strict=False))
+        options = {}
+        for key, item in keywords.items():
+            (bound if key in kernel.arg_names else options)[key] = item
+        fixed = {p.name for p in kernel.params if p.is_constexpr}
+        signature = {
+            n: "constexpr" if n in fixed else f"*{types[v.dtype]}" if isinstance(v, torch.Tensor) else "fp32" if isinstance(v, float) else "i32"
+            for n, v in ((n, bound[n]) for n in kernel.arg_names)
+        }  # fmt: skip
+        constants = {(kernel.arg_names.index(n),): bound[n] for n in fixed}
+        if (key := (kernel.__name__, str(signature), str(constants))) not in compiled:
+            compiled.add(key)
+            triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+    for n in (64, 4096, 20001):
+        x, w = torch.randn(8, n).bfloat16(), torch.randn(n)
+        for weight, first in ((w, True), (None, False)):
+            *_, rstd = norm_fwd(x, None, weight, 1e-6, 0.0, first)
+            norm_fwd(x, x, weight, 1e-6, 0.0, first)
+            norm_bwd(x, x, x, weight, rstd, 0.0, first, [True, True])
+            norm_bwd(x, None, x, weight, rstd, 0.0, first, [True, False])
+    logits, target, loss, stats = torch.randn(4, 9001).bfloat16(), torch.zeros(4, dtype=torch.long), torch.empty(4), torch.empty(2, 4)
+    for weight, smoothing, softcap in ((None, 0.0, 0.0), (torch.rand(9001), 0.1, 30.0)):
+        launch_rows(logits, target, weight, -100, smoothing, softcap, 1.0, loss=loss, stats=stats)
+        launch_rows(logits, target, weight, -100, smoothing, softcap, 1.0, loss=loss, stats=stats, dlogits=logits)
+        launch_rows(logits, target, weight, -100, smoothing, softcap, 1.0, stats=stats, dloss=loss, dlogits=logits)
+    for kind in glu.ACTIVATIONS:
+        glu.glu_fwd(x, x, kind)
+        glu.glu_bwd(x, x, x, kind)
+    q = torch.randn(2, 5, 8, 64).bfloat16()
+    for style in rope.STYLES:
+        table = torch.randn(1, 1, 8, 32 if style == "even_odd_to_halves" else 64)
+        for backward in (False, True):
+            rope._launch(q, q, table, table, q.clone(), q.clone(), style, backward)
+    assert len(compiled) > 40
