@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
 from fx_fusion.dtypes import keeps_values, roundings
-from fx_fusion.effects import Effects
+from fx_fusion.effects import Effects, storages
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,14 @@ class View:
         return self._below[node]
 
     def _look_through(self, node: fx.Node) -> fx.Node | None:
+        below = self._hands_on(node)
+        if below is None or not self.effects.writes or set(storages(node)) == set(storages(below)):
+            return below
+        # A copy: it stands for its source only while neither is written to.
+        at = self.order.get(node, -1)
+        return None if self.effects.written_after(at, (node, below)) else below
+
+    def _hands_on(self, node: fx.Node) -> fx.Node | None:
         name = self.name(node)
         if name is None or not node.args or not isinstance(node.args[0], fx.Node) or not is_tensor(node):
             return None
@@ -355,7 +363,7 @@ def _add(view: View, node: fx.Node, bound: Bound) -> Term | None:
 @_rule("mean", "sum")
 def _reduce(view: View, node: fx.Node, bound: Bound) -> Term | None:
     dims, name, x = bound["dim"], view.name(node), bound["input"]
-    if not is_tensor(x) or bound["dtype"] not in (None, value(node).dtype) or name is None:
+    if not is_tensor(x) or value(x).dtype != value(node).dtype or name is None:
         return None
     rank = value(x).dim()
     dims = tuple(range(-rank, 0)) if dims is None else dims if isinstance(dims, tuple) else (dims,)
@@ -421,8 +429,8 @@ def default_rms_norm_eps(dtype: torch.dtype, device: torch.device) -> float:
 @_rule("softmax", "log_softmax")
 def _softmax(view: View, node: fx.Node, bound: Bound) -> Term | None:
     dim, x, name = bound["dim"], bound["input"], view.name(node)
-    if not isinstance(dim, int) or not is_tensor(x) or name is None:
-        return None
+    if not isinstance(dim, int) or not is_tensor(x) or name is None or value(x).dtype != value(node).dtype:
+        return None  # with dtype= it is a cast and a softmax
     return Term(name, (x,), (_negative(dim, value(x).dim()),), (node,))
 
 

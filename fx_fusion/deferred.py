@@ -9,15 +9,16 @@ them, gradients included. Casts, views and ``detach`` of it stay deferred.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
-from fx_fusion.canonicalize import View, value
+from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.effects import autocast_of
 from fx_fusion.errors import StaleTensorError
 
@@ -31,6 +32,10 @@ def deferrable_outputs(
     """The outputs of the graph that are made from ``chain`` alone, if everything of it outside the fusion ends in
     outputs; and the nodes that lie between. ``((), ())`` where something else needs the values, or may not wait."""
     if not view.may_defer:
+        return (), ()
+    # What is read later must still be there then.
+    sources = [*cuts, *(n for n in view.graph.nodes if n.op == "placeholder" and is_tensor(n))]
+    if view.effects.written_after(min(view.order[n] for n in chain), [*sources, *chain]) is not None:
         return (), ()
     outputs: dict[fx.Node, None] = {}
     following: dict[fx.Node, None] = {}
@@ -60,6 +65,7 @@ class Deferral:
     module: fx.GraphModule
     cuts: tuple[fx.Node, ...]
     autocast: tuple[str, torch.dtype, bool]
+    grad: bool
 
 
 def cut_off(node: fx.Node, cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> Deferral:
@@ -85,7 +91,7 @@ def cut_off(node: fx.Node, cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> 
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
     graph.output(copies[node])
     autocast = autocast_of(region, value(node).device.type)
-    return Deferral(node, fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast)
+    return Deferral(node, fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0])
 
 
 class DeferredOutputs:
@@ -130,7 +136,7 @@ class DeferredOutputs:
 
     def _deferred(self, deferral: Deferral, args: Sequence[Any], results: Sequence[Any]) -> Tensor:
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[deferral]]
-        recipe = Recipe(deferral.module, operands, deferral.node.name, deferral.autocast)
+        recipe = Recipe(deferral.module, operands, deferral.node.name, deferral.autocast, deferral.grad)
         meta = self._metas[deferral]
         return DeferredTensor.make(recipe, recipe.meta() if meta is None else meta, recipe.device())
 
@@ -163,13 +169,15 @@ def _static_meta(node: fx.Node) -> Tensor | None:
 class Recipe:
     """How a deferred value is computed, from what, and whether that is still what it was."""
 
-    def __init__(self, module: Callable[..., Any], operands: Sequence[Any], name: str, autocast: tuple[str, torch.dtype, bool]):
+    def __init__(
+        self, module: Callable[..., Any], operands: Sequence[Any], name: str, autocast: tuple[str, torch.dtype, bool], grad: bool
+    ):
         self.module, self.operands, self.name, self.autocast = module, tuple(operands), name, autocast
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.versions = [_version(o) for o in self.operands]
 
-    def requires_grad(self) -> bool:
-        return self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in self.operands)
+    def sources(self) -> tuple[Any, ...]:
+        return self.operands
 
     def device(self) -> torch.device:
         return next(o.device for o in self.operands if isinstance(o, Tensor))
@@ -180,7 +188,9 @@ class Recipe:
         with torch.no_grad(), self._autocast():
             return self.module(*metas)
 
-    def compute(self) -> Tensor:
+    def check(self) -> None:
+        """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through
+        ``.data``, goes unnoticed.)"""
         for operand, version in zip(self.operands, self.versions, strict=True):
             if _version(operand) != version:
                 raise StaleTensorError(
@@ -188,6 +198,9 @@ class Recipe:
                     f"model ran; one of shape {tuple(operand.shape)} was changed in place (by an optimizer step?). Read "
                     f'{self.name} before that, or compile with options={{"defer_outputs": False}}.'
                 )
+
+    def compute(self) -> Tensor:
+        self.check()
         # As the model would have computed it: in its grad mode and autocast, whatever is ambient now.
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
             return self.module(*self.operands)
@@ -199,10 +212,53 @@ class Recipe:
         return torch.autocast(device, dtype=dtype, enabled=enabled)
 
 
-def _version(operand: Any) -> int | None:
+    def again(self, sources: Sequence[Any]) -> Tensor:
+        """The same computation on other operands (leaves, to differentiate it)."""
+        self.check()
+        with self._autocast():
+            return self.module(*sources)
+
+
+def _version(operand: Any) -> tuple[int, int] | None:
     if not isinstance(operand, Tensor) or operand.is_inference():
         return None
-    return operand._version
+    return operand._version, operand.data_ptr()  # another pointer: ``.data`` was replaced
+
+
+class _Link(torch.autograd.Function):
+    """Makes a deferred tensor part of the autograd graph: code that differentiates it without ever asking for its
+    values (a custom autograd.Function in C++) gets the gradients of its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe | _Step, meta: Tensor, device: torch.device, *sources: Any) -> Any:
+        ctx.recipe = recipe
+        return _unlinked(recipe, meta, device)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        sources = ctx.recipe.sources()
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            leaves = [_plain(s).detach() if isinstance(s, Tensor) else s for s in sources]
+            for n in wanted:
+                leaves[n].requires_grad_()
+            found = torch.autograd.grad(ctx.recipe.again(leaves), [leaves[n] for n in wanted], dy, allow_unused=True)
+        grads: list[Any] = [None] * len(sources)
+        for n, gradient in zip(wanted, found, strict=True):
+            grads[n] = gradient
+        return (None, None, None, *grads)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.materialize() if isinstance(tensor, DeferredTensor) else tensor
+
+
+def _unlinked(recipe: Recipe | _Step, meta: Tensor, device: torch.device) -> DeferredTensor:
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=False
+    )
+    tensor._recipe, tensor._value, tensor._steps = recipe, None, []
+    return tensor
 
 
 _ANSWERED = {
@@ -233,14 +289,25 @@ class DeferredTensor(torch.Tensor):
 
     _recipe: Recipe | _Step
     _value: Tensor | None
+    _steps: list[weakref.ref[DeferredTensor]]
 
     @staticmethod
     def make(recipe: Recipe | _Step, meta: Tensor, device: torch.device) -> DeferredTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=recipe.requires_grad()
-        )
-        tensor._recipe, tensor._value = recipe, None
-        return tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            if not recipe.grad or not any(isinstance(s, Tensor) and s.requires_grad for s in recipe.sources()):
+                return _unlinked(recipe, meta, device)
+            return _Link.apply(recipe, meta, device, *recipe.sources())
+
+    def settle(self) -> None:
+        """Compute every cast and view of the output that this tensor is (a view of): its values are about to change."""
+        base = self
+        while isinstance(base._recipe, _Step):
+            base = base._recipe.below
+        waiting = [base]
+        while waiting:
+            tensor = waiting.pop()
+            tensor.materialize()
+            waiting.extend(step for reference in tensor._steps if (step := reference()) is not None)
 
     def materialize(self) -> Tensor:
         """The tensor as the model would have returned it. Computed once."""
@@ -258,13 +325,19 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ANSWERED:
+        if func in _ANSWERED and args[0]._value is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
-            step = _Step(args[0], func, args[1:], kwargs)
+            step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
             if step.is_lazy():
-                return DeferredTensor.make(step, step.meta(), args[0].device)
+                made = DeferredTensor.make(step, step.meta(), args[0].device)
+                args[0]._steps.append(weakref.ref(made))
+                return made
+        if _writes(func):
+            for written in args[:1]:
+                if isinstance(written, DeferredTensor):
+                    written.settle()
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -274,21 +347,31 @@ class DeferredTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 class _Step:
     """A cast or view of a deferred tensor."""
 
     def __init__(self, below: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
-        self.grad = torch.is_grad_enabled()
+        self.grad = torch.is_grad_enabled() and func is not torch.Tensor.detach
 
     def is_lazy(self) -> bool:
         """No operand is another tensor, and it stays on its device."""
         flat = [*self.args, *self.kwargs.values()]
         flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
+        if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
+            return False
         return not any(isinstance(item, (Tensor, torch.device, str)) for item in flat)
 
-    def requires_grad(self) -> bool:
-        return self.grad and self.func is not torch.Tensor.detach and self.below.requires_grad
+    def sources(self) -> tuple[Any, ...]:
+        return (self.below,)
+
+    def again(self, sources: Sequence[Any]) -> Tensor:
+        return self.func(sources[0], *self.args, **self.kwargs)
 
     def meta(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -296,5 +379,5 @@ class _Step:
             return self.func(below, *self.args, **self.kwargs)
 
     def compute(self) -> Tensor:
-        with torch.set_grad_enabled(self.grad):
+        with torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
             return self.func(self.below.materialize(), *self.args, **self.kwargs)

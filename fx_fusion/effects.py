@@ -7,12 +7,12 @@ to share memory with its base. Writes are read off operator schemas and the nami
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 _IN_PLACE_OPERATORS = {
@@ -21,6 +21,9 @@ _IN_PLACE_OPERATORS = {
         "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift setitem delitem".split()
     )
 }
+
+
+_IN_PLACE_DUNDERS = {f"__{op.__name__.strip('_')}__" for op in _IN_PLACE_OPERATORS}
 
 
 class Effects:
@@ -65,11 +68,18 @@ class Effects:
                     return False
         return True
 
-    def writes_between(self, first: int, last: int, nodes: set[fx.Node]) -> fx.Node | None:
-        """The first write in ``first..last`` (graph positions) to memory of ``nodes`` by a node not among them."""
+    def written_after(self, position: int, nodes: Iterable[fx.Node]) -> fx.Node | None:
+        """The first write behind a graph position to memory of ``nodes``."""
+        if not self.writes:
+            return None
+        return self.writes_between(position, len(self.order), set(nodes), include=True)
+
+    def writes_between(self, first: int, last: int, nodes: set[fx.Node], *, include: bool = False) -> fx.Node | None:
+        """The first write in ``first..last`` (graph positions) to memory of ``nodes`` by a node not among them
+        (``include``: or among them)."""
         touched = {storage for node in nodes for storage in storages(node)}
         for write in self.writes:
-            if first < self.order[write] < last and write not in nodes:
+            if first < self.order[write] < last and (include or write not in nodes):
                 for target in self.mutated(write):
                     if target in nodes or touched.intersection(storages(target)):
                         return write
@@ -109,33 +119,69 @@ def storages(node: fx.Node) -> list[int]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node may write to. Where that can't be known, all of them."""
     target = node.target
     if node.op not in ("call_function", "call_method"):
         return []
     if isinstance(target, torch._ops.OpOverload):
-        return _written_by_schema(node, target)
+        return _written_by_schema(node, target._schema)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name)._schema for name in target.overloads()]
+        return list({w: None for schema in overloads for w in _written_by_schema(node, schema)})
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes) if _body_writes(node, target) else []
     written = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
+    in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
-    if in_place or _in(target, _IN_PLACE_OPERATORS) or node.kwargs.get("inplace") is True:
-        written.extend(node.args[:1])
-    elif _takes_inplace_flag(node):
-        written.extend(node.args[:1])
-    if target is F.batch_norm or name == "batch_norm":
+    in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, _IN_PLACE_OPERATORS) or _asks_for_it(node)
+    if in_place:
+        written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
+    if name == "batch_norm":
         written.extend(node.args[1:3])
+        written.extend(node.kwargs[k] for k in ("running_mean", "running_var") if k in node.kwargs)
+    if name == "embedding" and (node.kwargs.get("max_norm") or (len(node.args) > 3 and node.args[3])):
+        written.extend(node.all_input_nodes)
     return [w for item in written for w in (item if isinstance(item, (tuple, list)) else (item,)) if isinstance(w, fx.Node)]
 
 
-def _takes_inplace_flag(node: fx.Node) -> bool:
-    """``F.silu(x, True)``: the flag given by position."""
-    position = {F.silu: 1, F.relu: 1, F.dropout: 3, F.mish: 1, F.hardswish: 1, F.elu: 2, F.leaky_relu: 2}.get(node.target)  # type: ignore[arg-type, call-overload]
-    return position is not None and len(node.args) > position and node.args[position] is True
+def _asks_for_it(node: fx.Node) -> bool:
+    """``inplace=True``, by keyword or by position (``F.relu6(x, True)``)."""
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    if node.op != "call_function" or len(node.args) < 2 or True not in node.args:
+        return False
+    try:
+        parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    at = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return at < len(node.args) and node.args[at] is True
 
 
-def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
+def _body_writes(node: fx.Node, target: torch._ops.HigherOrderOperator) -> bool:
+    """Whether a higher-order op writes to its operands: if a body does to a placeholder, or if it says so by name."""
+    if "mutation" in target.name() or "triton" in target.name():
+        return True
+    owner = node.graph.owning_module
+    for operand in node.all_input_nodes:
+        if operand.op != "get_attr" or owner is None:
+            continue
+        body = owner.get_submodule(str(operand.target)) if hasattr(owner, str(operand.target)) else None
+        if not isinstance(body, fx.GraphModule):
+            continue
+        effects = Effects(body.graph, {n: i for i, n in enumerate(body.graph.nodes)})
+        inputs = {s for n in body.graph.nodes if n.op == "placeholder" for s in storages(n)}
+        for write in effects.writes:
+            for written in effects.mutated(write):
+                if written.op == "placeholder" or inputs.intersection(storages(written)):
+                    return True
+    return False
+
+
+def _written_by_schema(node: fx.Node, schema: Any) -> list[fx.Node]:
     written = []
-    for i, argument in enumerate(target._schema.arguments):
+    for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             written.extend(g for g in (given if isinstance(given, (tuple, list)) else (given,)) if isinstance(g, fx.Node))
@@ -158,8 +204,8 @@ def _next_region(node: fx.Node, state: tuple[Any, ...]) -> tuple[Any, ...]:
         return (bool(node.args[0]), *state[1:])
     if name == "_enter_autocast":
         return (*state, ("autocast", node.args))
-    if name in ("_enter_inference_mode", "_vmap_increment_nesting", "_grad_increment_nesting"):
+    if name == "_enter_inference_mode" or name.endswith("_increment_nesting"):
         return (*state, node.name)
-    if name in ("_exit_autocast", "_exit_inference_mode", "_vmap_decrement_nesting", "_grad_decrement_nesting"):
+    if name in ("_exit_autocast", "_exit_inference_mode") or name.endswith("_decrement_nesting"):
         return state[:-1] if len(state) > 1 else state
     return state

@@ -66,6 +66,8 @@ def is_contained(fusion: Fusion, match: Match, view: View) -> str | None:
 def is_in_one_region(fusion: Fusion, match: Match, view: View) -> str | None:
     """Grad mode and autocast are the same at every matched node."""
     region = view.effects.region
+    if any(isinstance(entry, str) for entry in region[match.root]):
+        return f"{match.root.name} is inside a functorch transform or inference mode; ops have no rule for it"
     for node in match.nodes:
         if region[node] != region[match.root]:
             return f"{node.name} is in another grad-mode or autocast region than {match.root.name}"
@@ -74,15 +76,24 @@ def is_in_one_region(fusion: Fusion, match: Match, view: View) -> str | None:
 
 def is_free_of_writes(fusion: Fusion, match: Match, view: View) -> str | None:
     """Nothing writes to an input or an inner value between the first matched node and the root."""
-    nodes = {*match.nodes, *match.crossed}
-    if not nodes:
-        return None  # the call itself is changed, nothing moves
+    nodes = {*match.nodes, *match.crossed, match.root}
     bound = {v for v in match.inputs.values() if isinstance(v, fx.Node)}
     order = view.order
-    first, last = min(order[n] for n in nodes), max(order[n] for n in match.nodes)
+    first, last = min(order[n] for n in nodes), max(order[n] for n in (match.root, *match.nodes))
     write = view.effects.writes_between(first, last, nodes | bound)
     if write is not None and write not in match.nodes:
         return f"{write.name} changes a value of the pattern in place, in between"
+    return None
+
+
+def keeps_saved_values(fusion: Fusion, match: Match, view: View) -> str | None:
+    """Nothing writes, after the op, to what its backward reads: eager may save other values than the op does."""
+    kept = [v for v in (*match.inputs.values(), *match.outputs[1:]) if is_tensor(v)]
+    if not match.nodes or not any(value(v).requires_grad for v in kept):
+        return None
+    write = view.effects.written_after(view.order[match.root], kept)
+    if write is not None and write not in match.nodes:
+        return f"{write.name} later changes a value in place that the backward reads"
     return None
 
 
@@ -144,6 +155,7 @@ _CHECKS: tuple[Callable[[Fusion, Match, View], str | None], ...] = (
     is_contained,
     is_in_one_region,
     is_free_of_writes,
+    keeps_saved_values,
     has_plain_tensors,
     passes_the_guard,
 )

@@ -103,14 +103,20 @@ class MaskProver:
         return self._known[node]
 
     def _interpret(self, node: fx.Node) -> sympy.Basic:
-        if node.op == "placeholder":
-            return self._input(node)
         if any(self.view.effects.mutated(w) and self._writes(w, node) for w in self.view.effects.writes):
             raise Opaque(node, f"{node.name} is written to in place")
+        if node.op == "placeholder":
+            return self._input(node)
         rule = _RULES.get(_name(node))
         if rule is None:
             raise Opaque(node, f"{node.name} ({_name(node) or node.op}) is not a function of indices")
-        return rule(self, node)
+        unread = set(node.kwargs) - _KEYWORDS.get(_name(node), set()) - {"device", "layout", "pin_memory", "requires_grad"}
+        if unread:
+            raise Opaque(node, f"{node.name} is given {', '.join(sorted(unread))} by keyword")
+        try:
+            return rule(self, node)
+        except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:  # an unusual call: not proved
+            raise Opaque(node, f"{node.name} is called in an unusual way ({error})") from error
 
     def _writes(self, write: fx.Node, node: fx.Node) -> bool:
         return any(alias in self.view.effects.mutated(write) for alias in self.view.effects.aliases(node))
@@ -191,6 +197,15 @@ def _select(parts: list[tuple[Any, Any]], wanted: Callable[[Any], bool]) -> Bool
 
 # -- vocabulary ----------------------------------------------------------------------------------------------------
 Rule = Callable[[MaskProver, fx.Node], sympy.Basic]
+# Keywords that a rule reads or that change no value; any other makes the node opaque.
+_KEYWORDS: dict[str, set[str]] = {
+    "arange": {"start", "end", "step", "dtype"}, "diff": {"prepend", "dim", "n", "append"}, "cumsum": {"dim", "dtype"},
+    "ones": {"dtype"}, "new_ones": {"dtype"}, "ones_like": {"dtype"}, "zeros": {"dtype"}, "new_zeros": {"dtype"},
+    "zeros_like": {"dtype"}, "full": {"dtype", "fill_value"}, "new_full": {"dtype", "fill_value"},
+    "full_like": {"dtype", "fill_value"}, "to": {"dtype", "copy", "non_blocking"}, "tril": {"diagonal"},
+    "triu": {"diagonal"}, "unsqueeze": {"dim"}, "clone": {"memory_format"}, "contiguous": {"memory_format"},
+}  # fmt: skip
+_NARROW = (torch.int8, torch.uint8, torch.int16)
 _RULES: dict[str, Rule] = {}
 
 
@@ -217,11 +232,11 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
 
 @_rule("arange")
 def _arange(prover: MaskProver, node: fx.Node) -> sympy.Basic:
-    start, end, step = 0, *node.args[:1], 1
-    if len(node.args) > 1:
-        start, end, step = node.args[0], node.args[1], _argument(node, 2, "step", 1)
-    elif not node.args:
-        start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+    given = list(node.args)
+    if len(given) == 1 and "end" not in node.kwargs:
+        given.insert(0, 0)
+    start = given[0] if given else node.kwargs.get("start", 0)
+    step = given[2] if len(given) > 2 else node.kwargs.get("step", 1)
     expression = prover.at(start, node) + prover.at(step, node) * _DIMS[0]
     _exact_indices(node, expression)
     return expression
@@ -246,8 +261,8 @@ def _full(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 
 def _binary(function: Callable[[Any, Any], Any]) -> Rule:
     def rule(prover: MaskProver, node: fx.Node) -> sympy.Basic:
-        if node.kwargs:
-            raise Opaque(node, f"{node.name} has keyword arguments")
+        if value(node).dtype in _NARROW:
+            raise Opaque(node, f"{node.name} counts in {value(node).dtype}, which wraps around")
         return function(prover.numbers(node.args[0], node), prover.numbers(node.args[1], node))
 
     return rule
@@ -280,19 +295,23 @@ def _compare(relation: Any, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
     return relation(a, b)
 
 
-def _logic(function: Any) -> Rule:
-    return lambda prover, node: function(
-        *(_as_predicate(prover.at(operand, node), node) for operand in node.args if isinstance(operand, (fx.Node, bool)))
-    )
+def _logic(function: Any, operands: int) -> Rule:
+    def rule(prover: MaskProver, node: fx.Node) -> sympy.Basic:
+        of_bools = all(isinstance(a, bool) or (is_tensor(a) and value(a).dtype == torch.bool) for a in node.args)
+        if len(node.args) != operands or not of_bools:
+            raise Opaque(node, f"{node.name} is not logic of booleans")
+        return function(*(_as_predicate(prover.at(operand, node), node) for operand in node.args))
+
+    return rule
 
 
-for _names, _function in {
-    ("and", "logical_and", "bitwise_and"): sympy.And,
-    ("or", "logical_or", "bitwise_or"): sympy.Or,
-    ("invert", "logical_not", "bitwise_not"): sympy.Not,
-}.items():
+for _names, _logical, _count in (
+    (("and", "logical_and", "bitwise_and"), sympy.And, 2),
+    (("or", "logical_or", "bitwise_or"), sympy.Or, 2),
+    (("invert", "logical_not", "bitwise_not"), sympy.Not, 1),
+):
     for _n in _names:
-        _RULES[_n] = _logic(_function)
+        _RULES[_n] = _logic(_logical, _count)
 
 
 @_rule("neg")
@@ -385,7 +404,10 @@ def _getitem(prover: MaskProver, node: fx.Node) -> sympy.Basic:
         elif isinstance(item, slice):
             if item.step not in (None, 1) or (isinstance(item.start, int) and item.start < 0):
                 raise Opaque(node, f"{node.name} slices with a step or from the end")
-            start = 0 if item.start is None else prover.at(item.start, node)
+            start = sympy.Integer(0) if item.start is None else prover.at(item.start, node)
+            lowest = _upper_bound(-start, {})
+            if lowest is None or not lowest.is_nonpositive:
+                raise Opaque(node, f"{node.name} may slice from the end")
             dims.append(_DIMS[out] + start)
             out += 1
         elif isinstance(item, int) and item >= 0:
@@ -481,6 +503,8 @@ def _visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Bool
     expression = sympy.piecewise_fold(expression)
     parts = list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
     for added, _ in parts:
+        if added is sympy.nan or added.has(sympy.nan):
+            raise Opaque(node, f"{node.name} is not a number somewhere")
         hides = added == sympy.S.NegativeInfinity or (added.is_number and bool(added <= lowest))
         if not hides and not added.is_zero:
             raise Opaque(node, f"{node.name} adds {added} to the scores")

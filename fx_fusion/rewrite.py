@@ -61,7 +61,10 @@ class Editor:
         if self.fake_mode is None:
             raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
         with self.fake_mode, entered(self.view.effects.region[like]):
-            node.meta["example_value"] = target(*example_args, **example_kwargs)
+            try:
+                node.meta["example_value"] = target(*example_args, **example_kwargs)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                raise Mismatch(f"{target} does not take these operands: {str(error).splitlines()[0]}") from error
         return node
 
     def cast(self, node: Any, dtype: torch.dtype, *, like: fx.Node) -> Any:
@@ -100,11 +103,14 @@ class Editor:
         old = node.args, node.kwargs
         node.args = tuple(bound[p] for p in positional)
         node.kwargs = {k: v for k, v in bound.items() if k not in positional}
-        self._describe(node, node.target, node)
-        if (why := differs(before, value(node))) is not None:
+        try:
+            self._describe(node, node.target, node)
+            if (why := differs(before, value(node))) is not None:
+                raise Mismatch(f"the call's result {why}")
+        except Mismatch:
             node.args, node.kwargs = old
             node.meta["example_value"] = before
-            raise Mismatch(f"the call's result {why}")
+            raise
 
     def defer(self, output: fx.Node, cuts: Iterable[fx.Node]) -> None:
         """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read."""

@@ -47,7 +47,9 @@ class Assumptions:
 
 
 class AllOnes:
-    """Whether a tensor is all ones, remembered while the same tensor comes back unchanged."""
+    """Whether a tensor is all ones, remembered while the same tensor comes back unchanged. A tensor in CPU memory is read
+    each time: that costs no synchronisation, and its memory may belong to NumPy as well. On a GPU, a write that PyTorch
+    is not told of (through ``.data``) goes unnoticed."""
 
     def __init__(self) -> None:
         self._seen: Any = lambda: None
@@ -57,7 +59,7 @@ class AllOnes:
 
     def __call__(self, tensor: Tensor) -> bool:
         version = -1 if tensor.is_inference() else tensor._version
-        if self._seen() is tensor and version == self._version and version >= 0:
+        if self._seen() is tensor and version == self._version and version >= 0 and tensor.device.type != "cpu":
             return self._verdict
         with torch.no_grad():
             self._verdict = bool((tensor if tensor.dtype == torch.bool else tensor == 1).all())

@@ -23,6 +23,13 @@ def row_order(x: Tensor) -> list[int]:
     return [*leading, x.dim() - 1]
 
 
+def write_back(x: Tensor, rows: Tensor, order: list[int]) -> None:
+    """``rows`` was to be ``as_rows(x.permute(order))``; where no such view exists it is a copy, and goes back to x."""
+    if rows.data_ptr() != x.data_ptr():
+        laid_out = x.permute(order)
+        laid_out.copy_(rows.view(laid_out.shape))
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

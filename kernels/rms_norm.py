@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fx_fusion.kernels.launch import as_rows, cdiv, multiprocessors, next_power_of_2, row_order
+from fx_fusion.kernels.launch import as_rows, cdiv, multiprocessors, next_power_of_2, row_order, write_back
 from fx_fusion.op import fused_op
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read twice, in blocks
@@ -186,6 +186,9 @@ def norm_fwd(x, residual, weight, eps: float, offset: float, round_first: bool):
             res.stride(0), float(eps), float(offset), ROWS=tile_rows, BLOCK_N=block, HAS_RES=residual is not None,
             HAS_WEIGHT=weight is not None, ROUND_FIRST=round_first, WIDE=block < n, num_warps=warps,
         )  # fmt: skip
+        write_back(y, y_rows, order)
+        if residual is not None:
+            write_back(h, h_rows, order)
     return y, h, rstd
 
 
@@ -206,8 +209,9 @@ def norm_bwd(dy, dh, h, weight, rstd, offset: float, round_first: bool, needs: l
     programs = cdiv(m, rows_each)
     dw = torch.empty((programs if needs_dw else 0, n), dtype=torch.float32, device=h.device)
     dys, dhs = (rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
+    dx_rows = as_rows(dx.permute(order))
     arguments = (
-        dys, dhs, rows, rows if weight is None else weight.contiguous(), rstd, as_rows(dx.permute(order)), dw, m, n,
+        dys, dhs, rows, rows if weight is None else weight.contiguous(), rstd, dx_rows, dw, m, n,
         dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each,
     )  # fmt: skip
     flags = {
@@ -219,6 +223,7 @@ def norm_bwd(dy, dh, h, weight, rstd, offset: float, round_first: bool, needs: l
         _bwd_wide_kernel[(programs,)](*arguments, BLOCK_N=8192, num_warps=16, **flags)
     else:
         _bwd_kernel[(programs,)](*arguments, ROWS=tile_rows, BLOCK_N=block, num_warps=warps, **flags)
+    write_back(dx, dx_rows, order)
     if needs_dw:
         dweight = dw.sum(0).to(weight.dtype)
     else:  # no gradient wanted, or none came: an unread placeholder, or zeros

@@ -113,9 +113,15 @@ def _strides(table, q):
 
 
 def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
+    """One launch for both where they have the same positions, else one each."""
+    cos, sin = _four_dims(cos), _four_dims(sin)
+    at = 2 if cos.shape[1] == 1 else 1
+    if k is not None and (q.numel() == 0 or k.numel() == 0 or (k.shape[0], k.shape[at]) != (q.shape[0], q.shape[at])):
+        _launch(q, None, cos, sin, q_out, None, style, backward)
+        _launch(k, None, cos, sin, k_out, None, style, backward)
+        return
     if q.numel() == 0:
         return
-    cos, sin = _four_dims(cos), _four_dims(sin)
     q, k, q_out, k_out, cos_rows, sin_rows = _positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
     b, h, s, d = q.shape
     in_pairs, out_pairs = _layouts(style, backward)

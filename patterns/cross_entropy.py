@@ -86,6 +86,12 @@ def reduced(editor: Editor, site: LossSite, loss, target):
     return editor.cast(loss, value(root).dtype, like=root)
 
 
+def guard(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"logits are {logits.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
 def pays(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
     """Inductor's two reductions and pointwise backward are as good until rows are long (a language model's)."""
     if logits.shape[-1] < 4096:
@@ -109,6 +115,7 @@ FUSION = Fusion(
     ),
     kernel=cross_entropy,
     find=find,
+    guard=guard,
     pays=pays,
     priority=90,
     cases=(

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
-from fx_fusion.canonicalize import Term, View, is_tensor, value
+from fx_fusion.canonicalize import Term, View, is_tensor, same_shape, value
 from fx_fusion.dtypes import keeps_values
 
 NO_IGNORE = -(2**63)  # no target has this index
@@ -111,7 +112,12 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
     rank = value(bound["input"]).dim()
     if inner is None or bound["dim"] not in (-1, rank - 1):
         return None
-    index = view.term(view.edge(bound["index"]).base)
+    edge = view.edge(bound["index"])
+    if not isinstance(edge.base, fx.Node) or edge.roundings:
+        return None
+    index = view.term(edge.base)
+    if not same_shape(value(bound["index"])[..., 0], value(bound["input"])[..., 0]):
+        return None
     if index.op != "unsqueeze" or index.attrs != (-1,) or value(index.operands[0]).dtype != torch.int64:
         return None
     site = LossSite(
@@ -123,7 +129,7 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
         above = next(iter(above.users))
         path.append(above)
         term = view.term(above)
-        if term.op in ("neg", "squeeze", "part", "select") or view.name(above) in ("view", "reshape", "flatten", "squeeze"):
+        if term.op == "neg" or view.name(above) in ("view", "reshape", "flatten", "squeeze"):
             sign = -sign if term.op == "neg" else sign
             continue
         if term.op in ("mean", "sum") and value(above).dim() == 0:
@@ -160,14 +166,20 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
     name, term = view.name(node), view.term(node)
     below = view.transparent(node)
     if below is not None and is_tensor(below):
+        if value(node).dtype == torch.float64:
+            seen.stopped = f"{node.name} is float64; the kernel computes in float32"
+            return None
         if not keeps_values(value(below).dtype, value(node).dtype):
             seen.stopped = f"{node.name} rounds the logits to {value(node).dtype}"
             return None
         return below, [node]
     if name in ("view", "reshape", "flatten", "contiguous") and to_linear:
         below = node.args[0]
-        if value(below).shape[-1] is not value(node).shape[-1] and value(below).shape[-1] != value(node).shape[-1]:
+        if not statically_known_true(value(below).shape[-1] == value(node).shape[-1]):
             seen.stopped = f"{node.name} changes the vocabulary dim"
+            return None
+        if seen.row_slices and not same_shape(value(below), value(node)):
+            seen.stopped = f"{node.name} lays out the rows anew below the slice {seen.row_slices[-1].name}"
             return None
         return below, [node]
     if term.op in ("mul", "div") and len(term.operands) == 2:
@@ -218,6 +230,9 @@ def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.
         if not is_tensor(tensor) or not is_tensor(bias) or view.term(view.edge(tensor).base).op != "linear":
             continue
         shape = value(bias).shape
+        if value(tensor).dtype != value(node).dtype:
+            seen.stopped = f"{node.name} adds a bias in {value(node).dtype}"
+            continue
         if shape and shape[-1] == value(node).shape[-1] and all(s == 1 for s in shape[:-1]):
             seen.bias = bias
             return tensor, [node]

@@ -42,8 +42,9 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         key, value = (_repeated(view, bound[name]) for name in ("key", "value"))
         if key is None and value is None:
             continue
-        if key is None or value is None or not statically_known_true(key[1] == value[1]):
-            reason = "key and value are not repeated alike"
+        same_heads = statically_known_true(example(bound["query"]).shape[1] == example(bound["key"]).shape[1])
+        if key is None or value is None or not statically_known_true(key[1] == value[1]) or not same_heads:
+            reason = "key and value are not repeated alike, or not to the heads of the query"
             yield NearMiss("repeat_kv", node, node, 1, 2, reason)
             continue
         yield Match(
@@ -51,6 +52,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             outputs=(node,),
             nodes=frozenset(),
             inputs={"query": bound["query"], "key": key[0], "value": value[0]},
+            crossed=frozenset((*_chain(view, bound["key"]), *_chain(view, bound["value"]))),
             emit=emit,
         )
 
@@ -78,14 +80,17 @@ def _repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     return (inner.operands[0], n) if fits else None
 
 
+def _chain(view: View, node: fx.Node) -> list[fx.Node]:
+    """The nodes that repeat, from the repeated tensor down to (not including) the one with few heads."""
+    chain = [node]
+    while view.name(chain[-1]) in ("reshape", "view", "flatten", "expand"):
+        chain.append(chain[-1].args[0])
+    return chain
+
+
 def emit(editor: Editor, match: Match) -> None:
-    old = [editor.now(n) for n in signatures.bind("scaled_dot_product_attention", match.root.args, dict(match.root.kwargs)).values() if isinstance(n, fx.Node)]
     editor.change_call(match.root, key=match.inputs["key"], value=match.inputs["value"], enable_gqa=True)
-    for repeated in old:
-        chain = [repeated]
-        while chain[-1].op != "placeholder" and editor.view.name(chain[-1]) in ("reshape", "view", "flatten", "expand", "getitem", "unsqueeze", "repeat_interleave"):
-            chain.append(chain[-1].args[0])
-        editor.erase(chain[:-1])
+    editor.erase(match.crossed)
 
 
 def pays(query, key, value):

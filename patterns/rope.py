@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.canonicalize import View, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.rope import rope
+from fx_fusion.legality import why_not
 from fx_fusion.match import Match
 from fx_fusion.rewrite import Editor
 
@@ -63,29 +64,36 @@ def pair(view: View, matches: list[Match]) -> list[Match]:
     joined: list[Match] = []
     for match in sorted(matches, key=lambda m: view.order[m.root]):
         before = joined[-1] if joined else None
-        if before is not None and _together(view, before, match):
-            joined[-1] = Match(
-                fusion="rope",
-                outputs=(before.root, match.root),
-                nodes=before.nodes | match.nodes,
-                inputs={**before.inputs, "k": match.inputs["q"]},
-                statics=match.statics,
-                crossed=before.crossed | match.crossed,
-                emit=emit,
-            )
+        both = _together(view, before, match) if before is not None else None
+        if both is not None:
+            joined[-1] = both
         else:
             joined.append(Match(**{**vars(match), "emit": emit}))
     return joined
 
 
-def _together(view: View, q: Match, k: Match) -> bool:
-    if "k" in q.inputs or not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")) or q.statics != k.statics:
-        return False
+def _together(view: View, q: Match, k: Match) -> Match | None:
+    """Both in one match, if that is legal: nothing needs the first result before the second input exists."""
+    if "k" in q.inputs or q.statics != k.statics or k.inputs["q"] is q.root:
+        return None
+    if not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")):
+        return None
     a, b = value(q.inputs["q"]), value(k.inputs["q"])
-    if a.dtype != b.dtype or a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
-        return False
+    if a.dtype != b.dtype or not all(statically_known_true(a.shape[d] == b.shape[d]) for d in (0, 3)):
+        return None
     first_use = min((view.order[u] for u in q.root.users), default=len(view.order))
-    return view.order[k.inputs["q"]] < first_use and q.root not in k.nodes
+    if view.order[k.inputs["q"]] >= first_use:
+        return None
+    both = Match(
+        fusion="rope",
+        outputs=(q.root, k.root),
+        nodes=q.nodes | k.nodes,
+        inputs={**q.inputs, "k": k.inputs["q"]},
+        statics=k.statics,
+        crossed=q.crossed | k.crossed,
+        emit=emit,
+    )
+    return both if why_not(FUSION, both, view) is None else None
 
 
 def emit(editor: Editor, match: Match) -> None:

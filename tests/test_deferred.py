@@ -175,6 +175,86 @@ def test_a_second_compiled_region(pair):
     torch.testing.assert_close(pair[1].lm_head.weight.grad, pair[0].lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+def test_a_custom_autograd_function_gets_its_gradients(pair):
+    expected, out = outputs(pair)
+    (expected.loss + Double.apply(expected.logits).square().mean()).backward()
+    (out.loss + Double.apply(out.logits).square().mean()).backward()
+    for ours, theirs in zip(pair[1].parameters(), pair[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    expected, out = outputs(pair)
+    for model, result in zip(pair, (expected, out), strict=True):
+        model.zero_grad()
+        Double.apply(result.logits[:, 1:].float()).square().mean().backward()
+    torch.testing.assert_close(pair[1].lm_head.weight.grad, pair[0].lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cast_taken_before_an_in_place_change_keeps_the_old_values(pair):
+    expected, out = outputs(pair)
+    early, logits = out.logits.double(), out.logits.detach()
+    rows = [0, 1]
+    picked = out.logits[rows]
+    rows[0] = 1
+    logits.mul_(0)
+    torch.testing.assert_close(early + 0, expected.logits.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(picked + 0, expected.logits, rtol=1e-5, atol=1e-6)
+
+
+def test_requires_grad_of_a_detached_copy(pair):
+    _, out = outputs(pair)
+    leaf = out.logits.detach().requires_grad_()
+    assert leaf.requires_grad
+    leaf.square().sum().backward()
+    assert leaf.grad is not None
+
+
+WRITES = {
+    "hidden": lambda h, w, b: h.add_(1), "weight": lambda h, w, b: w.data.mul_(0.5) if False else w.mul_(0.5),
+    "bias": lambda h, w, b: b.mul_(0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_logits_whose_sources_the_graph_changes_are_not_deferred(name):
+    def function(h, w, b, t):
+        h = h * 1
+        logits = torch.nn.functional.linear(h, w) + b
+        loss = torch.nn.functional.cross_entropy(logits, t)
+        WRITES[name](h, w, b)
+        return loss, logits
+
+    tensors = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12), torch.tensor([1, 2, 3, 4])
+    expected = function(*(t.clone() for t in tensors))
+    found = torch.compile(function, backend=rewriting_backend())(*(t.clone() for t in tensors))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours + 0, theirs)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "autocast"])
+def test_the_region_of_the_head_counts(mode):
+    def function(h, w, t):
+        context = torch.no_grad() if mode == "no_grad" else torch.autocast("cpu", dtype=torch.bfloat16)
+        with context:
+            logits = torch.nn.functional.linear(h, w)
+            return torch.nn.functional.cross_entropy(logits.float(), t), logits
+
+    h, w, t = torch.randn(4, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True), torch.tensor([1, 2, 3, 4])
+    (_, expected), (_, found) = function(h, w, t), torch.compile(function, backend=rewriting_backend())(h, w, t)
+    assert found.requires_grad == expected.requires_grad
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found + 0, expected)
+    assert (found + 0).dtype == expected.dtype
+
+
 def test_switched_off():
     model = torch.compile(tiny_llama(), backend=rewriting_backend(defer_outputs=False))
     out = model(input_ids=ids, labels=ids)

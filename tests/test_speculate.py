@@ -75,14 +75,22 @@ def test_a_mask_of_twos_is_not_ones():
     assert not check(ones.float() * 0.5)
 
 
-def test_the_same_tensor_is_read_once():
-    check = AllOnes()
+def test_the_same_tensor_is_read_once_on_a_gpu_and_always_on_a_cpu(device):
+    check, mask, other = AllOnes(), ones.clone().to(device), padded.to(device)
     for _ in range(5):
-        assert check(ones)
-    assert check.checks == 1
-    assert not check(padded)
-    assert check(ones)
-    assert check.checks == 3
+        assert check(mask)
+    assert check.checks == (1 if device == "cuda" else 5)
+    assert not check(other)
+    mask[0, 0] = 0
+    assert not check(mask)
+
+
+def test_memory_shared_with_numpy():
+    check, array = AllOnes(), ones.numpy().copy()
+    mask = torch.from_numpy(array)
+    assert check(mask)
+    array[0, 0] = 0
+    assert not check(mask)
 
 
 def test_switched_off():
