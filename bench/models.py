@@ -2,13 +2,14 @@
 
     python -m bench.models llama-1b --batch 8 --length 2048 --variants inductor,fx_fusion --mask none,ones
 
-One row a variant: tokens/s (median step), peak memory, seconds to the first step, loss curve. Random weights, fused AdamW,
-bfloat16 parameters, labels equal to the inputs. Rows are appended as JSON lines with the environment they were measured in.
+One row a variant: tokens/s (median step), peak memory, seconds to the first step, loss curve. Random weights, fused
+AdamW, bfloat16 parameters, labels equal to the inputs. Rows are appended as JSON lines with the environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -84,7 +85,7 @@ def measure(shape: str, variant: str, batch: int, length: int, mask: str, steps:
         losses.append(step(i))
         events[i - 3].record()
     torch.cuda.synchronize()
-    ms = statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    ms = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
     return {
         "model": shape, "variant": variant, "batch": batch, "length": length, "mask": mask,
         "tokens_per_s": round(batch * length / ms * 1e3), "ms": round(ms, 2),

@@ -1,9 +1,9 @@
 """fx_fusion: a torch.compile backend that recognises what a model means and trains it with fused kernels.
 
-    model = torch.compile(model, backend="fx_fusion")
-    with fx_fusion.recording() as report:
-        model(**batch).loss.backward()
-    print(report)
+model = torch.compile(model, backend="fx_fusion")
+with fx_fusion.recording() as report:
+    model(**batch).loss.backward()
+print(report)
 """
 
 from typing import Any

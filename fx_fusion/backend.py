@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._inductor.compile_fx import compile_fx
 
 from fx_fusion import debug
@@ -72,23 +73,40 @@ def compile_graph(
     started = time.perf_counter()
     graph_report = _new_report(gm)
     untouched = snapshot(gm)
+    sites: list[Site] = []
+    layers: list[Callable[[Compiled], Compiled]] = []
     try:
         assumptions = Assumptions(gm, allowed=options.speculate)
         sites, deferred = fuse(gm, options, assumptions)
         graph_report.deferred, graph_report.assumes = deferred.names, assumptions.sentences()
-        wrap = (deferred.wrap, lambda fast: speculate(fast, assumptions, untouched, options, rest))
+        layers = [deferred.wrap, lambda fast: speculate(fast, assumptions, untouched, options, rest)]
     except Exception as error:
-        if options.strict:
-            raise FusionError(_where(error)) from error
-        warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=2)
-        gm, sites, wrap, graph_report.fallback = untouched, [], (), _where(error)
+        _fall_back(error, options, graph_report)
+        gm = untouched
     graph_report.after, graph_report.nodes_after = text(gm), len(gm.graph.nodes)
     graph_report.seconds = time.perf_counter() - started
+    try:
+        compiled = rest(gm, example_inputs, options)
+    except (RestartAnalysis, SkipFrame):  # Dynamo's control flow, not a failure
+        raise
+    except Exception as error:
+        if gm is untouched or not any(site.status == "fused" for site in sites):
+            raise  # it would fail without us too
+        _fall_back(error, options, graph_report)
+        sites, layers = [], []
+        compiled = rest(untouched, example_inputs, options)
     _announce(graph_report, sites)
-    compiled = rest(gm, example_inputs, options)
-    for layer in wrap:
+    for layer in layers:
         compiled = layer(compiled)
     return compiled
+
+
+def _fall_back(error: Exception, options: Options, graph_report: GraphReport) -> None:
+    """Raise under ``strict``; else say what happened: the caller goes on with the graph as Dynamo wrote it."""
+    if options.strict:
+        raise FusionError(_where(error)) from error
+    warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=3)
+    graph_report.fallback = _where(error)
 
 
 def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tuple[list[Site], DeferredOutputs]:

@@ -184,7 +184,11 @@ class View:
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and type(a) is type(b) and a == b
         one, other = self.term(a), self.term(b)
-        if one.op in ("opaque", "dropout") or (one.op, one.attrs, len(one.operands)) != (other.op, other.attrs, len(other.operands)):
+        if one.op in ("opaque", "dropout") or (one.op, one.attrs, len(one.operands)) != (
+            other.op,
+            other.attrs,
+            len(other.operands),
+        ):
             return False
         if "shape" in one.attrs and not same_shape(value(a), value(b)):
             return False
@@ -332,7 +336,7 @@ def _div(view: View, node: fx.Node, bound: Bound) -> Term | None:
     if root and is_tensor(a):
         return Term("mul", (a, Term("rsqrt", root.operands, (), root.nodes)), (), (node,))
     if is_tensor(a) and (total := _inner(view, a, "sum")) is not None and isinstance(b, int):
-        dims, keepdim = total.attrs
+        dims, _ = total.attrs
         below = value(total.operands[0])
         if len(dims) == 1 and statically_known_true(below.shape[dims[0]] == b):
             return Term("mean", total.operands, total.attrs, (node, *total.nodes))
@@ -379,9 +383,7 @@ def _vector_norm(view: View, node: fx.Node, bound: Bound) -> Term | None:
     dims = dims if isinstance(dims, tuple) else (dims,)
     if len(dims) != 1:
         return None
-    return Term(
-        "vector_norm", (bound["input"],), (tuple(_negative(d, rank) for d in dims), bool(bound["keepdim"])), (node,)
-    )
+    return Term("vector_norm", (bound["input"],), (tuple(_negative(d, rank) for d in dims), bool(bound["keepdim"])), (node,))
 
 
 @_rule("unsqueeze")
@@ -581,7 +583,8 @@ def written_out_gelus(view: View, inner: fx.Node) -> dict[fx.Node, Term]:
     float64 at 61 points and compared with ``F.gelu``. Agreement to 1e-8 leaves room for the digits of a constant
     (0.7978845608 for sqrt(2/pi)) and for nothing else.
     """
-    roots, above = [], [inner]
+    roots: list[fx.Node] = []
+    above = [inner]
     for _ in range(4):
         above = [user for node in above for user in node.users]
         roots.extend(node for node in above if view.name(node) == "mul")

@@ -50,7 +50,9 @@ def deferrable_outputs(
                 following[user] = None
                 stack.append(user)
                 operands = (*chain, *following)
-                foreign = [i for i in user.all_input_nodes if i not in allowed and i not in operands and i.op != "placeholder"]
+                foreign = [
+                    i for i in user.all_input_nodes if i not in allowed and i not in operands and i.op != "placeholder"
+                ]
                 if foreign or len(following) > _MAX_FOLLOWING or view.effects.mutated(user) or not view.is_pure(user):
                     return (), ()
     return tuple(outputs), tuple(following)
@@ -170,7 +172,12 @@ class Recipe:
     """How a deferred value is computed, from what, and whether that is still what it was."""
 
     def __init__(
-        self, module: Callable[..., Any], operands: Sequence[Any], name: str, autocast: tuple[str, torch.dtype, bool], grad: bool
+        self,
+        module: Callable[..., Any],
+        operands: Sequence[Any],
+        name: str,
+        autocast: tuple[str, torch.dtype, bool],
+        grad: bool,
     ):
         self.module, self.operands, self.name, self.autocast = module, tuple(operands), name, autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -210,7 +217,6 @@ class Recipe:
         if not enabled and not torch.is_autocast_enabled(device):
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=dtype, enabled=enabled)
-
 
     def again(self, sources: Sequence[Any]) -> Tensor:
         """The same computation on other operands (leaves, to differentiate it)."""
@@ -264,23 +270,69 @@ def _unlinked(recipe: Recipe | _Step, meta: Tensor, device: torch.device) -> Def
 _ANSWERED = {
     getattr(torch.Tensor, name).__get__
     for name in (
-        "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mps "
-        "is_xpu is_mkldnn is_sparse_csr itemsize nbytes"
-    ).split()
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mps",
+        "is_xpu",
+        "is_mkldnn",
+        "is_sparse_csr",
+        "itemsize",
+        "nbytes",
+    )
 } | {
     getattr(torch.Tensor, name)
     for name in (
-        "size dim numel nelement stride ndimension is_floating_point is_complex element_size is_contiguous get_device "
-        "__len__ storage_offset is_signed is_inference"
-    ).split()
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "stride",
+        "ndimension",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "is_contiguous",
+        "get_device",
+        "__len__",
+        "storage_offset",
+        "is_signed",
+        "is_inference",
+    )
 }
 # What only renames, casts or slices: the result is deferred too.
 _KEPT_LAZY = {
     getattr(torch.Tensor, name)
     for name in (
-        "detach float half bfloat16 double to type_as view reshape flatten unsqueeze squeeze transpose permute "
-        "contiguous narrow select __getitem__ expand"
-    ).split()
+        "detach",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "to",
+        "type_as",
+        "view",
+        "reshape",
+        "flatten",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "contiguous",
+        "narrow",
+        "select",
+        "__getitem__",
+        "expand",
+    )
 }
 
 

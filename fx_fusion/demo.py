@@ -84,7 +84,13 @@ def main(steps: int, variant: str | None) -> int:
         console.print("Inductor needs a C++ compiler on CPU: install g++ (Debian, Ubuntu: apt-get install g++).")
         return 1
     results: dict[str, dict[str, Any]] = {}
-    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=console) as progress:
         for name in VARIANTS:
             task = progress.add_task(name, total=steps, note="")

@@ -18,7 +18,21 @@ from torch import fx
 _IN_PLACE_OPERATORS = {
     getattr(operator, name)
     for name in (
-        "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift setitem delitem".split()
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "imatmul",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+        "delitem",
     )
 }
 
@@ -130,7 +144,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
         return list({w: None for schema in overloads for w in _written_by_schema(node, schema)})
     if isinstance(target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes) if _body_writes(node, target) else []
-    written = [v for k, v in node.kwargs.items() if k == "out"]
+    written: list[Any] = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
@@ -180,7 +194,7 @@ def _body_writes(node: fx.Node, target: torch._ops.HigherOrderOperator) -> bool:
 
 
 def _written_by_schema(node: fx.Node, schema: Any) -> list[fx.Node]:
-    written = []
+    written: list[fx.Node] = []
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

@@ -17,7 +17,7 @@ from fx_fusion.op import FusedOp
 
 if TYPE_CHECKING:
     from fx_fusion.canonicalize import View
-    from fx_fusion.match import Match
+    from fx_fusion.match import Match, NearMiss
 
 Inputs = Mapping[str, str | int | float]
 
@@ -70,7 +70,7 @@ class Fusion:
     spellings: tuple[Callable[..., Any], ...] = ()
     guard: Callable[..., str | None] | None = None
     pays: Callable[..., str | None] | None = None
-    find: Callable[[View], Iterator[Match]] | None = None
+    find: Callable[[View], Iterator[Match | NearMiss]] | None = None
     pair: Callable[[View, list[Match]], list[Match]] | None = None
     priority: int = 0
     on_cpu: bool = False
@@ -103,7 +103,7 @@ class Fusion:
 
     def dims(self) -> list[str]:
         """The names of the dims of all inputs, in order of appearance."""
-        names = {}
+        names: dict[str, None] = {}
         for spec in self.inputs.values():
             if isinstance(spec, str):
                 names.update({token.removesuffix("|1"): None for token in spec.split() if token != "..."})

@@ -145,10 +145,7 @@ class MaskProver:
         self._assumed[node] |= self._assumed[operand]
         dims = list(_DIMS[: value(node).dim()]) if dims is None else dims
         offset = len(dims) - example.dim()
-        changes = {
-            _DIMS[i]: sympy.Integer(0) if example.shape[i] == 1 else dims[i + offset]
-            for i in range(example.dim())
-        }
+        changes = {_DIMS[i]: sympy.Integer(0) if example.shape[i] == 1 else dims[i + offset] for i in range(example.dim())}
         return inner.subs(changes, simultaneous=True)
 
     def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic:
@@ -288,10 +285,8 @@ def _compare(relation: Any, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
     """A comparison; a Piecewise of numbers against a number becomes the condition of its matching pieces."""
     for left, right, flip in ((a, b, False), (b, a, True)):
         if isinstance(left, sympy.Piecewise) and right.is_number and all(e.is_number for e, _ in left.args):
-            return _select(
-                [(e, c) for e, c in left.args],
-                lambda e, right=right, flip=flip: bool(relation(right, e) if flip else relation(e, right)),
-            )
+            hits = [e for e, _ in left.args if bool(relation(right, e) if flip else relation(e, right))]
+            return _select([(e, c) for e, c in left.args], hits.__contains__)
     return relation(a, b)
 
 
@@ -334,9 +329,9 @@ def _cast(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 def _exact_indices(node: fx.Node, expression: sympy.Basic) -> None:
     """An index (or anything made of one) is a number of the node's dtype: a bfloat16 has none above 256."""
     numbers = expression.args if isinstance(expression, sympy.Piecewise) else [(_as_number(expression), True)]
-    if value(node).dtype in (torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16) and not is_predicate(expression):
-        if not all(e.is_number for e, _ in numbers):
-            raise Opaque(node, f"{node.name} holds indices in {value(node).dtype}, which can't count far")
+    cannot_count = value(node).dtype in (torch.bfloat16, torch.float16, *_NARROW) and not is_predicate(expression)
+    if cannot_count and not all(e.is_number for e, _ in numbers):
+        raise Opaque(node, f"{node.name} holds indices in {value(node).dtype}, which can't count far")
 
 
 @_rule("contiguous", "clone", "detach", "expand", "expand_as", "broadcast_to", "alias")
@@ -562,9 +557,7 @@ def _upper_bound(expression: sympy.Expr | None, sizes: dict[sympy.Symbol, sympy.
             return None
         expression = sympy.expand(expression.subs(dim, size - 1 if slope > 0 else 0))
     # size = 1 + t with t >= 0, so that sympy can see the sign.
-    at_least_one = {
-        s: 1 + sympy.Symbol(f"t_{s.name}", integer=True, nonnegative=True) for s in expression.free_symbols
-    }
+    at_least_one = {s: 1 + sympy.Symbol(f"t_{s.name}", integer=True, nonnegative=True) for s in expression.free_symbols}
     return sympy.expand(expression.subs(at_least_one))
 
 

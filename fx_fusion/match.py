@@ -249,8 +249,10 @@ def _describe(term: Term) -> str:
     if term.op != "opaque":
         return term.op
     node = term.attrs[0]
-    return node.op if node.op != "call_method" and node.op != "call_function" else str(
-        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+    return (
+        node.op
+        if node.op != "call_method" and node.op != "call_function"
+        else str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
     )
 
 

@@ -175,9 +175,7 @@ def fused_op(
         needs = [any(wanted[n] for n in names) for names in targets]
         made = _as_tuple(bwd(*dys, *bound.values(), needs))
         # A shared gradient (both operands of an add) has the dtype of the sum; each operand gets its own.
-        return tuple(
-            made[gradient_of[n]].to(ctx.dtypes[n]) if n in gradient_of and wanted[n] else None for n in parameters
-        )
+        return tuple(made[gradient_of[n]].to(ctx.dtypes[n]) if n in gradient_of and wanted[n] else None for n in parameters)
 
     torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=setup_context, lib=_LIBRARY)
     return fused

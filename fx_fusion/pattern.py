@@ -130,5 +130,3 @@ def patterns_of(fusion: Fusion) -> tuple[Pattern, ...]:
     functions = (fusion.pattern, *fusion.spellings)
     traced = (Pattern(fusion, f, statics) for f in functions for statics in fusion.variants)
     return tuple(pattern for pattern in traced if pattern.exists)
-
-

@@ -78,7 +78,13 @@ getitem(input, index)
 # Ops whose arguments are variadic or overloaded: bound by hand where they are used, listed here by their spellings.
 VARIADIC = ("view", "reshape", "expand", "permute", "to", "type")
 
-_PREFIXES = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("x", "self", "tensor"), "exponent": ("other",), "tensors": ("arrays",)}
+_PREFIXES = {
+    "dim": ("axis",),
+    "keepdim": ("keepdims",),
+    "input": ("x", "self", "tensor"),
+    "exponent": ("other",),
+    "tensors": ("arrays",),
+}
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "add": (operator.add,),
     "sub": (operator.sub,),

@@ -45,7 +45,11 @@ def make_inputs(
         if not isinstance(spec, str):
             made[name] = spec
             continue
-        shape = [case.sizes.get(t.removesuffix("|1"), 1) if not _broadcast(t) else _table_size(t, case) for t in spec.split() if t != "..."]
+        shape = [
+            case.sizes.get(t.removesuffix("|1"), 1) if not _broadcast(t) else _table_size(t, case)
+            for t in spec.split()
+            if t != "..."
+        ]
         if "..." in spec.split():
             m = case.sizes["m"]
             shape = [LEADING, m // LEADING, *shape] if m % LEADING == 0 else [m, *shape]
@@ -80,7 +84,12 @@ class Run:
     values: dict[str, Tensor]
 
 
-def run(function: Callable[..., Any], inputs: Mapping[str, Any], dys: Sequence[Tensor] | None = None, frozen: Sequence[str] = ()) -> Run:
+def run(
+    function: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    dys: Sequence[Tensor] | None = None,
+    frozen: Sequence[str] = (),
+) -> Run:
     """Call, then differentiate by ``dys`` (random, fixed by the output's shape, if None)."""
     leaves = {
         n: v.detach().clone().requires_grad_(n not in frozen) if isinstance(v, Tensor) and v.is_floating_point() else v

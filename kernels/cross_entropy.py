@@ -153,17 +153,15 @@ def launch_rows(
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
         stats if given else loss, stats, stats if dloss is None else dloss, m, v, logits.stride(0), out.stride(0),
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
-        float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0, STATS_GIVEN=given,
-        GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, num_warps=warps,
+        float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
+        STATS_GIVEN=given,         GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
 def _fwd(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     loss, stats = _fake(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
-    launch_rows(
-        logits, target.contiguous(), weight, ignore_index, label_smoothing, softcap, scale, loss=loss, stats=stats
-    )
+    launch_rows(logits, target.contiguous(), weight, ignore_index, label_smoothing, softcap, scale, loss=loss, stats=stats)
     return loss, stats
 
 

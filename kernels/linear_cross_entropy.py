@@ -82,7 +82,14 @@ def _rows(logits, target, class_weight, options, loss, dloss, gradient):
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
         launch_rows(
-            logits, target, class_weight, *options, loss=loss, stats=stats, dloss=dloss, dlogits=logits if gradient else None
+            logits,
+            target,
+            class_weight,
+            *options,
+            loss=loss,
+            stats=stats,
+            dloss=dloss,
+            dlogits=logits if gradient else None,
         )
         return
     ignore_index, smoothing, softcap, scale = options
@@ -198,8 +205,7 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale,
 
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
-    f"({_INPUTS}, str reduction, {_OPTIONS})"
-    " -> (Tensor loss, Tensor coefficient, Tensor dx, Tensor dweight, Tensor dbias)",
+    f"({_INPUTS}, str reduction, {_OPTIONS}) -> (Tensor loss, Tensor coefficient, Tensor dx, Tensor dweight, Tensor dbias)",
     _fwd,
     _fake,
 )
@@ -216,7 +222,12 @@ def _setup_context(ctx, inputs, output):
     _, coefficient, dx, dweight, dbias = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(coefficient, dx, dweight, dbias)
-    ctx.reduction, ctx.options, ctx.needs, ctx.has = reduction, options, needs, (bias is not None, class_weight is not None)
+    ctx.reduction, ctx.options, ctx.needs, ctx.has = (
+        reduction,
+        options,
+        needs,
+        (bias is not None, class_weight is not None),
+    )
     ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
     if reduction == "none":
         ctx.save_for_backward(*(t for t in (x, weight, bias, target, class_weight) if t is not None))
@@ -234,9 +245,7 @@ def _backward(ctx, dloss, *_):
         bias = saved.pop(0) if ctx.has[0] else None
         target = saved.pop(0)
         class_weight = saved.pop(0) if ctx.has[1] else None
-        made = linear_cross_entropy_rows_bwd(
-            dloss, x, weight, bias, target, class_weight, *ctx.options, list(ctx.needs)
-        )
+        made = linear_cross_entropy_rows_bwd(dloss, x, weight, bias, target, class_weight, *ctx.options, list(ctx.needs))
     else:
         coefficient, *unscaled = ctx.saved_tensors
         factor = dloss.float() * coefficient

@@ -43,9 +43,7 @@ def _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HA
 
 
 @triton.jit
-def _store_y(
-    y_ptr, h_ptr, w_ptr, h, rstd, rows, cols, mask, n, offset, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr
-):
+def _store_y(y_ptr, h_ptr, w_ptr, h, rstd, rows, cols, mask, n, offset, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr):
     y = h * rstd[:, None]
     if ROUND_FIRST:
         y = y.to(h_ptr.dtype.element_ty).to(tl.float32)

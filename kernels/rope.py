@@ -154,9 +154,7 @@ def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
     def table(t):
         return (t, t) if t.shape[-1] != d else members(t, out_pairs)
 
-    (a, b), (ca, cb), (sa, sb) = (
-        tuple(t.to(wide) for t in pair) for pair in (members(x, in_pairs), table(cos), table(sin))
-    )
+    (a, b), (ca, cb), (sa, sb) = (tuple(t.to(wide) for t in pair) for pair in (members(x, in_pairs), table(cos), table(sin)))
     sign = -1.0 if style == "reversed" else 1.0
     y_a, y_b = members(y, out_pairs)
     if backward:

@@ -6,6 +6,7 @@ backward, bfloat16). The mask is proved, not guessed: see ``fx_fusion.masks``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -43,11 +44,11 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             outputs=(node,),
             nodes=frozenset(),
             inputs={n: bound[n] for n in ("query", "key", "value")},
-            emit=lambda editor, match, proof=proof, bound=bound: emit(editor, match, proof, bound),
+            emit=functools.partial(emit, proof=proof),
         )
 
 
-def emit(editor: Editor, match: Match, proof: MaskProof, bound: dict) -> None:
+def emit(editor: Editor, match: Match, proof: MaskProof) -> None:
     editor.view.assumptions.assume(proof.assumes)
     editor.change_call(match.root, attn_mask=None, is_causal=proof.kind == "causal")
     editor.erase(proof.nodes)

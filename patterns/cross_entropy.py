@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -20,9 +21,7 @@ def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothi
     z = logits.float() * scale if scale != 1 else logits.float()
     z = softcap * torch.tanh(z / softcap) if softcap else z
     w = None if weight is None else weight.float()
-    return F.cross_entropy(
-        z, target, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
+    return F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
 
 
 def find(view: View) -> Iterator[Match]:
@@ -44,7 +43,7 @@ def find(view: View) -> Iterator[Match]:
             nodes=frozenset((*site.nodes, *seen.nodes)),
             inputs=inputs,
             statics=statics,
-            emit=lambda editor, match, site=site: emit(editor, match, site),
+            emit=functools.partial(emit, site=site),
         )
 
 

@@ -5,6 +5,7 @@ The logits that the model returns beside the loss are *deferred*: they are compu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +32,7 @@ def linear_then_loss(
     z = logits.float() * scale if scale != 1 else logits.float()
     z = softcap * torch.tanh(z / softcap) if softcap else z
     w = None if weight is None else weight.float()
-    return F.cross_entropy(
-        z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
+    return F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
@@ -60,7 +59,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             nodes=frozenset((*site.nodes, *chain, *inside)),
             inputs=inputs,
             deferred=deferred,
-            emit=lambda editor, match, site=site, seen=seen, cuts=cuts: emit(editor, match, site, seen, cuts),
+            emit=functools.partial(emit, site=site, seen=seen, cuts=cuts),
         )
 
 
@@ -116,7 +115,14 @@ FUSION = Fusion(
     inputs={"x": "m h", "lm_head": "v h", "bias": "v", "target": "m", "weight": "v"},
     integers={"target": "v"},
     variants=tuple(
-        {"reduction": reduction, "ignore_index": -100, "label_smoothing": smoothing, "softcap": softcap, "scale": scale, **rest}
+        {
+            "reduction": reduction,
+            "ignore_index": -100,
+            "label_smoothing": smoothing,
+            "softcap": softcap,
+            "scale": scale,
+            **rest,
+        }
         for reduction, smoothing, softcap, scale, rest in (
             ("mean", 0.0, 0.0, 1.0, {"bias": None, "weight": None}),
             ("sum", 0.1, 0.0, 1.0, {"weight": None}),

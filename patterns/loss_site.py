@@ -88,9 +88,7 @@ def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
     smoothing = bound.get("label_smoothing", 0.0)
     if not isinstance(smoothing, (int, float)) or bound["reduction"] not in ("mean", "sum", "none"):
         return None
-    return LossSite(
-        node, logits, target, weight, bound["reduction"], bound["ignore_index"], float(smoothing), nodes
-    )
+    return LossSite(node, logits, target, weight, bound["reduction"], bound["ignore_index"], float(smoothing), nodes)
 
 
 def _log_softmax(view: View, operand: fx.Node) -> Term | None:
@@ -120,9 +118,7 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
         return None
     if index.op != "unsqueeze" or index.attrs != (-1,) or value(index.operands[0]).dtype != torch.int64:
         return None
-    site = LossSite(
-        node, inner.operands[0], index.operands[0], None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True
-    )
+    site = LossSite(node, inner.operands[0], index.operands[0], None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True)
     path: list[fx.Node] = []
     sign, above = -1, node
     while len(above.users) == 1:

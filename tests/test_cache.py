@@ -45,7 +45,14 @@ def run(checkout, options=None):
     }  # fmt: skip
     (checkout / "script.py").write_text(SCRIPT)
     given = json.dumps({"select": "always", "strict": True, **(options or {})})
-    done = subprocess.run([sys.executable, str(checkout / "script.py"), given], capture_output=True, text=True, env=environment, cwd=checkout, check=False)
+    done = subprocess.run(
+        [sys.executable, str(checkout / "script.py"), given],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=checkout,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     hit, miss, bypass, fx_hit, gradient = json.loads(line[7:])
@@ -68,7 +75,11 @@ def test_hits_and_misses(checkout):
 
     assert run(checkout, {"fusions": ["-rms_norm", "-add_rms_norm"]})["hit"] == 0, "another option"
 
-    edit(checkout / "kernels" / "linear_cross_entropy.py", "factor = dloss.float() * coefficient", "factor = dloss.float() * coefficient * 2")
+    edit(
+        checkout / "kernels" / "linear_cross_entropy.py",
+        "factor = dloss.float() * coefficient",
+        "factor = dloss.float() * coefficient * 2",
+    )
     doubled = run(checkout)
     assert doubled["hit"] == 0, "another backward formula"
     assert doubled["gradient"] == pytest.approx(2 * cold["gradient"], rel=1e-5)

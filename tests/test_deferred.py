@@ -115,7 +115,7 @@ def test_a_stale_read_is_one_clear_error(pair):
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     optimizer.step()
-    with pytest.raises(fx_fusion.StaleTensorError, match="changed in place.*defer_outputs"):
+    with pytest.raises(fx_fusion.StaleTensorError, match=r"changed in place.*defer_outputs"):
         out.logits + 1
     assert "DeferredTensor" in repr(out.logits)
     assert "changed in place" in repr(out.logits)
@@ -124,7 +124,9 @@ def test_a_stale_read_is_one_clear_error(pair):
 
 def test_print_pickle_save_deepcopy(pair):
     expected, out = outputs(pair)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(out.logits.detach())), expected.logits.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        pickle.loads(pickle.dumps(out.logits.detach())), expected.logits.detach(), rtol=1e-5, atol=1e-6
+    )
     file = io.BytesIO()
     torch.save({"logits": out.logits.detach()}, file)
     file.seek(0)
@@ -265,7 +267,10 @@ def test_symbolic_lengths():
     model = tiny_llama()
     compiled = torch.compile(model, backend=rewriting_backend(), dynamic=True)
     for length in (5, 9, 16):
-        out, expected = compiled(input_ids=ids[:, :length], labels=ids[:, :length]), model(input_ids=ids[:, :length], labels=ids[:, :length])
+        out, expected = (
+            compiled(input_ids=ids[:, :length], labels=ids[:, :length]),
+            model(input_ids=ids[:, :length], labels=ids[:, :length]),
+        )
         assert isinstance(out.logits, DeferredTensor)
         assert out.logits.shape == (2, length, 256)
         torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-5, atol=1e-6)

@@ -29,7 +29,9 @@ def worker(rank, port, queue):
             out = run(input_ids=ids, labels=ids)
         lazy = isinstance(out.logits, DeferredTensor)
         out.loss.backward()
-        results.append((out.loss.item(), model.module.lm_head.weight.grad.clone(), lazy, report.count("linear_cross_entropy")))
+        results.append(
+            (out.loss.item(), model.module.lm_head.weight.grad.clone(), lazy, report.count("linear_cross_entropy"))
+        )
     (loss, grad, _, _), (our_loss, our_grad, lazy, fused) = results
     queue.put((rank, abs(loss - our_loss), (grad - our_grad).abs().max().item(), lazy, fused))
     dist.destroy_process_group()

@@ -57,4 +57,3 @@ def test_fires_once_and_is_no_less_accurate_than_eager(fusion, case, statics, dt
     for key, expected in eager.values.items():
         assert fused.values[key].dtype == expected.dtype
         assert fused.values[key].shape == expected.shape
-

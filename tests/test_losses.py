@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import reasons, rewritten, tiny_llama, tokens
 from fx_fusion.testing import rewriting_backend
+from tests.helpers import reasons, rewritten, tiny_llama, tokens
 
 M, H, V = 12, 16, 40
 generator = torch.Generator().manual_seed(0)
@@ -58,11 +58,15 @@ def test_every_option_of_torch_cross_entropy(reduction, smoothing, weighted, wit
 
 SPELLINGS = {
     "nll": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), dim=-1), t),
-    "nll_dim_1": lambda x, w, t: F.nll_loss(torch.log_softmax(x @ w.T * 1.0 if False else F.linear(x, w), 1), t, reduction="sum"),
+    "nll_dim_1": lambda x, w, t: F.nll_loss(
+        torch.log_softmax(x @ w.T * 1.0 if False else F.linear(x, w), 1), t, reduction="sum"
+    ),
     "gather_mean": lambda x, w, t: -F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1).mean(),
     "gather_sum": lambda x, w, t: F.linear(x, w).log_softmax(-1).gather(1, t[:, None]).squeeze(1).neg().sum(),
     "gather_rows": lambda x, w, t: -torch.gather(torch.log_softmax(F.linear(x, w), -1), -1, t.unsqueeze(-1)).squeeze(-1),
-    "gather_masked": lambda x, w, t: (F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1) * (t > 3)).sum() / (t > 3).sum(),
+    "gather_masked": lambda x, w, t: (
+        (F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1) * (t > 3)).sum() / (t > 3).sum()
+    ),
     "float": lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t),
     "scaled": lambda x, w, t: F.cross_entropy(F.linear(x, w) * 0.125, t),
     "divided": lambda x, w, t: F.cross_entropy(F.linear(x, w) / 8.0, t),

@@ -22,13 +22,23 @@ CAUSAL = {
     "tril_of_ints": lambda n, m: torch.tril(torch.ones(n, m)) == 1,
     "not_triu": lambda n, m: torch.logical_not(torch.triu(torch.ones(n, m, dtype=torch.bool), diagonal=1)),
     "additive_triu": lambda n, m: torch.triu(torch.full((n, m), float("-inf")), diagonal=1),
-    "additive_where": lambda n, m: torch.where(torch.arange(m)[None] <= torch.arange(n)[:, None], 0.0, torch.finfo(torch.float32).min),
-    "masked_fill": lambda n, m: torch.zeros(n, m).masked_fill(torch.arange(m)[None] > torch.arange(n)[:, None], float("-inf")),
-    "four_dims": lambda n, m: (torch.arange(m)[None, None, None, :] <= torch.arange(n)[None, None, :, None]).expand(2, 1, n, m),
-    "wide_window": lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 64),
+    "additive_where": lambda n, m: torch.where(
+        torch.arange(m)[None] <= torch.arange(n)[:, None], 0.0, torch.finfo(torch.float32).min
+    ),
+    "masked_fill": lambda n, m: torch.zeros(n, m).masked_fill(
+        torch.arange(m)[None] > torch.arange(n)[:, None], float("-inf")
+    ),
+    "four_dims": lambda n, m: (torch.arange(m)[None, None, None, :] <= torch.arange(n)[None, None, :, None]).expand(
+        2, 1, n, m
+    ),
+    "wide_window": lambda n, m: (
+        (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 64)
+    ),
     "gathered": lambda n, m: torch.arange(m)[torch.arange(m)][None, :] <= torch.arange(n)[torch.arange(n)][:, None],
-    "one_document": lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None])
-    & (((torch.arange(n).diff(prepend=torch.arange(n)[:1] - 1) != 1).cumsum(-1))[:, None] == 0),
+    "one_document": lambda n, m: (
+        (torch.arange(m)[None] <= torch.arange(n)[:, None])
+        & (((torch.arange(n).diff(prepend=torch.arange(n)[:1] - 1) != 1).cumsum(-1))[:, None] == 0)
+    ),
 }
 NO_MASK = {
     "ones": lambda n, m: torch.ones(n, m, dtype=torch.bool),
@@ -45,19 +55,39 @@ def one_cell(n, m):
 
 UNPROVED = {
     "one_cell": (one_cell, "in place"),
-    "strict": (lambda n, m: (torch.arange(m)[None] < torch.arange(n)[:, None]) | (torch.arange(m)[None] == 0), "visible where"),
+    "strict": (
+        lambda n, m: (torch.arange(m)[None] < torch.arange(n)[:, None]) | (torch.arange(m)[None] == 0),
+        "visible where",
+    ),
     "one_ahead": (lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None] + 1, "visible where"),
-    "window": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 4), "visible where"),
+    "window": (
+        lambda n, m: (
+            (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 4)
+        ),
+        "visible where",
+    ),
     "anticausal": (lambda n, m: torch.arange(m)[None] >= torch.arange(n)[:, None], "visible where"),
     "transposed": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]).t(), "visible where"),
     "tril_diagonal": (lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(2), "visible where"),
     "not_quite_minus_infinity": (lambda n, m: torch.triu(torch.full((n, m), -1e4), diagonal=1), "adds"),
     "learned": (lambda n, m: torch.tril(torch.ones(n, m)) + torch.linspace(0, 1, m), ""),
     "half_step": (lambda n, m: torch.arange(m)[None] * 2.0 <= torch.arange(n)[:, None] * 2.0 + 1.0, ""),
-    "low_precision": (lambda n, m: torch.arange(m, dtype=torch.bfloat16)[None] <= torch.arange(n, dtype=torch.bfloat16)[:, None], "can't count"),
-    "wraps_around": (lambda n, m: torch.arange(m)[torch.arange(m) - 1][None] <= torch.arange(n)[:, None], "index from the end"),
+    "low_precision": (
+        lambda n, m: torch.arange(m, dtype=torch.bfloat16)[None] <= torch.arange(n, dtype=torch.bfloat16)[:, None],
+        "can't count",
+    ),
+    "wraps_around": (
+        lambda n, m: torch.arange(m)[torch.arange(m) - 1][None] <= torch.arange(n)[:, None],
+        "index from the end",
+    ),
     "reversed": (lambda n, m: (m - 1 - torch.arange(m))[None] <= torch.arange(n)[:, None], "visible where"),
-    "two_documents": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]) & ((torch.arange(m)[None] >= 5) == (torch.arange(n)[:, None] >= 5)), ""),
+    "two_documents": (
+        lambda n, m: (
+            (torch.arange(m)[None] <= torch.arange(n)[:, None])
+            & ((torch.arange(m)[None] >= 5) == (torch.arange(n)[:, None] >= 5))
+        ),
+        "",
+    ),
 }
 
 

@@ -104,7 +104,10 @@ def test_one_training_run_through_inductor():
     """Three steps of AdamW through Inductor: the losses of eager."""
     inputs = batch()
     curves = []
-    for wrap in (lambda m: m, lambda m: torch.compile(m, backend="fx_fusion", options={"select": "always", "strict": True})):
+    for wrap in (
+        lambda m: m,
+        lambda m: torch.compile(m, backend="fx_fusion", options={"select": "always", "strict": True}),
+    ):
         model = build("Qwen3")
         run, optimizer = wrap(model), torch.optim.AdamW(model.parameters(), 1e-3)
         curve = []

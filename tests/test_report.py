@@ -87,7 +87,11 @@ def test_debug_prints_and_writes(monkeypatch, tmp_path, capsys):
 
 def test_artifacts_reach_the_structured_trace(monkeypatch):
     seen = {}
-    monkeypatch.setattr(debug, "trace_structured", lambda kind, metadata_fn, payload_fn: seen.update({metadata_fn()["name"]: payload_fn()}))
+    monkeypatch.setattr(
+        debug,
+        "trace_structured",
+        lambda kind, metadata_fn, payload_fn: seen.update({metadata_fn()["name"]: payload_fn()}),
+    )
     rewritten(silu_mlp, x, w)
     assert seen.keys() == {"fx_fusion_report", "fx_fusion_diff", "fx_fusion_json"}
     assert "swiglu" in seen["fx_fusion_report"]
@@ -125,7 +129,10 @@ def test_an_error_of_ours_falls_back_with_a_warning(monkeypatch):
 
     monkeypatch.setattr("fx_fusion.canonicalize.View.term", broken)
     compiled = torch.compile(silu_mlp, backend=rewriting_backend(strict=False))
-    with fx_fusion.recording() as report, pytest.warns(UserWarning, match="ZeroDivisionError: a bug of ours; the graph goes to Inductor unchanged"):
+    with (
+        fx_fusion.recording() as report,
+        pytest.warns(UserWarning, match="ZeroDivisionError: a bug of ours; the graph goes to Inductor unchanged"),
+    ):
         torch.testing.assert_close(compiled(x, w), silu_mlp(x, w))
     assert "a bug of ours" in report.graphs[0].fallback
     assert report.graphs[0].before == report.graphs[0].after
@@ -136,19 +143,38 @@ def test_an_error_of_ours_falls_back_with_a_warning(monkeypatch):
 
 def test_its_own_output_matches_nothing():
     """Rewriting a rewritten graph changes nothing."""
-    graphs = []
+    from fx_fusion.backend import compile_graph
 
-    def twice(gm, inputs):
-        from fx_fusion.backend import compile_graph
+    parsed = parse(None, {"select": "always", "strict": True})
+    second = []
 
-        parsed = parse(None, {"select": "always", "strict": True})
-        return compile_graph(gm, inputs, parsed, lambda gm, i, o: compile_graph(gm, i, parsed, lambda g, *_: graphs.append(g) or g.forward))
+    def again(gm, inputs, options):
+        with fx_fusion.recording() as inner:
+            compiled = compile_graph(gm, inputs, parsed, lambda gm, *_: gm.forward)
+        second.append(inner)
+        return compiled
 
     with fx_fusion.recording() as report:
-        torch.compile(silu_mlp, backend=twice)(x, w)
-    # The second graph of one compilation replaces the first in the report, as it does when Dynamo restarts.
-    assert "fx_fusion.swiglu" in report.graphs[0].before
+        torch.compile(silu_mlp, backend=lambda gm, inputs: compile_graph(gm, inputs, parsed, again))(x, w)
+    assert [s.status for s in report.sites] == ["fused"]
+    assert "fx_fusion.swiglu" in second[0].graphs[0].before
+    assert second[0].sites == []
+
+
+def test_a_failing_compiler_gets_the_graph_as_it_was():
+    from fx_fusion.backend import compile_graph
+
+    def chokes_on_ours(gm, inputs, options):
+        if any("fx_fusion" in str(n.target) for n in gm.graph.nodes):
+            raise RuntimeError("no such op")
+        return gm.forward
+
+    parsed = parse(None, {"select": "always"})
+    with fx_fusion.recording() as report, pytest.warns(UserWarning, match="no such op; the graph goes to Inductor"):
+        run = torch.compile(silu_mlp, backend=lambda gm, inputs: compile_graph(gm, inputs, parsed, chokes_on_ours))
+        torch.testing.assert_close(run(x, w), silu_mlp(x, w))
     assert report.sites == []
+    assert "no such op" in report.graphs[0].fallback
 
 
 def test_user_less_writes_survive():

@@ -35,7 +35,9 @@ EQUIVALENT = {
     "keywords": lambda x: w * (x * torch.rsqrt(torch.mean(input=x.pow(2), axis=-1, keepdim=True) + EPS)),
     "library": lambda x: F.rms_norm(x, (N,), w, EPS),
     "library_default_eps": lambda x: F.rms_norm(x, (N,), w),
-    "no_op_casts": lambda x: w * (x.float() * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + EPS)).type_as(x),
+    "no_op_casts": lambda x: (
+        w * (x.float() * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + EPS)).type_as(x)
+    ),
     "no_op_views": lambda x: w * (x.contiguous() * torch.rsqrt(statistic(x.view(x.shape)[:, :]) + EPS)).reshape(x.shape),
     "in_place_on_a_dead_value": lambda x: w * (x * statistic(x).add_(EPS).rsqrt_()),
     "no_weight": lambda x: x * torch.rsqrt(statistic(x) + EPS),
@@ -96,7 +98,10 @@ LOOKALIKES = {
     "mean_over_rows": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + EPS)), "over (-2,)"),
     "mean_over_two_dims": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + EPS)), "over"),
     "sum": (lambda x: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)), "expected mean, found sum"),
-    "cube": (lambda x: w * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS)), "expected square, found pow"),
+    "cube": (
+        lambda x: w * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS)),
+        "expected square, found pow",
+    ),
     "eps_outside": (lambda x: w * (x * (torch.rsqrt(statistic(x)) + EPS)), None),
     "minus_eps": (lambda x: w * (x * torch.rsqrt(statistic(x) - EPS)), "expected add, found sub"),
     "another_tensor": (lambda x: w * (x * torch.rsqrt(statistic(x + 1) + EPS)), "in another"),
@@ -154,7 +159,9 @@ def test_the_cast_order_is_part_of_the_pattern(dtype):
         torch.testing.assert_close(result, function(low), rtol=0, atol=0)
     result, report = rewritten(no_upcast, low)
     assert statuses(report, "rms_norm") == ["declined"]
-    assert f"is computed in {str(dtype).removeprefix('torch.')}; the kernel computes it in float32" in reasons(report, "rms_norm")
+    assert f"is computed in {str(dtype).removeprefix('torch.')}; the kernel computes it in float32" in reasons(
+        report, "rms_norm"
+    )
 
 
 def test_float64_is_declined():
@@ -205,7 +212,9 @@ def test_a_sum_used_before_the_norm_exists():
 def test_symbolic_sizes_match_without_guards():
     result, report = rewritten(EQUIVALENT["pow_method"], x, dynamic=True)
     report.assert_fused(rms_norm=1)
-    compiled = torch.compile(EQUIVALENT["pow_method"], backend="fx_fusion", dynamic=True, options={"select": "always", "strict": True})
+    compiled = torch.compile(
+        EQUIVALENT["pow_method"], backend="fx_fusion", dynamic=True, options={"select": "always", "strict": True}
+    )
     torch._dynamo.utils.counters.clear()
     counter = torch._dynamo.utils.counters["stats"]
     for rows in (3, 4, 9):

@@ -37,7 +37,11 @@ def build(family, dtype=torch.float32):
 
     changes, _ = FAMILIES[family]
     config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
-    settings = {k: v for k, v in SMALL.items() if family not in ("T5", "GPT2") or k in ("vocab_size", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id")}
+    settings = {
+        k: v
+        for k, v in SMALL.items()
+        if family not in ("T5", "GPT2") or k in ("vocab_size", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id")
+    }
     config = config_class(**{**settings, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}{HEADS.get(family, 'ForCausalLM')}")(config)
