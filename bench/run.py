@@ -92,7 +92,8 @@ def measure(fusion: Fusion, case: Case, dtype: torch.dtype, rate: float) -> list
             ms = do_bench(call, return_mode="median")
             rows.append({
                 "fusion": fusion.name, "case": case.name, "sizes": dict(case.sizes), "dtype": str(dtype)[6:], "mode": mode,
-                "provider": name, "ms": round(ms, 4), "share": round(least / rate / ms * 1e3, 3), "peak_mib": round(peak / 2**20),
+                "provider": name, "ms": round(ms, 4), "share": round(least / rate / ms * 1e3, 3),
+                "peak_mib": round(peak / 2**20),
             })  # fmt: skip
     return rows
 
