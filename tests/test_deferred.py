@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.deferred import DeferredTensor
+from fx_fusion.deferred_tensor import DeferredTensor
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama, tokens
 

@@ -16,7 +16,7 @@ def worker(rank, port, queue):
     from torch.nn.parallel import DistributedDataParallel
 
     import fx_fusion
-    from fx_fusion.deferred import DeferredTensor
+    from fx_fusion.deferred_tensor import DeferredTensor
     from fx_fusion.testing import rewriting_backend
     from tests.helpers import tiny_llama, tokens
 

@@ -1,0 +1,86 @@
+"""Expressions over indices: what masks are made of, and bounds on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from sympy.logic.boolalg import Boolean
+from torch import fx
+
+DIMS = [sympy.Symbol(f"i{n}", integer=True, nonnegative=True) for n in range(8)]
+
+
+class Opaque(Exception):
+    """A node that the interpreter does not understand."""
+
+    def __init__(self, node: fx.Node, reason: str):
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
+def is_predicate(expression: sympy.Basic) -> bool:
+    """Whether an expression is a condition. (A sympy Symbol counts as a Boolean, an index is none.)"""
+    return isinstance(expression, Boolean) and not isinstance(expression, sympy.Symbol)
+
+
+def size_of(size: Any) -> sympy.Expr:
+    if isinstance(size, (torch.SymInt, torch.SymFloat)):
+        expression = size.node.expr
+        return expression.subs({s: sympy.Symbol(s.name, integer=True, positive=True) for s in expression.free_symbols})
+    return sympy.sympify(size)
+
+
+def as_number(expression: sympy.Basic) -> sympy.Basic:
+    if not is_predicate(expression):
+        return expression
+    if expression in (sympy.true, sympy.false):
+        return sympy.Integer(expression is sympy.true)
+    return sympy.Piecewise((1, expression), (0, True))
+
+
+def as_predicate(expression: sympy.Basic, node: fx.Node) -> Boolean:
+    if is_predicate(expression):
+        return expression
+    if isinstance(expression, sympy.Piecewise):
+        parts = [(e, c) for e, c in expression.args if e.is_number]
+        if len(parts) == len(expression.args):
+            return condition_for(parts, lambda e: not e.is_zero)
+    return sympy.true if expression.is_nonzero else sympy.false if expression.is_zero else sympy.Ne(expression, 0)
+
+
+def condition_for(parts: list[tuple[Any, Any]], wanted: Callable[[Any], bool]) -> Boolean:
+    """The condition under which a Piecewise takes a value that is ``wanted``."""
+    result, earlier = sympy.false, sympy.false
+    for expression, condition in parts:
+        if wanted(expression):
+            result = sympy.Or(result, sympy.And(condition, sympy.Not(earlier)))
+        earlier = sympy.Or(earlier, condition)
+    return result
+
+
+def op_name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target).strip("_")
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", "")).strip("_")
+    return ""
+
+
+def upper_bound(expression: sympy.Expr | None, sizes: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr | None:
+    """The largest value of an affine expression over 0 <= i < size, with every symbolic size at least 1."""
+    if expression is None:
+        return None
+    expression = sympy.expand(expression)
+    for dim, size in sizes.items():
+        if not expression.has(dim):
+            continue
+        slope = expression.coeff(dim, 1)
+        if not slope.is_number or expression.has(dim**2) or sympy.expand(expression - slope * dim).has(dim):
+            return None
+        expression = sympy.expand(expression.subs(dim, size - 1 if slope > 0 else 0))
+    # size = 1 + t with t >= 0, so that sympy can see the sign.
+    at_least_one = {s: 1 + sympy.Symbol(f"t_{s.name}", integer=True, nonnegative=True) for s in expression.free_symbols}
+    return sympy.expand(expression.subs(at_least_one))
