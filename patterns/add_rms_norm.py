@@ -7,6 +7,7 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt
 from fx_fusion.patterns.rms_norm import guard as norm_guard
+from fx_fusion.sizes import too_small
 
 
 def add_then_norm(x, residual, weight, eps, offset, round_first):
@@ -22,6 +23,10 @@ def guard(x, residual, weight, eps, offset, round_first):
     return norm_guard(x, weight, eps, offset, round_first)
 
 
+def pays(x, residual, weight, eps, offset, round_first):
+    return too_small(x)
+
+
 FUSION = Fusion(
     name="add_rms_norm",
     pattern=add_then_norm,
@@ -29,6 +34,7 @@ FUSION = Fusion(
     variants=CAST_ORDERS,
     kernel=add_rms_norm,
     guard=guard,
+    pays=pays,
     priority=30,
     cases=(
         case("one_element", m=1, n=1, bench=False),

@@ -21,6 +21,7 @@ from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.loss_site import Logits, LossSite, find_losses, parts_of_linear, read_logits
 from fx_fusion.rewrite import Editor
+from fx_fusion.sizes import elements, expected
 
 
 def linear_then_loss(
@@ -104,8 +105,11 @@ def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoot
 
 
 def pays(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
-    if lm_head.shape[0] < 4096:
+    classes, rows = expected(lm_head.shape[0]), elements(target)
+    if classes < 4096:
         return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
+    if x.device.type == "cuda" and rows * classes < 2**26:
+        return f"{rows:.0f} x {classes} logits fit beside everything else; Inductor needs fewer launches"
     return None
 
 

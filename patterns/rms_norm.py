@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.rms_norm import rms_norm
+from fx_fusion.sizes import too_small
 
 # round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
 # the last cast (Gemma with offset 1, OLMo-2 with offset 0).
@@ -62,6 +63,10 @@ def guard(x, weight, eps, offset, round_first):
     return None
 
 
+def pays(x, weight, eps, offset, round_first):
+    return too_small(x)
+
+
 FUSION = Fusion(
     name="rms_norm",
     pattern=pow_mean_rsqrt,
@@ -70,6 +75,7 @@ FUSION = Fusion(
     variants=CAST_ORDERS,
     kernel=rms_norm,
     guard=guard,
+    pays=pays,
     priority=20,
     cases=(
         case("one_element", m=1, n=1, bench=False),

@@ -14,6 +14,7 @@ from fx_fusion.kernels.rope import rope
 from fx_fusion.legality import why_not
 from fx_fusion.match import Match
 from fx_fusion.rewrite import Editor
+from fx_fusion.sizes import too_small
 
 
 def rotated(q, cos, sin, style, out, upcast):
@@ -57,6 +58,10 @@ def guard(q, cos, sin, style, out, upcast):
     if shape[1] != 1 and shape[2] != 1:
         return f"cos has shape {tuple(cos.shape)}: an angle a head; the kernel shares angles between heads"
     return None
+
+
+def pays(q, cos, sin, style, out, upcast):
+    return too_small(q)
 
 
 def pair(view: View, matches: list[Match]) -> list[Match]:
@@ -132,6 +137,7 @@ FUSION = Fusion(
         for out, upcast in (("input", False), ("promoted", False), ("input", True))
     ),
     guard=guard,
+    pays=pays,
     pair=pair,
     priority=15,
     cases=(

@@ -49,7 +49,10 @@ def test_fires_once_and_is_no_less_accurate_than_eager(fusion, case, statics, dt
     compiled = torch.compile(function, backend=rewriting_backend(fusions=[fusion.name]), dynamic=False)
     with fx_fusion.recording() as report:
         fused = run(compiled, inputs, frozen=frozen)
-    assert report.count(fusion.name) == 1, str(report)
+    if fusion.name == "repeat_kv" and device == "cuda" and dtype == torch.float32:
+        assert report.count(fusion.name, "declined") == 1  # the kernel behind it lays its result out differently
+    else:
+        assert report.count(fusion.name) == 1, str(report)
     eager = run(function, inputs, frozen=frozen)
     oracle = run_oracle(function, inputs, frozen=frozen)
     name, used = worst_excess(fused, eager, oracle, dtype)

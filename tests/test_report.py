@@ -202,3 +202,31 @@ def test_every_fusion_is_two_files_of_one_name():
         assert (root / "kernels" / f"{fusion.name}.py").exists() or fusion.kernel is None
         assert fusion.source
         assert fusion.cases
+
+
+def test_auto_keeps_what_is_too_small_for_an_op():
+    """The cost rules read sizes, also symbolic ones, and add no guard."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fx_fusion.registry import fusion_named
+    from fx_fusion.sizes import elements
+
+    with FakeTensorMode():
+        small, large = (torch.empty(n, 2048, device="cuda") for n in (64, 16384))
+        norm = fusion_named("rms_norm").pays
+        assert "below 2^24" in norm(small, None, 1e-6, 0.0, True)
+        assert norm(large, None, 1e-6, 0.0, True) is None
+        loss = fusion_named("cross_entropy").pays
+        assert "below 2^28" in loss(torch.empty(128, 128256, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)
+        assert "classes" in loss(torch.empty(2**20, 1000, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)
+        assert loss(torch.empty(8192, 128256, device="cuda"), None, None, -100, 0.0, 0.0, 1.0) is None
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(elements(i) for i in inputs if isinstance(i, torch.Tensor))
+        return gm.forward
+
+    run = torch.compile(lambda x: x + 1, backend=backend, dynamic=True)
+    for n in (5, 7, 9):
+        run(torch.ones(n, 3))
+    assert seen == [15], "one graph for all lengths: reading a size as a hint guards nothing"

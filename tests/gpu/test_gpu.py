@@ -47,7 +47,8 @@ def test_cuda_graphs_through_reduce_overhead():
     def norm(x):
         return w * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
-    run = torch.compile(norm, backend="fx_fusion", mode="reduce-overhead", options={"select": "always", "strict": True})
+    options = {"select": "always", "strict": True, "triton.cudagraphs": True}  # what mode="reduce-overhead" stands for
+    run = torch.compile(norm, backend="fx_fusion", options=options)
     for _ in range(4):
         x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
         torch.testing.assert_close(run(x).clone(), norm(x), rtol=1e-2, atol=1e-2)
