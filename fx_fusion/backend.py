@@ -20,7 +20,7 @@ from torch._inductor.compile_fx import compile_fx
 from fx_fusion import debug
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
-from fx_fusion.deferred import DeferredOutputs, defer_outputs
+from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
 from fx_fusion.op import tell_inductor
@@ -73,6 +73,7 @@ def compile_graph(
     started = time.perf_counter()
     graph_report = _new_report(gm)
     untouched = snapshot(gm)
+    activations = activation_positions(gm)
     sites: list[Site] = []
     layers: list[Callable[[Compiled], Compiled]] = []
     try:
@@ -96,7 +97,7 @@ def compile_graph(
         sites, layers = [], []
         compiled = rest(untouched, example_inputs, options)
     _announce(graph_report, sites)
-    for layer in layers:
+    for layer in (*layers, read_deferred_inputs(activations)):
         compiled = layer(compiled)
     return compiled
 

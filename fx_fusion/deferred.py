@@ -162,3 +162,25 @@ def _static_meta(node: fx.Node) -> Tensor | None:
     if not all(isinstance(n, int) for n in (*example.shape, *example.stride())):
         return None  # symbolic: known when it runs
     return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
+
+
+# -- a deferred tensor as an input ---------------------------------------------------------------------------------
+def activation_positions(gm: fx.GraphModule) -> tuple[int, ...]:
+    """The inputs of a graph that another graph may have made: tensors that are no parameters."""
+    inputs = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    return tuple(i for i, t in enumerate(inputs) if isinstance(t, Tensor) and not (t.is_leaf and t.requires_grad))
+
+
+def read_deferred_inputs(positions: Sequence[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiled code reads memory, and a deferred tensor has none before it is read. Dynamo unwraps what it traces; the
+    buckets into which DDP splits one graph hand their results to each other without it."""
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if any(type(args[i]) is DeferredTensor for i in positions):
+                args = tuple(a.materialize() if type(a) is DeferredTensor else a for a in args)
+            return compiled(*args)
+
+        return run if positions else compiled
+
+    return wrap

@@ -225,7 +225,9 @@ def _guarded(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     def launch(*args: Any) -> Any:
         device = next(a.device for a in args if isinstance(a, Tensor))
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return launcher(*args)
+        with torch.cuda.device(device):
             return launcher(*args)
 
     return launch

@@ -257,6 +257,15 @@ def test_the_region_of_the_head_counts(mode):
     assert (found + 0).dtype == expected.dtype
 
 
+def test_handed_straight_to_other_compiled_code(pair):
+    """As between the buckets of DDP: no Dynamo in between that would ask what kind of tensor it is."""
+    from fx_fusion.deferred import read_deferred_inputs
+
+    seen = []
+    read_deferred_inputs([1])(lambda a, b: seen.append(type(b)))(1, outputs(pair)[1].logits)
+    assert seen == [torch.Tensor]
+
+
 def test_switched_off():
     model = torch.compile(tiny_llama(), backend=rewriting_backend(defer_outputs=False))
     out = model(input_ids=ids, labels=ids)
