@@ -47,7 +47,7 @@ def test_every_option_of_torch_cross_entropy(reduction, smoothing, weighted, wit
         logits = F.linear(x, head, bias if with_bias else None)
         return F.cross_entropy(logits, target, weight, reduction=reduction, label_smoothing=smoothing)
 
-    tensors = (x, head, bias, ignoring if not (weighted and smoothing) else target)
+    tensors = (x, head, bias, ignoring)
     if not with_bias:
         function = lambda x, head, target: loss(x, head, None, target)  # noqa: E731
         tensors = (x, head, tensors[-1])
