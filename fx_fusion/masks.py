@@ -124,7 +124,7 @@ class MaskProver:
     def _input(self, node: fx.Node) -> sympy.Basic:
         example = value(node)
         is_mask = example.dim() == 2 and not example.dtype.is_complex
-        is_index = any(self.view.name(u) is None and op_name(u) in ("embedding", "cross_entropy", "pad") for u in node.users)
+        is_index = any(op_name(u) in ("embedding", "cross_entropy", "pad") for u in node.users)
         if not (self.may_assume and is_mask and not is_index) or example.requires_grad:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
         self._assumed[node] = {node}
