@@ -234,7 +234,7 @@ def test_an_odd_mixture_of_users_and_nodes_is_never_wrong():
         lambda h: h.clone().mul_(2), lambda h: h * torch.sigmoid(h),
     )  # fmt: skip
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=40, deadline=None, derandomize=True)
     @given(st.lists(st.integers(0, len(pieces) - 1), min_size=1, max_size=5), st.booleans())
     def check(order, keep):
         def function(h):
@@ -246,6 +246,8 @@ def test_an_odd_mixture_of_users_and_nodes_is_never_wrong():
 
         torch._dynamo.reset()
         result, _ = rewritten(function, x)
-        torch.testing.assert_close(result, function(x), rtol=1e-5, atol=1e-5)
+        # Where the model rounds to bfloat16, a difference in the last bit of float32 may round the other way: one step.
+        step = torch.finfo(torch.bfloat16).eps if 3 in order else 1e-5
+        torch.testing.assert_close(result, function(x), rtol=step, atol=step)
 
     check()
