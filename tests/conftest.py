@@ -16,8 +16,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(no_gpu)
 
 
+def pytest_pycollect_makemodule(module_path, parent):
+    torch.manual_seed(0)  # the tensors that a test file makes are the same in every run
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
+    torch.manual_seed(1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
