@@ -220,7 +220,7 @@ def test_requires_grad_of_a_detached_copy(pair):
 
 
 WRITES = {
-    "hidden": lambda h, w, b: h.add_(1), "weight": lambda h, w, b: w.data.mul_(0.5) if False else w.mul_(0.5),
+    "hidden": lambda h, w, b: h.add_(1), "weight": lambda h, w, b: w.mul_(0.5),
     "bias": lambda h, w, b: b.mul_(0.5),
 }  # fmt: skip
 
