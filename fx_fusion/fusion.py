@@ -30,11 +30,20 @@ class Case:
     sizes: Mapping[str, int]
     bench: bool = True
     statics: Mapping[str, Any] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
 
 
-def case(name: str, *, bench: bool = True, statics: Mapping[str, Any] | None = None, **sizes: int) -> Case:
-    """``case("llama3_8b", m=8192, n=4096)``: sizes by dim name; ``statics`` picks a variant of the pattern."""
-    return Case(name, sizes, bench, statics or {})
+def case(
+    name: str,
+    *,
+    bench: bool = True,
+    statics: Mapping[str, Any] | None = None,
+    scalars: Mapping[str, Any] | None = None,
+    **sizes: int,
+) -> Case:
+    """``case("llama3_8b", m=8192, n=4096)``: sizes by dim name; ``statics`` picks a variant of the pattern, ``scalars``
+    replaces the declared value of a scalar."""
+    return Case(name, sizes, bench, statics or {}, scalars or {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +54,7 @@ class Fusion:
         name: also the name of the pattern file and of the kernel file.
         pattern: the reference function. Tensor parameters come first, then scalars, then static parameters.
         inputs: for each parameter that binds something of the graph, in order: a string of dim names for a tensor
-            (``"... n"``; ``"..."`` is any number of leading dims, ``n|1`` a dim that may be broadcast), a number for a
+            (``"... n"``, ``"b c ..."``; ``"..."`` is any number of dims, ``n|1`` a dim that may be broadcast), a number for a
             scalar (the value that tests use).
         integers: tensors of class indices: parameter to the dim that bounds them.
         variants: values of the static parameters, one mapping a variant, tried in this order.

@@ -128,7 +128,9 @@ def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | Non
         named = [t for t in spec if t != "..."]
         if len(shape) < len(named) or ("..." not in spec and len(shape) != len(named)):
             return f"{parameter} has shape {tuple(shape)}; the kernel takes ({' '.join(spec)})"
-        for token, size in zip(named, shape[len(shape) - len(named) :], strict=True):
+        at = spec.index("...") if "..." in spec else 0  # any number of dims there
+        pinned = (*shape[:at], *shape[len(shape) - len(named) + at :])
+        for token, size in zip(named, pinned, strict=True):
             dim = token.removesuffix("|1")
             if token != dim and statically_known_true(size == 1):
                 continue

@@ -177,6 +177,35 @@ def _rms_norm(view: View, node: fx.Node, bound: Bound) -> Term | None:
     return Term("rms_norm", (x, eps) if weight is None else (x, weight, eps), (), (node,))
 
 
+@_rule("layer_norm")
+def _layer_norm(view: View, node: fx.Node, bound: Bound) -> Term | None:
+    if not isinstance(bound["normalized_shape"], (tuple, list)) or len(bound["normalized_shape"]) != 1:
+        return None
+    return _affine_norm("layer_norm", node, (bound["input"],), bound)
+
+
+@_rule("group_norm")
+def _group_norm(view: View, node: fx.Node, bound: Bound) -> Term | None:
+    return _affine_norm("group_norm", node, (bound["input"], bound["num_groups"]), bound)
+
+
+def _affine_norm(name: str, node: fx.Node, first: tuple[Any, ...], bound: Bound) -> Term:
+    given = tuple(p for p in ("weight", "bias") if bound[p] is not None)
+    return Term(name, (*first, *(bound[p] for p in given), bound["eps"]), given, (node,))
+
+
+@_rule("var")
+def _var(view: View, node: fx.Node, bound: Bound) -> Term | None:
+    dims, unbiased, x = bound["dim"], bound["unbiased"], bound["input"]
+    if isinstance(dims, bool):  # torch.var(x, unbiased)
+        dims, unbiased = None, dims
+    correction = bound["correction"] if bound["correction"] is not None else 1 if unbiased is None else int(unbiased)
+    rank = value(x).dim()
+    dims = tuple(range(-rank, 0)) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    dims = tuple(sorted(negative_dim(d, rank) for d in dims))
+    return Term("var", (x,), (dims, bool(bound["keepdim"]), correction), (node,))
+
+
 @functools.cache
 def default_rms_norm_eps(dtype: torch.dtype, device: torch.device) -> float:
     """What ``F.rms_norm`` adds when eps is None: the epsilon of the input's dtype or of float32, by torch version.

@@ -60,6 +60,7 @@ def fused_op(
     *,
     fake: Callable[..., Any],
     stats: Sequence[str] = (),
+    constants: Sequence[str] = (),
     grads: Sequence[str | tuple[str, ...]],
     backward_reference: Callable[..., Any] | None = None,
 ) -> FusedOp:
@@ -67,11 +68,12 @@ def fused_op(
 
     Args:
         forward: schema ``"(Tensor x, float eps) -> (Tensor y, Tensor rstd)"`` and its launcher.
-        backward: schema and launcher. Parameters: one gradient an output (``Tensor?`` where it may be missing), then
-            what it needs of the forward by name, then ``bool[] needs``, whether each entry of ``grads`` is wanted.
+        backward: schema and launcher. Parameters: one gradient an output (``Tensor?`` where it may be missing; none for
+            ``constants``), then what it needs of the forward by name, then ``bool[] needs``, whether each entry of ``grads`` is wanted.
             It returns one tensor an entry of ``grads``; an unwanted one may be empty.
         fake: the forward on fake tensors, same parameters: allocates every result.
         stats: results of the forward that only the backward reads.
+        constants: outputs that have no gradient, behind those that have one.
         grads: for each result of the backward, the input that it is the gradient of. Where several inputs share one
             gradient: ``(template, input, input)``, the template being the saved value that it looks like.
         backward_reference: the backward on CPU; needed only where the backward doesn't take all inputs of the forward
@@ -82,7 +84,8 @@ def fused_op(
     parameters = [a.name for a in op._schema.arguments]
     results = [r.name for r in op._schema.returns]
     outputs = [r for r in results if r not in stats]
-    needed = [a.name for a in bwd._schema.arguments][len(outputs) : -1]
+    differentiable = len([o for o in outputs if o not in constants])
+    needed = [a.name for a in bwd._schema.arguments][differentiable:-1]
     unknown = [n for n in needed if n not in parameters and n not in results]
     if unknown or bwd._schema.arguments[-1].name != "needs":
         raise DeclarationError(
@@ -111,13 +114,13 @@ def fused_op(
     def differentiate_reference(*args: Any) -> Any:
         """Differentiate the reference itself: no second set of formulas."""
         assert fused.reference is not None
-        dys, needs = args[: len(outputs)], args[-1]
-        bound = dict(zip(needed, args[len(outputs) : -1], strict=True))
+        dys, needs = args[:differentiable], args[-1]
+        bound = dict(zip(needed, args[differentiable:-1], strict=True))
         wanted = {n for n, i in gradient_of.items() if needs[i] and bound[n] is not None}
         with _autograd_inside_an_op():
             leaves = {n: bound[n].detach().requires_grad_() for n in wanted}
             ys = _as_tuple(fused.reference(**{n: leaves.get(n, bound[n]) for n in parameters}))
-            pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None]
+            pairs = [(y, dy) for y, dy in zip(ys, dys, strict=False) if dy is not None]  # constants are behind
             found = torch.autograd.grad(
                 [y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs], allow_unused=True
             )
@@ -134,7 +137,7 @@ def fused_op(
     def backward_like_fake(*args: Any) -> Any:
         """The launcher's gradients, in the layouts that the fake promised: those of what they are gradients of."""
         made = _as_tuple(backward[1](*args))
-        bound = dict(zip(needed, args[len(outputs) : -1], strict=True))
+        bound = dict(zip(needed, args[differentiable:-1], strict=True))
         laid = tuple(_laid_out(g, bound[t]) for g, t in zip(made, templates, strict=True))
         return laid if len(laid) > 1 else laid[0]
 
@@ -147,8 +150,8 @@ def fused_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
 
     def fake_backward(*args: Any) -> Any:
-        dys, needs = args[: len(outputs)], args[-1]
-        bound = dict(zip(needed, args[len(outputs) : -1], strict=True))
+        dys, needs = args[:differentiable], args[-1]
+        bound = dict(zip(needed, args[differentiable:-1], strict=True))
         made = []
         for template, needed_here in zip(templates, needs, strict=True):
             like = bound[template] if needed_here else None
@@ -160,13 +163,13 @@ def fused_op(
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         bound = {**dict(zip(parameters, inputs, strict=True)), **dict(zip(results, _as_tuple(output), strict=True))}
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(bound[s] for s in stats))
+        ctx.mark_non_differentiable(*(bound[s] for s in (*constants, *stats)))
         ctx.save_for_backward(*(bound[n] for n in needed if isinstance(bound[n], Tensor)))
         ctx.plain = {n: bound[n] for n in needed if not isinstance(bound[n], Tensor)}
         ctx.dtypes = {n: bound[n].dtype for n in gradient_of if bound[n] is not None}
 
     def differentiate(ctx: Any, *dys: Any) -> Any:
-        dys = dys[: len(outputs)]
+        dys = dys[:differentiable]
         if all(dy is None for dy in dys):
             return (None,) * len(parameters)
         saved = iter(ctx.saved_tensors)

@@ -101,8 +101,8 @@ class Pattern:
             for name in self.parameters:
                 spec = self.fusion.inputs[name]
                 if isinstance(spec, str):
-                    shape = [1 if t.endswith("|1") else sizes[t] for t in spec.replace("...", "").split()]
-                    shape = [2, 3, *shape] if "..." in spec else shape
+                    of = {t: (2, 3) if t == "..." else (1,) if t.endswith("|1") else (sizes[t],) for t in spec.split()}
+                    shape = [size for token in spec.split() for size in of[token]]
                     arguments[name] = torch.empty(shape, dtype=dtypes[name], device=device)
                 else:
                     arguments[name] = spec

@@ -43,16 +43,15 @@ def make_inputs(
         if name in statics:
             continue
         if not isinstance(spec, str):
-            made[name] = spec
+            made[name] = case.scalars.get(name, spec)
             continue
-        shape = [
-            case.sizes.get(t.removesuffix("|1"), 1) if not _broadcast(t) else _table_size(t, case)
-            for t in spec.split()
-            if t != "..."
-        ]
-        if "..." in spec.split():
-            m = case.sizes["m"]
-            shape = [LEADING, m // LEADING, *shape] if m % LEADING == 0 else [m, *shape]
+        shape: list[int] = []
+        for token in spec.split():
+            if token == "...":
+                m = case.sizes["m"]
+                shape += [LEADING, m // LEADING] if m % LEADING == 0 else [m]
+            else:
+                shape.append(_table_size(token, case) if _broadcast(token) else case.sizes.get(token, 1))
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
             target = torch.randint(0, bound, shape, generator=generator)

@@ -1,30 +1,27 @@
 """Residual add and RMSNorm in one pass: ``h = x + residual``, ``y = rms_norm(h)``; both are results.
 
-Formulas, shapes, dtypes and traffic in ``rms_norm``, whose kernels this op launches with the add switched on. In the
-backward the gradients of ``x`` and ``residual`` are one tensor.
+Formulas, shapes, dtypes and traffic in ``row_norm``. In the backward the gradients of ``x`` and ``residual`` are one
+tensor.
 """
-
-import math
 
 import torch
 
-from fx_fusion.kernels.rms_norm import norm_bwd, norm_fwd, result_dtype, sum_dtype
+from fx_fusion.kernels.row_norm import empty_stats, norm_bwd, norm_fwd, result_dtype, sum_dtype
 from fx_fusion.op import fused_op
 
 
 def _fwd(x, residual, weight, eps, offset, round_first):
-    return norm_fwd(x, residual, weight, eps, offset, round_first)
+    return norm_fwd(x, residual, weight, None, eps, offset, round_first, center=False)
 
 
 def _bwd(dy, dh, weight, h, rstd, eps, offset, round_first, needs):
-    return norm_bwd(dy, dh, h, weight, rstd, offset, round_first, needs)
+    return norm_bwd(dy, dh, h, weight, None, rstd, offset, round_first, needs, center=False)[:2]
 
 
 def _fake(x, residual, weight, eps, offset, round_first):
     dtype = sum_dtype(x, residual)
     y = torch.empty_like(x, dtype=result_dtype(dtype, weight, round_first))
-    h = torch.empty_like(x, dtype=dtype)
-    return y, h, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
+    return y, torch.empty_like(x, dtype=dtype), empty_stats(x, center=False)
 
 
 def _bwd_reference(dy, dh, weight, h, rstd, eps, offset, round_first, needs):

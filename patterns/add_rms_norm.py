@@ -1,9 +1,7 @@
 """``h = x + residual; y = rms_norm(h)``, both used -> kernels/add_rms_norm.py."""
 
-import torch
-
-from fx_fusion.canonicalize import same_shape
 from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import unlike_sum
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt
 from fx_fusion.patterns.rms_norm import guard as norm_guard
@@ -16,11 +14,7 @@ def add_then_norm(x, residual, weight, eps, offset, round_first):
 
 
 def guard(x, residual, weight, eps, offset, round_first):
-    if not same_shape(x, residual):
-        return f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape; the kernel does not broadcast"
-    if torch.promote_types(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
-        return f"x is {x.dtype} and residual {residual.dtype}; their sum has neither dtype"
-    return norm_guard(x, weight, eps, offset, round_first)
+    return unlike_sum(x, residual) or norm_guard(x, weight, eps, offset, round_first)
 
 
 def pays(x, residual, weight, eps, offset, round_first):

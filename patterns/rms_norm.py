@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.sizes import too_small
 
@@ -56,11 +57,7 @@ def torch_rms_norm(x, weight, eps, offset, round_first):
 
 
 def guard(x, weight, eps, offset, round_first):
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
-    if weight is not None and weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"weight is {weight.dtype}; the kernel takes float32, bfloat16 and float16"
-    return None
+    return wrong_dtype(x=x, weight=weight)
 
 
 def pays(x, weight, eps, offset, round_first):

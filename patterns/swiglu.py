@@ -2,8 +2,8 @@
 
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import same_shape
 from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import unlike
 from fx_fusion.kernels.swiglu import swiglu
 
 
@@ -12,13 +12,7 @@ def silu_times_up(gate, up):
 
 
 def guard(gate, up):
-    if not same_shape(gate, up):
-        return f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape; the kernel does not broadcast"
-    if gate.dtype != up.dtype:
-        return f"gate is {gate.dtype}, up is {up.dtype}; the kernel takes one dtype"
-    if gate.dtype.itemsize > 4:
-        return f"gate is {gate.dtype}; the kernel takes float32, bfloat16 and float16"
-    return None
+    return unlike(gate=gate, up=up)
 
 
 def pays(gate, up):

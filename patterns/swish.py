@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 
 from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.swish import swish
 
 
@@ -11,9 +12,7 @@ def silu(x):
 
 
 def guard(x):
-    if x.dtype.itemsize > 4:
-        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
-    return None
+    return wrong_dtype(x=x)
 
 
 def pays(x):

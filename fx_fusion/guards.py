@@ -1,0 +1,38 @@
+"""What guards of several fusions say about dtypes and shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fx_fusion.canonicalize import same_shape
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def wrong_dtype(**tensors: Any) -> str | None:
+    """Why a kernel can't take one of these tensors (None: absent), or None."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
+            return f"{name} is {tensor.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
+def unlike(**pair: torch.Tensor) -> str | None:
+    """Why two tensors that a kernel walks together differ in shape or dtype, or None."""
+    (a, one), (b, other) = pair.items()
+    if not same_shape(one, other):
+        return f"{a} {tuple(one.shape)} and {b} {tuple(other.shape)} differ in shape; the kernel does not broadcast"
+    if one.dtype != other.dtype:
+        return f"{a} is {one.dtype}, {b} is {other.dtype}; the kernel takes one dtype"
+    return wrong_dtype(**{a: one})
+
+
+def unlike_sum(x: torch.Tensor, residual: torch.Tensor) -> str | None:
+    """Why a kernel can't add these two, or None."""
+    if not same_shape(x, residual):
+        return f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape; the kernel does not broadcast"
+    if torch.promote_types(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
+        return f"x is {x.dtype} and residual {residual.dtype}; their sum has neither dtype"
+    return None

@@ -1,0 +1,39 @@
+"""GroupNorm and GroupNorm + SiLU: formulas, shapes, dtypes and traffic in ``channel_norm``."""
+
+import torch
+
+from fx_fusion.kernels.channel_norm import GROUP_NORM, empty_images, norm_bwd, norm_fwd
+from fx_fusion.op import fused_op
+
+
+def group_norm_op(name: str, kind: int):
+    """The op of one kind, with or without the activation; both have the same parameters."""
+
+    def fwd(x, groups, weight, bias, eps):
+        y, _ = fake(x, groups, weight, bias, eps)
+        return y, norm_fwd(x, y, groups, weight, bias, None, eps, kind)
+
+    def bwd(dy, x, groups, weight, bias, stats, eps, needs):
+        dx, dweight, dbias, _ = norm_bwd(dy, x, groups, weight, bias, None, stats, kind)
+        return dx, *(dx.new_empty(0) if t is None else g.to(t.dtype) for t, g in ((weight, dweight), (bias, dbias)))
+
+    def fake(x, groups, weight, bias, eps):
+        # As torch's own: on CUDA the result is contiguous, whatever x is.
+        y = empty_images(x, preserve=x.device.type != "cuda")
+        return y, torch.empty(2, x.shape[0] * groups, dtype=torch.float32, device=x.device)
+
+    return fused_op(
+        name,
+        ("(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor stats)", fwd),
+        (
+            "(Tensor dy, Tensor x, int groups, Tensor? weight, Tensor? bias, Tensor stats, float eps, bool[] needs)"
+            " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+            bwd,
+        ),
+        fake=fake,
+        stats=("stats",),
+        grads=("x", "weight", "bias"),
+    )
+
+
+group_norm = group_norm_op("group_norm", GROUP_NORM)

@@ -1,0 +1,91 @@
+"""LayerNorm, called or written out -> kernels/layer_norm.py."""
+
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
+from fx_fusion.kernels.layer_norm import layer_norm
+from fx_fusion.sizes import too_small
+
+# round_first: the normalised value is cast to x's dtype before the weight (DeBERTa); otherwise one cast at the end.
+VARIANTS = (
+    {"round_first": False},
+    {"round_first": False, "bias": None},
+    {"round_first": False, "weight": None, "bias": None},
+    {"round_first": True},
+    {"round_first": True, "bias": None},
+)
+
+
+def torch_layer_norm(x, weight, bias, eps, round_first):
+    if round_first:
+        return affine(centred(x) * rstd_of(x, eps), x, weight, bias, round_first)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def in_float32(x, weight, bias, eps, round_first):
+    """OLMo, and models that keep their norms in float32: casts around the call."""
+    if round_first:
+        return None
+    w, b = (None if t is None else t.float() for t in (weight, bias))
+    return F.layer_norm(x.float(), (x.shape[-1],), w, b, eps).to(x.dtype)
+
+
+def centred(x):
+    return x.float() - x.float().mean(-1, keepdim=True)
+
+
+def rstd_of(x, eps):
+    return torch.rsqrt(centred(x).pow(2).mean(-1, keepdim=True) + eps)
+
+
+def affine(normed, x, weight, bias, round_first):
+    """The end of every written-out spelling: weight, bias, and the cast back."""
+    if round_first:
+        y = weight * normed.to(x.dtype)
+        return y if bias is None else y + bias
+    y = normed if weight is None else normed * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def mean_of_squares(x, weight, bias, eps, round_first):
+    if round_first:
+        return None
+    return affine(centred(x) * rstd_of(x, eps), x, weight, bias, round_first)
+
+
+def variance(x, weight, bias, eps, round_first):
+    rstd = torch.rsqrt(x.float().var(-1, unbiased=False, keepdim=True) + eps)
+    return affine(centred(x) * rstd, x, weight, bias, round_first)
+
+
+def guard(x, weight, bias, eps, round_first):
+    return wrong_dtype(x=x, weight=weight, bias=bias)
+
+
+def pays(x, weight, bias, eps, round_first):
+    return too_small(x)
+
+
+FUSION = Fusion(
+    name="layer_norm",
+    pattern=torch_layer_norm,
+    spellings=(in_float32, mean_of_squares, variance),
+    inputs={"x": "... n", "weight": "n", "bias": "n", "eps": 1e-5},
+    variants=VARIANTS,
+    kernel=layer_norm,
+    guard=guard,
+    pays=pays,
+    priority=24,
+    cases=(
+        case("one_element", m=1, n=1, bench=False),
+        case("odd", m=3, n=781, bench=False),
+        case("wide", m=3, n=20001, bench=False),
+        case("bert_base", m=2048, n=768),
+        case("gpt2_medium", m=16384, n=1024),
+        case("gpt_j", m=16384, n=4096),
+        case("long", m=65536, n=4096),
+    ),
+    source="Ba et al. 2016, arXiv:1607.06450",
+)
