@@ -1,0 +1,173 @@
+"""EvoNorm-B0, as timm writes it and as the paper does, in training and evaluation -> kernels/evonorm_b0.py.
+
+In training the batch variance also updates a buffer: the op returns it, and the update in the graph stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion.canonicalize import View, is_scalar, is_tensor, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
+from fx_fusion.kernels.evonorm_b0 import evonorm_b0
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.patterns.evonorm_site import NotThis, affine_end, deviation, only_user, per_channel
+from fx_fusion.rewrite import Editor
+from fx_fusion.sizes import too_small
+
+
+def over_larger_deviation(x, v, weight, bias, running_var, eps):
+    var = x.float().var((0, 2, 3), unbiased=False)
+    v, weight, bias = (t.view(1, -1, 1, 1).to(x.dtype) for t in (v, weight, bias))
+    used = var if running_var is None else running_var.float()
+    left = used.add(eps).sqrt().to(x.dtype).view(1, -1, 1, 1)
+    right = x * v + x.float().var((2, 3), unbiased=False, keepdim=True).add(eps).sqrt().to(x.dtype)
+    return x / left.max(right) * weight + bias, var.detach()
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for node in view.graph.nodes:
+        if not _is_maximum(view, node) or value(node).dim() != 4:
+            continue
+        nodes: set[fx.Node] = {node}
+        try:
+            yield _read(view, node, nodes)
+        except NotThis as why:
+            if len(nodes) > 2:  # a maximum that x is divided by, beside v x + something
+                yield NearMiss("evonorm_b0", node, why.node or node, len(nodes), 12, str(why))
+
+
+def _is_maximum(view: View, node: fx.Node) -> bool:
+    """The larger of two tensors; ``max`` with a dim is something else."""
+    named = view.name(node) == "maximum" or node.target in ("max", torch.max)
+    return named and len(node.args) == 2 and not node.kwargs and all(is_tensor(a) for a in node.args)
+
+
+def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
+    ratio = only_user(view, larger, ("div",))
+    if ratio.args[1] is not larger:
+        raise NotThis(ratio, "the larger deviation is divided, it does not divide")
+    x = ratio.args[0]
+    base, channels = view.edge(x).base, value(x).shape[1]
+    nodes.add(ratio)
+    left, right = larger.args
+    if view.name(left) == "add" and _product_with(view, left, base):
+        left, right = right, left
+    scaled = _product_with(view, right, base) if view.name(right) == "add" else None
+    if scaled is None:
+        raise NotThis(right, "expected v x plus the deviation of each image")
+    nodes |= {right, scaled}
+    v = per_channel(view, next(a for a in scaled.args if view.edge(a).base is not base), channels, nodes)
+    of_image = deviation(view, next(a for a in right.args if a is not scaled), x)
+    if of_image.groups is not None or of_image.dims != (-2, -1) or of_image.correction != 0:
+        raise NotThis(of_image.var, "expected the (biased) variance of each channel of an image")
+    end = affine_end(view, ratio, channels)
+    nodes |= of_image.nodes | end.nodes
+    inputs: dict[str, Any] = {"x": x, "v": v, "weight": end.weight, "bias": end.bias}
+    outputs = [end.root]
+    try:
+        batch_nodes: set[fx.Node] = set()
+        of_batch = deviation(view, left, x)
+        if of_batch.groups is not None or of_batch.dims != (-4, -2, -1) or of_batch.correction != 0:
+            raise NotThis(of_batch.var, "expected the (biased) variance of each channel over the batch")
+        eps, batch_nodes = of_batch.eps, of_batch.nodes
+        others = [u for u in of_batch.var.users if u not in batch_nodes]
+        if others:
+            for user in others:
+                if user.op != "call_method" or user.target != "detach":
+                    raise NotThis(user, f"{user.name} uses the batch variance; expected its update, behind a detach()")
+            outputs.append(of_batch.var)
+    except NotThis:
+        running = _running(view, left, channels)
+        if running is None:
+            raise
+        inputs["running_var"], eps, batch_nodes = running
+    if eps != of_image.eps:
+        raise NotThis(larger, f"eps is {eps} for the batch and {of_image.eps} for an image")
+    return Match(
+        "evonorm_b0", tuple(outputs), frozenset(nodes | batch_nodes), {**inputs, "eps": eps}, emit=emit
+    )  # fmt: skip
+
+
+def _product_with(view: View, total: fx.Node, base: Any) -> fx.Node | None:
+    """The operand of a sum that is a product of x (``base``) and something else."""
+    for operand in total.args:
+        if isinstance(operand, fx.Node) and view.name(operand) == "mul" and len(operand.args) == 2:
+            bases = [view.edge(a).base for a in operand.args if is_tensor(a)]
+            if len(bases) == 2 and (bases[0] is base) != (bases[1] is base):
+                return operand
+    return None
+
+
+def _running(view: View, node: fx.Node, channels: Any) -> tuple[fx.Node, Any, set[fx.Node]] | None:
+    """``sqrt(running_var + eps)`` as one number a channel: the buffer, eps, the nodes."""
+    nodes: set[fx.Node] = set()
+    while isinstance(node, fx.Node) and view.name(node) != "sqrt":
+        if value(node).dim() != 4 and view.transparent(node) is None:
+            return None
+        nodes.add(node)
+        node = node.args[0]
+    if not isinstance(node, fx.Node):
+        return None
+    total = node.args[0]
+    if not isinstance(total, fx.Node) or view.name(total) != "add" or len(total.args) != 2 or not is_scalar(total.args[1]):
+        return None
+    running = total.args[0]
+    if not is_tensor(running) or value(running).numel() != channels or value(running).dim() not in (1, 4):
+        return None
+    return running, total.args[1], nodes | {node, total}
+
+
+def emit(editor: Editor, match: Match) -> None:
+    bound = {"running_var": None, **match.inputs}
+    last = max((n for n in match.inputs.values() if isinstance(n, fx.Node)), key=lambda n: editor.view.order[n])
+    first = min(match.outputs, key=lambda n: editor.view.order[n])
+    at = first if editor.view.order[last] < editor.view.order[first] else editor.now(last).next
+    with editor.graph.inserting_before(at):
+        for name in ("v", "weight", "bias", "running_var"):
+            if bound[name] is not None and value(bound[name]).dim() != 1:
+                bound[name] = editor.method("reshape", (bound[name], -1), like=match.root)
+        call = editor.call(evonorm_b0.overload, tuple(bound[p] for p in evonorm_b0.parameters), like=match.root)
+        results = [editor.item(call, i, like=root) for i, root in enumerate(match.outputs)]
+        if len(results) > 1 and value(match.outputs[1]).dim() != 1:
+            shape = tuple(value(match.outputs[1]).shape)
+            results[1] = editor.method("view", (results[1], *shape), like=match.root)
+        editor.check(match.outputs, results)
+    for old, new in zip(match.outputs, results, strict=True):
+        editor.replace(old, new)
+
+
+def guard(x, v, weight, bias, running_var, eps):
+    return wrong_dtype(x=x, v=v, weight=weight, bias=bias, running_var=running_var)
+
+
+def pays(x, v, weight, bias, running_var, eps):
+    return too_small(x)
+
+
+FUSION = Fusion(
+    name="evonorm_b0",
+    pattern=over_larger_deviation,
+    inputs={"x": "b c h w", "v": "c", "weight": "c", "bias": "c", "running_var": "c", "eps": 1e-3},
+    variants=({"running_var": None},),
+    find=find,
+    kernel=evonorm_b0,
+    guard=guard,
+    pays=pays,
+    priority=40,
+    cases=(
+        case("odd", b=3, c=6, h=5, w=7, bench=False),
+        case("one_image", b=1, c=3, h=33, w=35, bench=False),
+        case("small_16", b=16, c=64, h=28, w=28),
+        case("small_32", b=32, c=64, h=28, w=28),
+        case("small_64", b=64, c=64, h=28, w=28),
+        case("stage_1", b=64, c=256, h=56, w=56),
+        case("stage_2", b=128, c=512, h=28, w=28),
+    ),
+    source="Liu et al. 2020, arXiv:2004.02967, table 2",
+)
