@@ -27,7 +27,10 @@ def _fake(x, residual, weight, bias, eps, round_first):
 def _bwd_reference(dy, dh, weight, bias, h, stats, eps, round_first, needs):
     """The norm's own backward at h, plus the gradient that came for h."""
     if dy is None:
-        zeros = (torch.zeros_like(t) if t is not None and n else dh.new_empty(0) for t, n in zip((weight, bias), needs[1:], strict=True))
+        zeros = (
+            torch.zeros_like(t) if t is not None and n else dh.new_empty(0)
+            for t, n in zip((weight, bias), needs[1:], strict=True)
+        )
         return dh.contiguous(), *zeros
     bwd = torch.ops.fx_fusion.layer_norm_bwd.default
     dx, dweight, dbias = bwd(dy, h, weight, bias, stats, eps, round_first, [True, *needs[1:]])

@@ -23,11 +23,13 @@ Traffic    A group that fits one tile is read once: forward 2, backward 3 elemen
 Source     Wu and He 2018, arXiv:1803.08494; Liu et al. 2020, arXiv:2004.02967, table 2 (S0).
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import cdiv, multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 
 GROUP_NORM, GROUP_NORM_SWISH, EVONORM_S0 = 0, 1, 2
 _RESIDENT = 16384  # elements of a (padded) group that one program keeps in registers
@@ -104,6 +106,8 @@ def _group_fwd_kernel(
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
     BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    freedom = tl.cast(freedom, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
     length = per_group * size
@@ -168,6 +172,7 @@ def _group_bwd_kernel(
     first = (pid % groups) * per_group
     length = per_group * size
     base = pid * length
+    freedom = tl.cast(freedom, tl.float32)
     all_channels = (all_groups * per_group).to(tl.int64)
     mean = tl.load(stats_ptr + pid)
     rstd = tl.load(stats_ptr + all_groups + pid)
@@ -213,7 +218,9 @@ def _group_bwd_kernel(
                     dvs += dv
             db_c = tl.sum(dbs, 1)[:, None]
             dw_c = tl.sum(dws, 1)[:, None]
-            _store_sums(sums_ptr, pid * per_group + c, all_channels, db_c, dw_c, tl.sum(dvs, 1)[:, None], c < per_group, KIND)
+            _store_sums(
+                sums_ptr, pid * per_group + c, all_channels, db_c, dw_c, tl.sum(dvs, 1)[:, None], c < per_group, KIND
+            )
             if KIND != 2:
                 across += tl.sum(tl.sum(tl.where(c < per_group, db_c * w, 0.0), 1), 0)
             along += tl.sum(tl.sum(tl.where(c < per_group, dw_c * w, 0.0), 1), 0)
@@ -269,6 +276,8 @@ def _group_moments_kernel(
 ):  # fmt: skip
     """Parts of a group -> its mean and rstd. A part is a channel of a split; all have ``part`` positions but the last."""
     pid = tl.program_id(0).to(tl.int64)
+    eps = tl.cast(eps, tl.float32)
+    freedom = tl.cast(freedom, tl.float32)
     image = pid // groups
     channels = groups * per_group
     lanes = tl.arange(0, LANES)
@@ -281,7 +290,9 @@ def _group_moments_kernel(
         split = i // per_group
         at = (image * splits + split) * channels + (pid % groups) * per_group + i % per_group
         count = tl.where(live, tl.minimum(part, size - split * part), 0).to(tl.float32)
-        n, middle, spread = merge(tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0), count, 0)
+        n, middle, spread = merge(
+            tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0), count, 0
+        )
         apart = middle - mean
         both = total + n
         mean += apart * n / both
@@ -299,6 +310,7 @@ def _tile_kernel(
     BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: sums of the gradient terms of each channel over a split. STEP 2: dx from the groups' sums."""
+    freedom = tl.cast(freedom, tl.float32)
     image = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     c_row = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -381,7 +393,7 @@ def channels_last(x) -> bool:
 
 def image_strides(x) -> tuple[int, int]:
     """From channel to channel and from position to position."""
-    return (1, x.shape[1]) if channels_last(x) else (x[0, 0].numel(), 1)
+    return (1, x.shape[1]) if channels_last(x) else (math.prod(x.shape[2:]), 1)
 
 
 def empty_images(x, *, preserve: bool = True):
@@ -396,7 +408,7 @@ class Tiles:
 
     def __init__(self, x):
         self.n, self.c = x.shape[0], x.shape[1]
-        self.size = x[0, 0].numel()
+        self.size = math.prod(x.shape[2:])
         self.strides = image_strides(x)
         if channels_last(x):
             self.bc = min(64, next_power_of_2(self.c))
@@ -414,7 +426,7 @@ class Tiles:
     def moments(self, x):
         """(2, n, splits, c): mean and m2 of each channel in each split."""
         parts = torch.empty(2, self.n, self.splits, self.c, dtype=torch.float32, device=x.device)
-        moments_kernel[self.grid](
+        launch(moments_kernel, self.grid, 
             x, parts, self.c, self.size, self.part, *self.strides, self.splits, self.all_parts,
             BC=self.bc, BS=self.bs, num_warps=8,
         )  # fmt: skip
@@ -424,8 +436,10 @@ class Tiles:
 def _by_group(x, other, groups: int) -> tuple[int, int, bool] | None:
     """Tile of the kernels that give each group to one program, and whether a group fits it; None: cut into tiles."""
     n, c = x.shape[:2]
-    size, per_group = x[0, 0].numel(), c // groups
-    if not (x.is_contiguous() and other.is_contiguous()) or (n * groups < multiprocessors(x) and per_group * size > _RESIDENT):
+    size, per_group = math.prod(x.shape[2:]), c // groups
+    if not (x.is_contiguous() and other.is_contiguous()) or (
+        n * groups < multiprocessors(x) and per_group * size > _RESIDENT
+    ):
         return None
     bc, bs = next_power_of_2(per_group), next_power_of_2(size)
     if bc * bs <= _RESIDENT:
@@ -442,23 +456,23 @@ def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind: int, correcti
     if x.numel():
         w, b, v_ = (y if t is None else t.contiguous() for t in (weight, bias, v))
         has = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
-        size, all_groups, per_group = x[0, 0].numel(), n * groups, c // groups
+        size, all_groups, per_group = math.prod(x.shape[2:]), n * groups, c // groups
         freedom = float(per_group * size - correction)
         if (tile := _by_group(x, y, groups)) is not None:
             bc, bs, resident = tile
-            _group_fwd_kernel[(all_groups,)](
+            launch(_group_fwd_kernel, (all_groups,), 
                 x, w, b, v_, y, stats, groups, all_groups, per_group, size, freedom, float(eps), BC=bc, BS=bs,
                 RESIDENT=resident, LANES=_TILE, num_warps=_warps(bc * bs), **has,
             )  # fmt: skip
         else:
             tiles = Tiles(x)
             parts = tiles.moments(x)
-            _group_moments_kernel[(all_groups,)](
+            launch(_group_moments_kernel, (all_groups,), 
                 parts, stats, groups, all_groups, per_group, size, tiles.part, tiles.splits, tiles.all_parts, freedom,
                 float(eps),
                 LANES=min(1024, next_power_of_2(per_group * tiles.splits)),
             )  # fmt: skip
-            _tile_kernel[tiles.grid](
+            launch(_tile_kernel, tiles.grid, 
                 x, x, w, b, v_, stats, y, stats, stats, c, groups, all_groups, per_group, size, tiles.part, tiles.splits,
                 tiles.all_parts, per_group * size, freedom, *tiles.strides, *tiles.strides, *image_strides(y), STEP=0,
                 BC=tiles.bc, BS=tiles.bs, num_warps=8, **has,
@@ -476,12 +490,12 @@ def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind: int, correction: 
         return dx, *torch.zeros(3, c, dtype=torch.float32, device=x.device)
     w, b, v_ = (dx if t is None else t.contiguous() for t in (weight, bias, v))
     has = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
-    size, all_groups, per_group = x[0, 0].numel(), n * groups, c // groups
+    size, all_groups, per_group = math.prod(x.shape[2:]), n * groups, c // groups
     freedom = float(per_group * size - correction)
     if (tile := _by_group(x, dy, groups)) is not None:
         bc, bs, resident = tile
         sums = torch.empty(rows, n, c, dtype=torch.float32, device=x.device)
-        _group_bwd_kernel[(all_groups,)](
+        launch(_group_bwd_kernel, (all_groups,), 
             x, dy, w, b, v_, stats, dx, sums, groups, all_groups, per_group, size, freedom, BC=bc, BS=bs, RESIDENT=resident,
             num_warps=_warps(bc * bs), **has,
         )  # fmt: skip
@@ -494,12 +508,12 @@ def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind: int, correction: 
             *tiles.strides, *image_strides(dy), *image_strides(dx),
         )  # fmt: skip
         shape = {"BC": tiles.bc, "BS": tiles.bs, "num_warps": 8}
-        _tile_kernel[tiles.grid](x, dy, w, b, v_, stats, dx, sums, group_sums, *arguments, STEP=1, **has, **shape)
-        _group_sums_kernel[(all_groups,)](
+        launch(_tile_kernel, tiles.grid, x, dy, w, b, v_, stats, dx, sums, group_sums, *arguments, STEP=1, **has, **shape)
+        launch(_group_sums_kernel, (all_groups,), 
             sums, w, group_sums, groups, all_groups, per_group, tiles.splits, tiles.all_parts, KIND=kind,
             HAS_W=weight is not None, LANES=min(1024, next_power_of_2(per_group * tiles.splits)),
         )  # fmt: skip
-        _tile_kernel[tiles.grid](x, dy, w, b, v_, stats, dx, sums, group_sums, *arguments, STEP=2, **has, **shape)
+        launch(_tile_kernel, tiles.grid, x, dy, w, b, v_, stats, dx, sums, group_sums, *arguments, STEP=2, **has, **shape)
     totals = sums.sum(1)
     return dx, totals[1], totals[0], totals[2] if rows == 3 else None
 

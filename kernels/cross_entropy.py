@@ -20,8 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import launch, multiprocessors, next_power_of_2
 from fx_fusion.op import fused_op
+
+_BLOCK, _GRADIENT_BLOCK = 4096, 16384  # logits in one step of a program
+_WARPS = 64  # warps a multiprocessor for the sums
+_EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
 
 
 @triton.jit
@@ -45,6 +49,16 @@ def _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _fold(tops, sums, z, LANES: tl.constexpr, EACH: tl.constexpr):
+    """A block of z into the running maxima and sums: each lane rescales its sum once for EACH new values."""
+    z = tl.reshape(z, (LANES, EACH))
+    above = tl.maximum(tops, tl.max(z, 1))
+    base = tl.where(above == -float("inf"), 0.0, above)  # a lane that has seen -inf only
+    sums = sums * tl.exp(tops - base) + tl.sum(tl.exp(z - base[:, None]), 1)
+    return above, sums
+
+
+@triton.jit
 def _weights(weight_ptr, cols, v, HAS_WEIGHT: tl.constexpr):
     if HAS_WEIGHT:
         w = tl.load(weight_ptr + cols, cols < v, 0.0).to(tl.float32)
@@ -59,10 +73,14 @@ def _rows_kernel(
     m, v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
     and a sum of its own; lanes meet once a row."""
+    smoothing = tl.cast(smoothing, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    scale = tl.cast(scale, tl.float32)
     lanes = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0).to(tl.int64), m, programs):
         target = tl.load(target_ptr + row)
@@ -88,8 +106,8 @@ def _rows_kernel(
                 top = tl.load(stats_ptr + row)
                 total = tl.load(stats_ptr + m + row)
             else:
-                tops = tl.full((BLOCK,), -float("inf"), tl.float32)
-                sums = tl.zeros((BLOCK,), tl.float32)
+                tops = tl.full((BLOCK // EACH,), -float("inf"), tl.float32)
+                sums = tl.zeros((BLOCK // EACH,), tl.float32)
                 smooth = tl.zeros((BLOCK,), tl.float32)
                 for start in range(0, v, BLOCK):
                     cols = start + lanes
@@ -97,10 +115,7 @@ def _rows_kernel(
                     if SMOOTH:
                         smooth += _weights(weight_ptr, cols, v, HAS_WEIGHT) * z
                     z = tl.where(cols < v, z, -float("inf"))
-                    above = tl.maximum(tops, z)
-                    base = tl.where(above == -float("inf"), 0.0, above)  # a lane that has seen -inf only
-                    sums = sums * tl.exp(tops - base) + tl.exp(z - base)
-                    tops = above
+                    tops, sums = _fold(tops, sums, z, BLOCK // EACH, EACH)
                 top = tl.max(tops, 0)
                 # A row of -inf only: NaN, as in PyTorch.
                 total = tl.sum(sums * tl.exp(tops - top), 0)
@@ -146,15 +161,18 @@ def launch_rows(
         return
     given = loss is None
     out = logits if dlogits is None else dlogits
-    block = min(next_power_of_2(v), 8192)
-    warps = 4 if block <= 1024 else 8 if block <= 4096 else 32
-    programs = min(m, multiprocessors(logits) * (32 // warps))
-    _rows_kernel[(programs,)](
+    # The sums are bound by instructions and latency: many small programs. The gradient is bound by the bandwidth: few rows
+    # in flight.
+    block = min(next_power_of_2(v), _BLOCK if dlogits is None else _GRADIENT_BLOCK)
+    warps = max(4, min(32, block // 512))
+    programs = min(m, multiprocessors(logits) * (_WARPS // warps if dlogits is None else max(1, 32 // warps)))
+    launch(_rows_kernel, (programs,), 
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
         stats if given else loss, stats, stats if dloss is None else dloss, m, v, logits.stride(0), out.stride(0),
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
-        STATS_GIVEN=given,         GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, num_warps=warps,
+        STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, EACH=min(_EACH, block),
+        num_warps=warps,
     )  # fmt: skip
 
 

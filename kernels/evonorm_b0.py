@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.channel_norm import Tiles, as_images, empty_images, image_strides, merge
-from fx_fusion.kernels.launch import cdiv
+from fx_fusion.kernels.launch import cdiv, launch
 from fx_fusion.op import fused_op
 
 
@@ -31,6 +31,7 @@ def _statistics_kernel(
     RUNNING: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Mean and standard deviation of each channel, in each image and over the batch."""
+    eps = tl.cast(eps, tl.float32)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     live_c = c < channels
     total = tl.zeros((BC,), tl.float32)
@@ -145,10 +146,21 @@ def _fwd(x, v, weight, bias, running_var, eps):
     parts = tiles.moments(x)
     shape = tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts
     running = var if running_var is None else running_var.contiguous()
-    _statistics_kernel[(cdiv(tiles.c, 8),)](
-        parts, running, var, images, batch, *shape, float(eps), RUNNING=running_var is not None, ROWS=64, BC=8
+    launch(
+        _statistics_kernel,
+        (cdiv(tiles.c, 8),),
+        parts,
+        running,
+        var,
+        images,
+        batch,
+        *shape,
+        float(eps),
+        RUNNING=running_var is not None,
+        ROWS=64,
+        BC=8,
     )
-    _tile_kernel[tiles.grid](
+    launch(_tile_kernel, tiles.grid, 
         x, x, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, y, var, var, *shape, *tiles.strides,
         *tiles.strides, *image_strides(y), RUNNING=running_var is not None, STEP=0, BC=tiles.bc, BS=tiles.bs, num_warps=8,
     )  # fmt: skip
@@ -166,9 +178,9 @@ def _bwd(dy, x, v, weight, bias, running_var, images, batch, eps, needs):
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
     tensors = x, dy, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, dx, sums
     fixed = {"RUNNING": running_var is not None, "BC": tiles.bc, "BS": tiles.bs, "num_warps": 8}
-    _tile_kernel[tiles.grid](*tensors, sums, *shape, *strides, STEP=1, **fixed)
+    launch(_tile_kernel, tiles.grid, *tensors, sums, *shape, *strides, STEP=1, **fixed)
     totals = sums.sum(1)
-    _tile_kernel[tiles.grid](*tensors, totals, *shape, *strides, STEP=2, **fixed)
+    launch(_tile_kernel, tiles.grid, *tensors, totals, *shape, *strides, STEP=2, **fixed)
     return dx, totals[2].to(v.dtype), totals[1].to(weight.dtype), totals[0].to(bias.dtype)
 
 

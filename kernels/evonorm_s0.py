@@ -22,7 +22,10 @@ def _fake(x, groups, v, weight, bias, eps, correction):
 
 evonorm_s0 = fused_op(
     "evonorm_s0",
-    ("(Tensor x, int groups, Tensor v, Tensor weight, Tensor bias, float eps, int correction) -> (Tensor y, Tensor stats)", _fwd),
+    (
+        "(Tensor x, int groups, Tensor v, Tensor weight, Tensor bias, float eps, int correction) -> (Tensor y, Tensor stats)",
+        _fwd,
+    ),
     (
         "(Tensor dy, Tensor x, int groups, Tensor v, Tensor weight, Tensor bias, Tensor stats, float eps, int correction,"
         " bool[] needs)"

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import as_rows, cdiv, next_power_of_2
+from fx_fusion.kernels.launch import as_rows, cdiv, launch, next_power_of_2
 
 ACTIVATIONS = ("silu", "quick_gelu", "gelu_none", "gelu_tanh")
 
@@ -83,8 +83,18 @@ def glu_fwd(gate, up, kind: str):
     y = torch.empty((m, n), dtype=gate.dtype, device=gate.device)
     if y.numel():
         grid, block = _grid(m, n)
-        _fwd_kernel[grid](
-            gates, ups, y, n, gates.stride(0), ups.stride(0), KIND=ACTIVATIONS.index(kind), BLOCK=block, num_warps=4
+        launch(
+            _fwd_kernel,
+            grid,
+            gates,
+            ups,
+            y,
+            n,
+            gates.stride(0),
+            ups.stride(0),
+            KIND=ACTIVATIONS.index(kind),
+            BLOCK=block,
+            num_warps=4,
         )
     return y.view(gate.shape)
 
@@ -95,7 +105,7 @@ def glu_bwd(dy, gate, up, kind: str):
     dgate, dup = (torch.empty((m, n), dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dgate.numel():
         grid, block = _grid(m, n)
-        _bwd_kernel[grid](
+        launch(_bwd_kernel, grid, 
             dys, gates, ups, dgate, dup, n, dys.stride(0), gates.stride(0), ups.stride(0),
             KIND=ACTIVATIONS.index(kind), BLOCK=block, num_warps=4,
         )  # fmt: skip

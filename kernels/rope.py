@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import next_power_of_2
-from fx_fusion.op import interpreting, plain_op, register_autograd
+from fx_fusion.kernels.launch import launch, next_power_of_2
+from fx_fusion.op import interpreting, plain_op, register_autograd, trace_launches
 
 STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
 
@@ -67,6 +67,7 @@ def _rope_kernel(
     BACKWARD: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One position a program: cos and sin are loaded once for all heads of q and k."""
+    sign = tl.cast(sign, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     batch = pid // length
     pos = pid % length
@@ -128,7 +129,7 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     lanes = next_power_of_2(d // 2)
     heads = max(1, min(next_power_of_2(h), 2048 // lanes))
     key, key_out = (q, q_out) if k is None else (k, k_out)
-    _rope_kernel[(b * s,)](
+    launch(_rope_kernel, (b * s,), 
         q, key, cos_rows, sin_rows, q_out, key_out, s, d // 2, h, key.shape[1], -1.0 if style == "reversed" else 1.0,
         *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(), *_strides(cos_rows, q), *_strides(sin_rows, q),
         HAS_K=k is not None, IN_PAIRS=in_pairs, OUT_PAIRS=out_pairs, SHARED=cos.shape[-1] != d, BACKWARD=backward,
@@ -213,6 +214,9 @@ rope_bwd = plain_op(
     _bwd,
     _fake_bwd,
 )
+
+trace_launches(rope, _fwd)
+trace_launches(rope_bwd, _bwd)
 
 
 def _setup_context(ctx, inputs, output):

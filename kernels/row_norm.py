@@ -26,9 +26,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fx_fusion.kernels.launch import as_rows, cdiv, multiprocessors, next_power_of_2, row_order, write_back
+from fx_fusion.kernels.launch import (
+    as_rows,
+    cdiv,
+    column_sums,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    row_order,
+    write_back,
+)
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read again, in blocks
+_SHARED_MEMORY = 200 << 10  # bytes for loads that run ahead
 
 
 @triton.jit
@@ -66,6 +76,8 @@ def _fwd_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CENTER: tl.constexpr, HAS_RES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows[:, None] < m
     mean = tl.zeros((ROWS,), tl.float32)
@@ -116,6 +128,7 @@ def _bwd_kernel(
     ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read of dy and h, one write of dx; dw in registers over all rows of the program."""
+    offset = tl.cast(offset, tl.float32)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT:
         w = offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
@@ -166,6 +179,7 @@ def _bwd_wide_kernel(
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Rows wider than the registers: two passes over each; dw is summed in this program's own row of the buffer."""
+    offset = tl.cast(offset, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     for row in range(pid * rows_each, tl.minimum(m, (pid + 1) * rows_each)):
         rstd = tl.load(stats_ptr + row)
@@ -215,13 +229,22 @@ def _bwd_wide_kernel(
 def _tile(n: int) -> tuple[int, int, int]:
     """Rows, columns and warps of one program: small rows share a program, so that it has some 2048 elements."""
     block = min(next_power_of_2(n), _WHOLE_ROW)
-    rows = max(1, min(16, 2048 // block))
+    rows = max(1, min(32, 2048 // block))
     return rows, block, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def _bwd_programs(n: int) -> tuple[int, int]:
-    """Programs a multiprocessor and stages of the loop over rows."""
-    return 16 // _tile(n)[2], 1
+def _bwd_tile(n: int, bytes_an_element: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, programs a multiprocessor and stages of the backward.
+
+    A large tile and loads that run up to two tiles ahead (through shared memory) instead of many programs: 16384 x 4096
+    takes 0.115 ms so, 0.15 ms with 2 programs of one row at a time (H200).
+    """
+    block = next_power_of_2(n)
+    if block <= 512:
+        return max(1, min(32, 1024 // block)), block, 4, 8, 1
+    rows = max(1, 8192 // block)
+    stages = max(1, min(3, _SHARED_MEMORY // (rows * block * bytes_an_element)))
+    return rows, block, 16 if block >= 4096 else 8 if block == 2048 else 4, 1, stages
 
 
 def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: bool, *, center: bool):
@@ -236,7 +259,7 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
     if m and n:
         res, h_rows, y_rows = (rows if t is None else as_rows(t.permute(order)) for t in (residual, h, y))
         tile_rows, block, warps = _tile(n)
-        _fwd_kernel[(cdiv(m, tile_rows),)](
+        launch(_fwd_kernel, (cdiv(m, tile_rows),), 
             rows, res, y_rows if weight is None else weight.contiguous(), y_rows if bias is None else bias.contiguous(),
             y_rows, h_rows, stats, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
             ROWS=tile_rows, BLOCK_N=block, CENTER=center, HAS_RES=residual is not None, HAS_WEIGHT=weight is not None,
@@ -260,9 +283,8 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     sums = [dx.new_empty(0), dx.new_empty(0)]
     if m and n:
         wide = n > _WHOLE_ROW // 2
-        tile_rows, block, warps = _tile(n)
-        # As many programs as fit the registers of a multiprocessor at once, each over its share of the rows.
-        per_sm, stages = _bwd_programs(n)
+        loaded = sum(t.element_size() for t in (dy, dh, h) if t is not None)
+        tile_rows, block, warps, per_sm, stages = (1, 0, 16, 1, 1) if wide else _bwd_tile(n, loaded)
         programs = min(cdiv(m, tile_rows), multiprocessors(h) * per_sm)
         rows_each = cdiv(cdiv(m, programs), tile_rows) * tile_rows
         programs = cdiv(m, rows_each)
@@ -280,9 +302,9 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
         if wide:
             dw.zero_()
             db.zero_()
-            _bwd_wide_kernel[(programs,)](*arguments, BLOCK_N=8192, num_warps=16, **flags)
+            launch(_bwd_wide_kernel, (programs,), *arguments, BLOCK_N=8192, num_warps=16, **flags)
         else:
-            _bwd_kernel[(programs,)](
+            launch(_bwd_kernel, (programs,), 
                 *arguments, ROWS=tile_rows, BLOCK_N=block, STAGES=stages, num_warps=warps, **flags
             )  # fmt: skip
         write_back(dx, dx_rows, order)
@@ -290,7 +312,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     grads = []
     for tensor, want, computed, parts in zip((weight, bias), wanted, (needs_dw, needs_db), sums, strict=True):
         if computed:
-            grads.append(parts.sum(0, dtype=torch.float32).to(tensor.dtype))
+            grads.append(column_sums(parts, tensor.dtype))
         else:  # no gradient wanted, or none came: an unread placeholder, or zeros
             grads.append(torch.zeros_like(tensor) if want else dx.new_empty(0))
     return dx, *grads

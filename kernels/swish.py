@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.glu import activation
-from fx_fusion.kernels.launch import cdiv
+from fx_fusion.kernels.launch import cdiv, launch
 from fx_fusion.op import fused_op
 
 _BLOCK = 2048
@@ -39,7 +39,7 @@ def _fwd(x):
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        _fwd_kernel[(cdiv(x.numel(), _BLOCK),)](x, y, x.numel(), BLOCK=_BLOCK)
+        launch(_fwd_kernel, (cdiv(x.numel(), _BLOCK),), x, y, x.numel(), BLOCK=_BLOCK)
     return y
 
 
@@ -47,7 +47,7 @@ def _bwd(dy, x, needs):
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        _bwd_kernel[(cdiv(x.numel(), _BLOCK),)](dy, x, dx, x.numel(), BLOCK=_BLOCK)
+        launch(_bwd_kernel, (cdiv(x.numel(), _BLOCK),), dy, x, dx, x.numel(), BLOCK=_BLOCK)
     return dx
 
 
