@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import cdiv, column_sums, launch, multiprocessors, next_power_of_2
 
 GROUP_NORM, GROUP_NORM_SWISH, EVONORM_S0 = 0, 1, 2
 _RESIDENT = 16384  # elements of a (padded) group that one program keeps in registers
@@ -84,7 +84,7 @@ def _gradients(x, dy, mean, rstd, w, b, v, KIND: tl.constexpr):
 def _welford(mean, m2, x, k, live):
     """One more value in each live lane; ``k`` counts the steps, this one included."""
     delta = x - mean
-    mean += tl.where(live, delta / k, 0.0)
+    mean += tl.where(live, delta * (1.0 / k), 0.0)
     m2 += tl.where(live, delta * (x - mean), 0.0)
     return mean, m2
 
@@ -104,7 +104,7 @@ def merge(mean, m2, count, axis: tl.constexpr):
 def _group_fwd_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, size, freedom, eps,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
+    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     freedom = tl.cast(freedom, tl.float32)
@@ -130,25 +130,28 @@ def _group_fwd_kernel(
         means = tl.zeros((LANES,), tl.float32)
         m2s = tl.zeros((LANES,), tl.float32)
         k = 0.0
-        for start in range(0, length, LANES):
+        for start in tl.range(0, length, LANES, num_stages=3):
             k += 1.0
             live = start + lanes < length
-            x = tl.load(x_ptr + base + start + lanes, live, 0.0).to(tl.float32)
+            x = tl.load(x_ptr + base + start + lanes, live, 0.0, eviction_policy="evict_last").to(tl.float32)
             means, m2s = _welford(means, m2s, x, k, live)
         seen = (length - lanes + LANES - 1) // LANES
         _, mean, m2 = merge(means, m2s, tl.maximum(seen, 0).to(tl.float32), 0)
         rstd = 1.0 / tl.sqrt_rn(m2 / freedom + eps)
-        for c0 in range(0, per_group, BC):
-            c = c0 + tl.arange(0, BC)[:, None]
+        # Backwards: what was read last is still in the cache.
+        blocks = tl.cdiv(per_group, BC)
+        for block in range(0, blocks):
+            c = (blocks - 1 - block) * BC + tl.arange(0, BC)[:, None]
             w = _channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
             b = _channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
             v = _channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
-            for s0 in range(0, size, BS):
+            for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
-                x = tl.load(x_ptr + base + c.to(tl.int64) * size + s, mask, 0.0).to(tl.float32)
+                at = base + c.to(OFFSET) * size + s
+                x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 y = _result(x, mean, rstd, w, b, v, KIND)
-                tl.store(y_ptr + base + c.to(tl.int64) * size + s, y.to(y_ptr.dtype.element_ty), mask)
+                tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
     tl.store(stats_ptr + pid, mean)
     tl.store(stats_ptr + all_groups + pid, rstd)
 
@@ -165,7 +168,7 @@ def _store_sums(sums_ptr, at, all_channels, db, dw, dv, live, KIND: tl.constexpr
 def _group_bwd_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, size, freedom,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
+    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw (and dv) of each channel of each image."""
     pid = tl.program_id(0).to(tl.int64)
@@ -173,7 +176,7 @@ def _group_bwd_kernel(
     length = per_group * size
     base = pid * length
     freedom = tl.cast(freedom, tl.float32)
-    all_channels = (all_groups * per_group).to(tl.int64)
+    all_channels = tl.cast(all_groups, tl.int64) * per_group
     mean = tl.load(stats_ptr + pid)
     rstd = tl.load(stats_ptr + all_groups + pid)
     if RESIDENT:
@@ -206,11 +209,12 @@ def _group_bwd_kernel(
             dbs = tl.zeros((BC, BS), tl.float32)
             dws = tl.zeros((BC, BS), tl.float32)
             dvs = tl.zeros((BC, BS), tl.float32)
-            for s0 in range(0, size, BS):
+            for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
-                x = tl.load(x_ptr + base + c.to(tl.int64) * size + s, mask, 0.0).to(tl.float32)
-                dy = tl.load(dy_ptr + base + c.to(tl.int64) * size + s, mask, 0.0).to(tl.float32)
+                at = base + c.to(OFFSET) * size + s
+                x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+                dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
                 db, dw, dv, _, _ = _gradients(x, dy, mean, rstd, w, b, v, KIND)
                 dbs += db
                 dws += dw
@@ -226,41 +230,43 @@ def _group_bwd_kernel(
             along += tl.sum(tl.sum(tl.where(c < per_group, dw_c * w, 0.0), 1), 0)
         across = across / length
         along = along / freedom
-        for c0 in range(0, per_group, BC):
-            c = c0 + tl.arange(0, BC)[:, None]
+        blocks = tl.cdiv(per_group, BC)
+        for block in range(0, blocks):
+            c = (blocks - 1 - block) * BC + tl.arange(0, BC)[:, None]
             w = _channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
             b = _channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
             v = _channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
-            for s0 in range(0, size, BS):
+            for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
-                at = base + c.to(tl.int64) * size + s
-                x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
-                dy = tl.load(dy_ptr + at, mask, 0.0).to(tl.float32)
+                at = base + c.to(OFFSET) * size + s
+                x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+                dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 _, _, _, direct, xhat = _gradients(x, dy, mean, rstd, w, b, v, KIND)
                 dx = rstd * (direct - across - xhat * along)
-                tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
+                tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
 # -- tiles of any layout, and small kernels between ------------------------------------------------------------------------
 @triton.jit
 def moments_kernel(
-    x_ptr, parts_ptr, channels, size, part, stride_c, stride_s, splits, all_parts, BC: tl.constexpr, BS: tl.constexpr
+    x_ptr, parts_ptr, channels, size, part, stride_c, stride_s, splits, all_parts,
+    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Mean and m2 of each channel over ``part`` positions of one image: ``parts`` is (2, n, splits, channels)."""
     image = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
-    base = x_ptr + image * channels * size + c.to(tl.int64) * stride_c
+    base = x_ptr + image * channels * size + c.to(OFFSET) * stride_c
     means = tl.zeros((BS, BC), tl.float32)
     m2s = tl.zeros((BS, BC), tl.float32)
     end = tl.minimum(size, (split + 1) * part)
     k = 0.0
-    for s0 in range(split * part, end, BS):
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
         k += 1.0
         s = s0 + tl.arange(0, BS)[:, None]
         live = (c < channels) & (s < end)
-        x = tl.load(base + s.to(tl.int64) * stride_s, live, 0.0).to(tl.float32)
+        x = tl.load(base + s.to(OFFSET) * stride_s, live, 0.0).to(tl.float32)
         means, m2s = _welford(means, m2s, x, k, live)
     seen = tl.maximum((end - split * part - tl.arange(0, BS)[:, None] + BS - 1) // BS, 0).to(tl.float32)
     _, mean, m2 = merge(means, m2s, seen + tl.zeros((BS, BC), tl.float32), 0)
@@ -307,7 +313,7 @@ def _tile_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, out_ptr, sums_ptr, group_sums_ptr,
     channels, groups, all_groups, per_group, size, part, splits, all_parts, length, freedom, x_c, x_s, dy_c, dy_s, out_c, out_s,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr,
+    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: sums of the gradient terms of each channel over a split. STEP 2: dx from the groups' sums."""
     freedom = tl.cast(freedom, tl.float32)
@@ -326,13 +332,13 @@ def _tile_kernel(
         across = tl.load(group_sums_ptr + group, live_c, 0.0) / length
         along = tl.load(group_sums_ptr + all_groups + group, live_c, 0.0) / freedom
     base = image * channels * size
-    c = c.to(tl.int64)
+    c = c.to(OFFSET)
     dbs = tl.zeros((BS, BC), tl.float32)
     dws = tl.zeros((BS, BC), tl.float32)
     dvs = tl.zeros((BS, BC), tl.float32)
     end = tl.minimum(size, (split + 1) * part)
-    for s0 in range(split * part, end, BS):
-        s = (s0 + tl.arange(0, BS)[:, None]).to(tl.int64)
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
+        s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
         out = out_ptr + base + c * out_c + s * out_s
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
@@ -410,42 +416,50 @@ class Tiles:
         self.n, self.c = x.shape[0], x.shape[1]
         self.size = math.prod(x.shape[2:])
         self.strides = image_strides(x)
+        warp = 512 // x.element_size()  # elements that a warp loads at once
         if channels_last(x):
             self.bc = min(64, next_power_of_2(self.c))
-            self.bs = min(next_power_of_2(self.size), _TILE // self.bc)
-        else:
-            self.bs = min(next_power_of_2(self.size), 1024)
-            self.bc = min(next_power_of_2(self.c), max(1, _TILE // self.bs))
+            self.bs = min(next_power_of_2(self.size), max(1, 8 * warp // self.bc))
+        else:  # a warp walks along a channel: sums over positions stay inside it
+            self.bs = min(next_power_of_2(self.size), warp)
+            self.bc = min(next_power_of_2(self.c), 8 * warp // self.bs)
         blocks = cdiv(self.c, self.bc)
-        splits = max(1, min(cdiv(8 * multiprocessors(x), max(1, blocks * self.n)), cdiv(self.size, self.bs)))
+        splits = max(1, min(cdiv(8 * multiprocessors(x), max(1, blocks * self.n)), cdiv(self.size, 4 * self.bs)))
         self.part = cdiv(cdiv(self.size, splits), self.bs) * self.bs
         self.splits = cdiv(self.size, self.part)
         self.grid = (blocks, self.splits, self.n)
         self.all_parts = self.n * self.splits * self.c
+        self.options = {"OFFSET": offset_type(self.c * self.size), "BC": self.bc, "BS": self.bs, "num_warps": 4}
 
     def moments(self, x):
         """(2, n, splits, c): mean and m2 of each channel in each split."""
         parts = torch.empty(2, self.n, self.splits, self.c, dtype=torch.float32, device=x.device)
-        launch(moments_kernel, self.grid, 
-            x, parts, self.c, self.size, self.part, *self.strides, self.splits, self.all_parts,
-            BC=self.bc, BS=self.bs, num_warps=8,
+        launch(
+            moments_kernel, self.grid, x, parts, self.c, self.size, self.part, *self.strides, self.splits,
+            self.all_parts, **self.options,
         )  # fmt: skip
         return parts
 
 
-def _by_group(x, other, groups: int) -> tuple[int, int, bool] | None:
-    """Tile of the kernels that give each group to one program, and whether a group fits it; None: cut into tiles."""
+def offset_type(elements: int):
+    """Offsets inside an image: 64 bits only where they are needed."""
+    return tl.int64 if elements >= 2**31 else tl.int32
+
+
+def _by_group(x, other, groups: int) -> dict | None:
+    """Options of the kernels that give each group to one program; None: cut into tiles."""
     n, c = x.shape[:2]
     size, per_group = math.prod(x.shape[2:]), c // groups
-    if not (x.is_contiguous() and other.is_contiguous()) or (
-        n * groups < multiprocessors(x) and per_group * size > _RESIDENT
-    ):
+    if not (x.is_contiguous() and other.is_contiguous()):
         return None
-    bc, bs = next_power_of_2(per_group), next_power_of_2(size)
+    if n * groups < multiprocessors(x) and per_group * size > _RESIDENT:
+        return None
+    bc, bs, offset = next_power_of_2(per_group), next_power_of_2(size), offset_type(per_group * size)
     if bc * bs <= _RESIDENT:
-        return bc, bs, True
-    bs = min(bs, 1024)
-    return min(bc, max(1, _TILE // bs)), bs, False
+        return {"BC": bc, "BS": bs, "RESIDENT": True, "OFFSET": offset, "num_warps": _warps(bc * bs)}
+    # Few channels at once, so that no block of them is mostly padding.
+    bc = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(per_group, b) * b <= 5 * per_group)
+    return {"BC": bc, "BS": min(bs, _TILE // 2 // bc), "RESIDENT": False, "OFFSET": offset, "num_warps": 8}
 
 
 def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind: int, correction: int = 0):
@@ -453,69 +467,69 @@ def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind: int, correcti
     x = as_images(x)
     n, c = x.shape[:2]
     stats = torch.empty(2, n * groups, dtype=torch.float32, device=x.device)
-    if x.numel():
-        w, b, v_ = (y if t is None else t.contiguous() for t in (weight, bias, v))
-        has = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
-        size, all_groups, per_group = math.prod(x.shape[2:]), n * groups, c // groups
-        freedom = float(per_group * size - correction)
-        if (tile := _by_group(x, y, groups)) is not None:
-            bc, bs, resident = tile
-            launch(_group_fwd_kernel, (all_groups,), 
-                x, w, b, v_, y, stats, groups, all_groups, per_group, size, freedom, float(eps), BC=bc, BS=bs,
-                RESIDENT=resident, LANES=_TILE, num_warps=_warps(bc * bs), **has,
-            )  # fmt: skip
-        else:
-            tiles = Tiles(x)
-            parts = tiles.moments(x)
-            launch(_group_moments_kernel, (all_groups,), 
-                parts, stats, groups, all_groups, per_group, size, tiles.part, tiles.splits, tiles.all_parts, freedom,
-                float(eps),
-                LANES=min(1024, next_power_of_2(per_group * tiles.splits)),
-            )  # fmt: skip
-            launch(_tile_kernel, tiles.grid, 
-                x, x, w, b, v_, stats, y, stats, stats, c, groups, all_groups, per_group, size, tiles.part, tiles.splits,
-                tiles.all_parts, per_group * size, freedom, *tiles.strides, *tiles.strides, *image_strides(y), STEP=0,
-                BC=tiles.bc, BS=tiles.bs, num_warps=8, **has,
-            )  # fmt: skip
+    if not x.numel():
+        return stats
+    w, b, v_ = (y if t is None else t.contiguous() for t in (weight, bias, v))
+    has = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
+    size, all_groups, per_group = math.prod(x.shape[2:]), n * groups, c // groups
+    freedom = float(per_group * size - correction)
+    if (options := _by_group(x, y, groups)) is not None:
+        launch(
+            _group_fwd_kernel, (all_groups,), x, w, b, v_, y, stats, groups, all_groups, per_group, size, freedom,
+            float(eps), LANES=_TILE, **options, **has,
+        )  # fmt: skip
+    else:
+        tiles = Tiles(x)
+        launch(
+            _group_moments_kernel, (all_groups,), tiles.moments(x), stats, groups, all_groups, per_group, size, tiles.part,
+            tiles.splits, tiles.all_parts, freedom, float(eps),
+            LANES=min(1024, next_power_of_2(per_group * tiles.splits)),
+        )  # fmt: skip
+        launch(
+            _tile_kernel, tiles.grid, x, x, w, b, v_, stats, y, stats, stats, c, groups, all_groups, per_group, size,
+            tiles.part, tiles.splits, tiles.all_parts, per_group * size, freedom, *tiles.strides, *tiles.strides,
+            *image_strides(y), STEP=0, **tiles.options, **has,
+        )  # fmt: skip
     return stats
 
 
 def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind: int, correction: int = 0):
-    """``-> (dx, dweight, dbias, dv)`` in fp32 but dx; dv is None unless the kind has one."""
+    """``-> (dx, [dweight, dbias, dv])``: those of the parameters that there are."""
     dx = empty_images(x)
     x, dy = as_images(x), as_images(dy)
     n, c = x.shape[:2]
     rows = 3 if kind == EVONORM_S0 else 2
+    dtypes = [t.dtype if t is not None else None for t in (bias, weight, v)[:rows]]
     if not x.numel():
-        return dx, *torch.zeros(3, c, dtype=torch.float32, device=x.device)
+        grads = [None if d is None else torch.zeros(c, dtype=d, device=x.device) for d in dtypes]
+        return dx, [grads[1], grads[0], *grads[2:]]
     w, b, v_ = (dx if t is None else t.contiguous() for t in (weight, bias, v))
     has = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
     size, all_groups, per_group = math.prod(x.shape[2:]), n * groups, c // groups
     freedom = float(per_group * size - correction)
-    if (tile := _by_group(x, dy, groups)) is not None:
-        bc, bs, resident = tile
+    if (options := _by_group(x, dy, groups)) is not None:
         sums = torch.empty(rows, n, c, dtype=torch.float32, device=x.device)
-        launch(_group_bwd_kernel, (all_groups,), 
-            x, dy, w, b, v_, stats, dx, sums, groups, all_groups, per_group, size, freedom, BC=bc, BS=bs, RESIDENT=resident,
-            num_warps=_warps(bc * bs), **has,
+        launch(
+            _group_bwd_kernel, (all_groups,), x, dy, w, b, v_, stats, dx, sums, groups, all_groups, per_group, size,
+            freedom, **options, **has,
         )  # fmt: skip
     else:
         tiles = Tiles(x)
         sums = torch.empty(rows, n * tiles.splits, c, dtype=torch.float32, device=x.device)
         group_sums = torch.empty(2, all_groups, dtype=torch.float32, device=x.device)
-        arguments = (
+        tensors = x, dy, w, b, v_, stats, dx, sums, group_sums
+        numbers = (
             c, groups, all_groups, per_group, size, tiles.part, tiles.splits, tiles.all_parts, per_group * size, freedom,
             *tiles.strides, *image_strides(dy), *image_strides(dx),
         )  # fmt: skip
-        shape = {"BC": tiles.bc, "BS": tiles.bs, "num_warps": 8}
-        launch(_tile_kernel, tiles.grid, x, dy, w, b, v_, stats, dx, sums, group_sums, *arguments, STEP=1, **has, **shape)
-        launch(_group_sums_kernel, (all_groups,), 
-            sums, w, group_sums, groups, all_groups, per_group, tiles.splits, tiles.all_parts, KIND=kind,
-            HAS_W=weight is not None, LANES=min(1024, next_power_of_2(per_group * tiles.splits)),
+        launch(_tile_kernel, tiles.grid, *tensors, *numbers, STEP=1, **tiles.options, **has)
+        launch(
+            _group_sums_kernel, (all_groups,), sums, w, group_sums, groups, all_groups, per_group, tiles.splits,
+            tiles.all_parts, KIND=kind, HAS_W=weight is not None, LANES=min(1024, next_power_of_2(per_group * tiles.splits)),
         )  # fmt: skip
-        launch(_tile_kernel, tiles.grid, x, dy, w, b, v_, stats, dx, sums, group_sums, *arguments, STEP=2, **has, **shape)
-    totals = sums.sum(1)
-    return dx, totals[1], totals[0], totals[2] if rows == 3 else None
+        launch(_tile_kernel, tiles.grid, *tensors, *numbers, STEP=2, **tiles.options, **has)
+    dbias, dweight, *dv = column_sums(sums, dtypes)
+    return dx, [dweight, dbias, *dv]
 
 
 def _warps(tile: int) -> int:

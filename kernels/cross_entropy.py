@@ -163,7 +163,8 @@ def launch_rows(
     out = logits if dlogits is None else dlogits
     # The sums are bound by instructions and latency: many small programs. The gradient is bound by the bandwidth: few rows
     # in flight.
-    block = min(next_power_of_2(v), _BLOCK if dlogits is None else _GRADIENT_BLOCK)
+    few_rows = m <= 2 * multiprocessors(logits)
+    block = min(next_power_of_2(v), _BLOCK if dlogits is None and not few_rows else _GRADIENT_BLOCK)
     warps = max(4, min(32, block // 512))
     programs = min(m, multiprocessors(logits) * (_WARPS // warps if dlogits is None else max(1, 32 // warps)))
     launch(_rows_kernel, (programs,), 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.channel_norm import Tiles, as_images, empty_images, image_strides, merge
-from fx_fusion.kernels.launch import cdiv, launch
+from fx_fusion.kernels.launch import cdiv, column_sums, launch
 from fx_fusion.op import fused_op
 
 
@@ -72,13 +72,13 @@ def _statistics_kernel(
 def _tile_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, images_ptr, batch_ptr, out_ptr, sums_ptr, totals_ptr,
     images, channels, size, part, splits, all_parts, x_c, x_s, dy_c, dy_s, out_c, out_s,
-    RUNNING: tl.constexpr, STEP: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+    RUNNING: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """STEP 0: y. STEP 1: db, dw, dv, r q and (1 − r) q of each channel over a split. STEP 2: dx from their sums."""
+    """STEP 0: y. STEP 1: db, dw, dv, (1 − r) q and r q of each channel over a split. STEP 2: dx from their sums."""
     image = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     c_row = tl.program_id(0) * BC + tl.arange(0, BC)
-    c = c_row[None, :].to(tl.int64)
+    c = c_row[None, :]
     live_c = c < channels
     w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
     b = tl.load(b_ptr + c, live_c, 0.0).to(tl.float32)
@@ -90,20 +90,21 @@ def _tile_kernel(
         mean = tl.load(images_ptr + of_image, live_c, 0.0)
         pull = tl.zeros_like(mean)
         for i in range(splits):
-            pull += tl.load(sums_ptr + 3 * all_parts + (image * splits + i) * channels + c, live_c, 0.0)
+            pull += tl.load(sums_ptr + 4 * all_parts + (image * splits + i) * channels + c, live_c, 0.0)
         pull = pull / (deviation * size)
         if not RUNNING:
             mean_of_batch = tl.load(batch_ptr + c, live_c, 0.0)
-            push = tl.load(totals_ptr + 4 * channels + c, live_c, 0.0) / (least * size * images)
+            push = tl.load(totals_ptr + c, live_c, 0.0) / (least * size * images)
     base = image * channels * size
+    c = c.to(OFFSET)
     dbs = tl.zeros((BS, BC), tl.float32)
     dws = tl.zeros((BS, BC), tl.float32)
     dvs = tl.zeros((BS, BC), tl.float32)
     wins = tl.zeros((BS, BC), tl.float32)
     losses = tl.zeros((BS, BC), tl.float32)
     end = tl.minimum(size, (split + 1) * part)
-    for s0 in range(split * part, end, BS):
-        s = (s0 + tl.arange(0, BS)[:, None]).to(tl.int64)
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
+        s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
         right = v * x + deviation
@@ -133,8 +134,8 @@ def _tile_kernel(
         tl.store(at, tl.sum(dbs, 0), live)
         tl.store(at + all_parts, tl.sum(dws, 0), live)
         tl.store(at + 2 * all_parts, tl.sum(dvs, 0), live)
-        tl.store(at + 3 * all_parts, tl.sum(wins, 0), live)
-        tl.store(at + 4 * all_parts, tl.sum(losses, 0), live)
+        tl.store(at + 3 * all_parts, tl.sum(losses, 0), live)
+        tl.store(at + 4 * all_parts, tl.sum(wins, 0), live)
 
 
 def _fwd(x, v, weight, bias, running_var, eps):
@@ -162,7 +163,7 @@ def _fwd(x, v, weight, bias, running_var, eps):
     )
     launch(_tile_kernel, tiles.grid, 
         x, x, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, y, var, var, *shape, *tiles.strides,
-        *tiles.strides, *image_strides(y), RUNNING=running_var is not None, STEP=0, BC=tiles.bc, BS=tiles.bs, num_warps=8,
+        *tiles.strides, *image_strides(y), RUNNING=running_var is not None, STEP=0, **tiles.options,
     )  # fmt: skip
     return y, var, images, batch
 
@@ -177,11 +178,11 @@ def _bwd(dy, x, v, weight, bias, running_var, images, batch, eps, needs):
     strides = *tiles.strides, *image_strides(dy), *image_strides(dx)
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
     tensors = x, dy, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, dx, sums
-    fixed = {"RUNNING": running_var is not None, "BC": tiles.bc, "BS": tiles.bs, "num_warps": 8}
+    fixed = {"RUNNING": running_var is not None, **tiles.options}
     launch(_tile_kernel, tiles.grid, *tensors, sums, *shape, *strides, STEP=1, **fixed)
-    totals = sums.sum(1)
-    launch(_tile_kernel, tiles.grid, *tensors, totals, *shape, *strides, STEP=2, **fixed)
-    return dx, totals[2].to(v.dtype), totals[1].to(weight.dtype), totals[0].to(bias.dtype)
+    dbias, dweight, dv, losses = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
+    launch(_tile_kernel, tiles.grid, *tensors, losses, *shape, *strides, STEP=2, **fixed)
+    return dx, dv, dweight, dbias
 
 
 def _fake(x, v, weight, bias, running_var, eps):

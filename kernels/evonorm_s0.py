@@ -12,8 +12,8 @@ def _fwd(x, groups, v, weight, bias, eps, correction):
 
 
 def _bwd(dy, x, groups, v, weight, bias, stats, eps, correction, needs):
-    dx, dweight, dbias, dv = norm_bwd(dy, x, groups, weight, bias, v, stats, EVONORM_S0, correction)
-    return dx, dv.to(v.dtype), dweight.to(weight.dtype), dbias.to(bias.dtype)
+    dx, (dweight, dbias, dv) = norm_bwd(dy, x, groups, weight, bias, v, stats, EVONORM_S0, correction)
+    return dx, dv, dweight, dbias
 
 
 def _fake(x, groups, v, weight, bias, eps, correction):

@@ -14,8 +14,8 @@ def group_norm_op(name: str, kind: int):
         return y, norm_fwd(x, y, groups, weight, bias, None, eps, kind)
 
     def bwd(dy, x, groups, weight, bias, stats, eps, needs):
-        dx, dweight, dbias, _ = norm_bwd(dy, x, groups, weight, bias, None, stats, kind)
-        return dx, *(dx.new_empty(0) if t is None else g.to(t.dtype) for t, g in ((weight, dweight), (bias, dbias)))
+        dx, grads = norm_bwd(dy, x, groups, weight, bias, None, stats, kind)
+        return dx, *(dx.new_empty(0) if g is None else g for g in grads)
 
     def fake(x, groups, weight, bias, eps):
         # As torch's own: on CUDA the result is contiguous, whatever x is.

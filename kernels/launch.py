@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,18 +83,41 @@ def multiprocessors(x: Tensor) -> int:
 
 
 @triton.jit
-def _column_sums_kernel(parts_ptr, out_ptr, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+def _column_sums_kernel(
+    parts_ptr, a_ptr, b_ptr, c_ptr, d_ptr, rows, n,
+    HAS_A: tl.constexpr, HAS_B: tl.constexpr, HAS_C: tl.constexpr, HAS_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Matrix number program_id(1) of ``parts``, summed over its rows, into the output of that number."""
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = cols < n
+    at = parts_ptr + which.to(tl.int64) * rows * n + cols[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, rows, ROWS):
         r = start + tl.arange(0, ROWS)[:, None]
-        total += tl.load(parts_ptr + r.to(tl.int64) * n + cols, (r < rows) & (cols < n), 0.0)
-    tl.store(out_ptr + cols, tl.sum(total, 0)[None, :].to(out_ptr.dtype.element_ty), cols < n)
+        total += tl.load(at + r.to(tl.int64) * n, (r < rows) & live[None, :], 0.0)
+    out = tl.sum(total, 0)
+    if HAS_A:
+        tl.store(a_ptr + cols, out.to(a_ptr.dtype.element_ty), live & (which == 0))
+    if HAS_B:
+        tl.store(b_ptr + cols, out.to(b_ptr.dtype.element_ty), live & (which == 1))
+    if HAS_C:
+        tl.store(c_ptr + cols, out.to(c_ptr.dtype.element_ty), live & (which == 2))
+    if HAS_D:
+        tl.store(d_ptr + cols, out.to(d_ptr.dtype.element_ty), live & (which == 3))
 
 
-def column_sums(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parts.sum(0)`` of a contiguous fp32 matrix, accumulated in fp32, rounded once: one launch instead of two."""
-    rows, n = parts.shape
-    out = torch.empty(n, dtype=dtype, device=parts.device)
-    launch(_column_sums_kernel, (cdiv(n, 32),), parts, out, rows, n, ROWS=64, BLOCK=32, num_warps=4)
-    return out
+def column_sums(parts: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    """``parts[i].sum(0)`` of up to four contiguous fp32 matrices, accumulated in fp32, rounded once to ``dtypes[i]``; None
+    where that is None. One launch for all."""
+    _, rows, n = parts.shape
+    outs = [None if d is None else torch.empty(n, dtype=d, device=parts.device) for d in dtypes]
+    given = {f"HAS_{'ABCD'[i]}": i < len(outs) and outs[i] is not None for i in range(4)}
+    pointers = [parts if i >= len(outs) or outs[i] is None else outs[i] for i in range(4)]
+    if any(given.values()):
+        launch(
+            _column_sums_kernel, (cdiv(n, 32), len(outs)), parts, *pointers, rows, n, ROWS=64, BLOCK=32, num_warps=4,
+            **given,
+        )  # fmt: skip
+    return outs

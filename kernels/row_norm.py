@@ -121,7 +121,7 @@ def _fwd_kernel(
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, stats_ptr, dx_ptr, dw_ptr, db_ptr,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, stats_ptr, dx_ptr, parts_ptr,
     m, n, dy_stride, dh_stride, h_stride, offset, rows_each,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
     HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr,
@@ -166,14 +166,15 @@ def _bwd_kernel(
         tl.store(dx_ptr + rows[:, None] * n + cols, dx.to(dx_ptr.dtype.element_ty), mask)
     part = tl.program_id(0).to(tl.int64) * n + cols
     if NEEDS_DW:
-        tl.store(dw_ptr + part, tl.sum(dw, 0)[None, :], cols < n)
+        tl.store(parts_ptr + part, tl.sum(dw, 0)[None, :], cols < n)
+        part += tl.num_programs(0).to(tl.int64) * n
     if NEEDS_DB:
-        tl.store(db_ptr + part, tl.sum(db, 0)[None, :], cols < n)
+        tl.store(parts_ptr + part, tl.sum(db, 0)[None, :], cols < n)
 
 
 @triton.jit
 def _bwd_wide_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, stats_ptr, dx_ptr, dw_ptr, db_ptr,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, stats_ptr, dx_ptr, parts_ptr,
     m, n, dy_stride, dh_stride, h_stride, offset, rows_each,
     BLOCK_N: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_DY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROUND_FIRST: tl.constexpr,
@@ -181,6 +182,9 @@ def _bwd_wide_kernel(
     """Rows wider than the registers: two passes over each; dw is summed in this program's own row of the buffer."""
     offset = tl.cast(offset, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
+    db_ptr = parts_ptr
+    if NEEDS_DW:
+        db_ptr += tl.num_programs(0).to(tl.int64) * n
     for row in range(pid * rows_each, tl.minimum(m, (pid + 1) * rows_each)):
         rstd = tl.load(stats_ptr + row)
         mean = 0.0
@@ -196,11 +200,11 @@ def _bwd_wide_kernel(
                 g = tl.load(dy_ptr + row * dy_stride + cols, live, 0.0).to(tl.float32)
                 at = pid * n + cols
                 if NEEDS_DW:
-                    seen = tl.load(dw_ptr + at, live, 0.0)
+                    seen = tl.load(parts_ptr + at, live, 0.0)
                     if ROUND_FIRST:
-                        tl.store(dw_ptr + at, seen + g * xhat.to(h_ptr.dtype.element_ty).to(tl.float32), live)
+                        tl.store(parts_ptr + at, seen + g * xhat.to(h_ptr.dtype.element_ty).to(tl.float32), live)
                     else:
-                        tl.store(dw_ptr + at, seen + g * xhat, live)
+                        tl.store(parts_ptr + at, seen + g * xhat, live)
                 if NEEDS_DB:
                     tl.store(db_ptr + at, tl.load(db_ptr + at, live, 0.0) + g, live)
                 if HAS_WEIGHT:
@@ -240,11 +244,9 @@ def _bwd_tile(n: int, bytes_an_element: int) -> tuple[int, int, int, int, int]:
     takes 0.115 ms so, 0.15 ms with 2 programs of one row at a time (H200).
     """
     block = next_power_of_2(n)
-    if block <= 512:
-        return max(1, min(32, 1024 // block)), block, 4, 8, 1
-    rows = max(1, 8192 // block)
+    rows = max(1, min(64, 8192 // block))
     stages = max(1, min(3, _SHARED_MEMORY // (rows * block * bytes_an_element)))
-    return rows, block, 16 if block >= 4096 else 8 if block == 2048 else 4, 1, stages
+    return rows, block, 16 if block >= 4096 else 8 if block == 2048 or block < 512 else 4, 1, stages
 
 
 def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: bool, *, center: bool):
@@ -280,7 +282,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     wanted = [t is not None and need for t, need in zip((weight, bias), needs[1:], strict=False)]
     wanted += [False] * (2 - len(wanted))
     needs_dw, needs_db = (w and dy is not None and m > 0 and n > 0 for w in wanted)
-    sums = [dx.new_empty(0), dx.new_empty(0)]
+    sums: list = [None, None]
     if m and n:
         wide = n > _WHOLE_ROW // 2
         loaded = sum(t.element_size() for t in (dy, dh, h) if t is not None)
@@ -288,11 +290,11 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
         programs = min(cdiv(m, tile_rows), multiprocessors(h) * per_sm)
         rows_each = cdiv(cdiv(m, programs), tile_rows) * tile_rows
         programs = cdiv(m, rows_each)
-        dw, db = (torch.empty((programs if w else 0, n), dtype=torch.float32, device=h.device) for w in (needs_dw, needs_db))
+        parts = torch.empty((needs_dw + needs_db, programs, n), dtype=torch.float32, device=h.device)
         dys, dhs = (rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
         dx_rows = as_rows(dx.permute(order))
         arguments = (
-            dys, dhs, rows, rows if weight is None else weight.contiguous(), stats, dx_rows, dw, db, m, n,
+            dys, dhs, rows, rows if weight is None else weight.contiguous(), stats, dx_rows, parts, m, n,
             dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each,
         )  # fmt: skip
         flags = {
@@ -300,21 +302,22 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
             "NEEDS_DW": needs_dw, "NEEDS_DB": needs_db, "ROUND_FIRST": round_first,
         }  # fmt: skip
         if wide:
-            dw.zero_()
-            db.zero_()
+            parts.zero_()
             launch(_bwd_wide_kernel, (programs,), *arguments, BLOCK_N=8192, num_warps=16, **flags)
         else:
             launch(_bwd_kernel, (programs,), 
                 *arguments, ROWS=tile_rows, BLOCK_N=block, STAGES=stages, num_warps=warps, **flags
             )  # fmt: skip
         write_back(dx, dx_rows, order)
-        sums = [dw, db]
-    grads = []
-    for tensor, want, computed, parts in zip((weight, bias), wanted, (needs_dw, needs_db), sums, strict=True):
-        if computed:
-            grads.append(column_sums(parts, tensor.dtype))
-        else:  # no gradient wanted, or none came: an unread placeholder, or zeros
-            grads.append(torch.zeros_like(tensor) if want else dx.new_empty(0))
+        if needs_dw or needs_db:
+            wanted_dtypes = [t.dtype for t, needed in ((weight, needs_dw), (bias, needs_db)) if needed]
+            made = column_sums(parts, wanted_dtypes)
+            sums = [made[0] if needs_dw else None, made[-1] if needs_db else None]
+    # Where no gradient is wanted, or none came: an unread placeholder, or zeros.
+    grads = (
+        s if s is not None else torch.zeros_like(t) if want else dx.new_empty(0)
+        for t, s, want in zip((weight, bias), sums, wanted, strict=True)
+    )  # fmt: skip
     return dx, *grads
 
 

@@ -19,7 +19,7 @@ CASES = [
     for fusion in all_fusions()
     for case in fusion.cases
     for i, variant in enumerate(fusion.variants)
-    if not case.bench
+    if not case.bench and variant.items() >= {k: v for k, v in case.statics.items() if k in variant}.items()
 ]
 
 
