@@ -55,8 +55,8 @@ def make_inputs(
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
             target = torch.randint(0, bound, shape, generator=generator)
-            if target.numel() > 2:
-                target[1] = statics.get("ignore_index", -100)
+            if target.numel() > 2 and "ignore_index" in statics:
+                target[1] = statics["ignore_index"]
             made[name] = target.to(device)
             continue
         tensor = torch.randn(shape, generator=generator)

@@ -455,11 +455,15 @@ def _by_group(x, other, groups: int) -> dict | None:
     if n * groups < multiprocessors(x) and per_group * size > _RESIDENT:
         return None
     bc, bs, offset = next_power_of_2(per_group), next_power_of_2(size), offset_type(per_group * size)
-    if bc * bs <= _RESIDENT:
+    # Where groups are many, a padded tile costs more than reading a group again out of the cache.
+    if bc * bs <= (_RESIDENT if n * groups <= 4 * multiprocessors(x) else _RESIDENT // 4):
         return {"BC": bc, "BS": bs, "RESIDENT": True, "OFFSET": offset, "num_warps": _warps(bc * bs)}
-    # Few channels at once, so that no block of them is mostly padding.
+    # Few channels at once, so that no block of them is mostly padding; a warp stays in a channel.
     bc = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(per_group, b) * b <= 5 * per_group)
-    return {"BC": bc, "BS": min(bs, _TILE // 2 // bc), "RESIDENT": False, "OFFSET": offset, "num_warps": 8}
+    wide = size >= 2048
+    bs = min(bs, (1024 if wide else 512) // x.element_size())
+    warps = 16 if wide and x.element_size() == 4 else 8 if wide and bc < 8 else 4
+    return {"BC": bc, "BS": bs * (8 // bc), "RESIDENT": False, "OFFSET": offset, "num_warps": warps}
 
 
 def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind: int, correction: int = 0):

@@ -1,0 +1,82 @@
+"""``F.embedding`` whose table is trained -> kernels/embedding.py: the gather stays Inductor's, the gradient is ours.
+
+A scale behind it (Gemma's sqrt of the width) stays in the graph, where its neighbours absorb it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion import signatures
+from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
+from fx_fusion.kernels.embedding import embedding
+from fx_fusion.match import Match, NearMiss
+
+NO_PADDING = -1
+
+
+def torch_embedding(ids, weight, padding_idx):
+    return F.embedding(ids, weight, None if padding_idx == NO_PADDING else padding_idx)
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for node in view.graph.nodes:
+        if view.name(node) != "embedding":
+            continue
+        bound = signatures.bind("embedding", node.args, dict(node.kwargs))
+        if bound is None or not is_tensor(bound["weight"]) or not is_tensor(bound["input"]):
+            continue
+        if bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]:
+            reason = "max_norm, scale_grad_by_freq and sparse change the table or its gradient"
+            yield NearMiss("embedding", node, node, 1, 2, reason)
+            continue
+        padding = bound["padding_idx"]
+        if padding is not None and padding < 0:
+            padding += value(bound["weight"]).shape[0]
+        inputs = {"ids": bound["input"], "weight": bound["weight"]}
+        statics = {"padding_idx": NO_PADDING if padding is None else padding}
+        yield Match("embedding", (node,), frozenset([node]), inputs, statics)
+
+
+def guard(ids, weight, padding_idx):
+    if ids.dtype not in (torch.int64, torch.int32):
+        return f"ids are {ids.dtype}; the kernel takes int64 and int32"
+    if weight.dim() != 2 or not statically_known_true(weight.stride(1) == 1):
+        return f"the table has shape {tuple(weight.shape)} and strides {tuple(weight.stride())}; expected rows"
+    return wrong_dtype(weight=weight)
+
+
+def pays(ids, weight, padding_idx):
+    if not weight.requires_grad or not torch.is_grad_enabled():
+        return "the table needs no gradient; the gather alone is Inductor's"
+    return None
+
+
+FUSION = Fusion(
+    name="embedding",
+    pattern=torch_embedding,
+    inputs={"ids": "...", "weight": "v n"},
+    integers={"ids": "v"},
+    variants=({"padding_idx": NO_PADDING}, {"padding_idx": 3}),
+    find=find,
+    kernel=embedding,
+    guard=guard,
+    pays=pays,
+    priority=5,
+    cases=(
+        case("one_element", m=1, v=5, n=1, bench=False),
+        case("odd", m=37, v=50, n=19, bench=False),
+        case("long_segments", m=3001, v=7, n=5, bench=False),
+        case("llama_2", m=16384, v=32000, n=4096),
+        case("llama_3", m=16384, v=128256, n=4096),
+        case("llama_3_long", m=65536, v=128256, n=4096),
+        case("gpt2", m=65536, v=50257, n=768),
+    ),
+    source="torch.nn.functional.embedding",
+)
