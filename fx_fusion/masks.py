@@ -53,22 +53,24 @@ class MaskProver:
         self.view, self.may_assume = view, may_assume
         self._known: dict[fx.Node, sympy.Basic] = {}
         self._assumed: dict[fx.Node, set[fx.Node]] = {}
-        self._proofs: dict[fx.Node, MaskProof] = {}
+        self._proofs: dict[tuple[fx.Node, bool], MaskProof] = {}
         self._open: list[set[fx.Node]] = []
 
-    def prove(self, mask: fx.Node) -> MaskProof:
-        """What the mask of an attention call hides."""
-        if mask not in self._proofs:
+    def prove(self, mask: fx.Node, *, hides: bool = False) -> MaskProof:
+        """What the mask of an attention call hides; ``hides``: a boolean mask that is true where it hides."""
+        key = mask, hides
+        if key not in self._proofs:
             try:
-                self._proofs[mask] = self._prove(mask)
+                self._proofs[key] = self._prove(mask, hides)
             except Opaque as opaque:
-                self._proofs[mask] = MaskProof("unknown", opaque.reason, opaque.node)
-        return self._proofs[mask]
+                self._proofs[key] = MaskProof("unknown", opaque.reason, opaque.node)
+        return self._proofs[key]
 
-    def _prove(self, mask: fx.Node) -> MaskProof:
+    def _prove(self, mask: fx.Node, hides: bool) -> MaskProof:
         expression = self.expression(mask)
         shape = value(mask).shape
         predicate = _visible(expression, value(mask).dtype, mask)
+        predicate = sympy.Not(predicate) if hides else predicate
         rank = len(shape)
         q, k = (DIMS[rank - 2], DIMS[rank - 1]) if rank >= 2 else (None, DIMS[0])
         # A dim of size 1 is broadcast: its index is 0 for every q.

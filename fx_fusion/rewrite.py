@@ -119,7 +119,7 @@ class Editor:
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase those of ``nodes`` that nothing uses any more."""
         for node in sorted(nodes, key=lambda n: self.view.order.get(n, 0), reverse=True):
-            if not node.users and node.op not in ("placeholder", "output"):
+            if not node._erased and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm: formulas, shapes, dtypes and traffic in ``row_norm``."""
+"""LayerNorm: formulas, shapes, dtypes and traffic in ``row_norm``. The result is contiguous, as torch's own is."""
 
 import torch
 
@@ -7,16 +7,17 @@ from fx_fusion.op import fused_op
 
 
 def _fwd(x, weight, bias, eps, round_first):
-    y, _, stats = norm_fwd(x, None, weight, bias, eps, 0.0, round_first, center=True)
+    y, _, stats = norm_fwd(x.contiguous(), None, weight, bias, eps, 0.0, round_first, center=True)
     return y, stats
 
 
 def _bwd(dy, x, weight, bias, stats, eps, round_first, needs):
-    return norm_bwd(dy, None, x, weight, bias, stats, 0.0, round_first, needs, center=True)
+    return norm_bwd(dy, None, x.contiguous(), weight, bias, stats, 0.0, round_first, needs, center=True)
 
 
 def _fake(x, weight, bias, eps, round_first):
-    return torch.empty_like(x, dtype=result_dtype(x.dtype, weight, round_first)), empty_stats(x, center=True)
+    y = torch.empty(x.shape, dtype=result_dtype(x.dtype, weight, round_first), device=x.device)
+    return y, empty_stats(x, center=True)
 
 
 layer_norm = fused_op(
