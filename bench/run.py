@@ -1,10 +1,11 @@
-"""Fusions x cases x {eager, Inductor, fx_fusion} x {forward, forward + backward}: milliseconds and share of the bandwidth.
+"""Fusions x sizes x dtypes x {eager, Inductor, fx_fusion, Liger} x {forward, forward + backward}.
 
-    python -m bench.run [--fusion NAME] [--out bench/results/ops.jsonl]
+    python -m bench.run [--fusion NAME ...] [--grid] [--dtypes bfloat16,float32] [--out bench/results/ops.jsonl]
 
-Names no fusion: functions, inputs and sizes come from the declarations. The fewest bytes are computed (each input read
-once, each output written once; gradients likewise), and ``share`` is their time at the copy rate measured in the same run.
-A case whose fused function fails the accuracy rule is not timed.
+Functions, inputs and sizes come from the declarations. The fewest bytes are computed (each input read once, each output
+written once, gradients likewise); ``share`` is their time at the copy rate measured in the same run, ``host_us`` the
+host's time a call. A case whose fused function fails the accuracy rule is not timed. ``--compile-only`` fills the
+compilers' caches: several processes can do that at once, measuring has to be alone.
 """
 
 from __future__ import annotations
@@ -14,134 +15,181 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
 from tabulate import tabulate
-from triton.testing import do_bench
 
+from bench.grid import cases_of
 from bench.models import environment
+from bench.peers import liger
+from fx_fusion import timing
 from fx_fusion.fusion import Case, Fusion
 from fx_fusion.pattern import patterns_of
 from fx_fusion.registry import all_fusions
 from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
 
-PROVIDERS: dict[str, Callable] = {
-    "eager": lambda f: f,
-    "inductor": lambda f: torch.compile(f, fullgraph=True),
-    "fx_fusion": lambda f: torch.compile(
-        f, fullgraph=True, backend="fx_fusion", options={"select": "always", "strict": True}
-    ),
-}
+Row = dict[str, Any]
+FROZEN = ("cos", "sin")
 
 
-def copy_rate() -> float:
-    """Bytes a second (read and written) of a large device-to-device copy."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    ms = do_bench(lambda: target.copy_(source), return_mode="median")
-    return 2 * source.numel() * 4 / ms * 1e3
+def providers(fusion: Fusion, function: Callable[..., Any], statics: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    ours = {"select": "always", "strict": True, "fusions": [fusion.name]}
+    found = {
+        "eager": function,
+        "inductor": torch.compile(function, fullgraph=True, dynamic=False),
+        "fx_fusion": torch.compile(function, fullgraph=True, dynamic=False, backend="fx_fusion", options=ours),
+    }
+    if (peer := liger(fusion.name)) is not None:
+        found["liger"] = functools.partial(peer, **statics)
+    return found
 
 
-def measure(fusion: Fusion, case: Case, dtype: torch.dtype, rate: float) -> list[dict]:
-    """The rows of one case; one row with ``error`` if the fused function is wrong."""
-    torch._dynamo.reset()
-    statics = {**fusion.variants[0], **case.statics}
-    function = (
-        fusion.pattern
-        if fusion.find
-        else next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
-    )
-    function = functools.partial(function, **statics)
-    inputs = make_inputs(fusion, case, statics, dtype, "cuda")
-    frozen = ("cos", "sin")
-    small = Case(
-        case.name, {d: min(n, 512) if d in ("m", "b", "v") else n for d, n in case.sizes.items()}, statics=case.statics
-    )
-    if (wrong := _inaccuracy(fusion, function, small, statics, dtype, frozen)) > 1:
-        return [{"fusion": fusion.name, "case": case.name, "error": f"uses {wrong:.1f} times the allowed error"}]
-    rows = []
-    for name, wrap in PROVIDERS.items():
+def function_of(fusion: Fusion, statics: dict[str, Any]) -> Callable[..., Any]:
+    """The reference of a variant: the first spelling that has it."""
+    if fusion.find is not None:
+        return fusion.pattern
+    return next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
+
+
+class Bench:
+    """One fusion at one size and dtype."""
+
+    def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype):
+        self.fusion, self.case, self.dtype = fusion, case, dtype
+        self.statics = {**fusion.variants[0], **case.statics}
+        self.function = functools.partial(function_of(fusion, self.statics), **self.statics)
         torch._dynamo.reset()
+        self.providers = providers(fusion, self.function, self.statics)
+
+    def inputs(self, case: Case) -> dict[str, Any]:
+        return make_inputs(self.fusion, case, self.statics, self.dtype, "cuda")
+
+    def excess(self) -> float:
+        """How much of the allowed error the fused function uses, at a size that float64 can follow."""
+        small = {d: min(n, 512) if d in ("m", "b", "v") else n for d, n in self.case.sizes.items()}
+        inputs = self.inputs(Case(self.case.name, small, statics=self.case.statics, scalars=self.case.scalars))
+        fused, eager = (run(self.providers[p], inputs, frozen=FROZEN) for p in ("fx_fusion", "eager"))
+        return worst_excess(fused, eager, run_oracle(self.function, inputs, frozen=FROZEN), self.dtype)[1]
+
+    def calls(self, provider: str) -> dict[str, timing.Call]:
+        """The call of each mode, on fresh inputs; and how many bytes it must move."""
+        function, inputs = self.providers[provider], self.inputs(self.case)
         leaves = {
-            k: v.clone().requires_grad_(k not in frozen) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            k: v.requires_grad_(k not in FROZEN) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
             for k, v in inputs.items()
         }
-        wrapped = wrap(function)
-        out = wrapped(**leaves)
-        outs = out if isinstance(out, tuple) else (out,)
-        upstream = [torch.randn_like(o) for o in outs]
+        detached = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves.items()}
         differentiable = [v for v in leaves.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-
-        def both(wrapped=wrapped, leaves=leaves, upstream=upstream, differentiable=differentiable):
-            made = wrapped(**leaves)
-            torch.autograd.grad(made if isinstance(made, tuple) else (made,), differentiable, upstream)
-
-        def forward(wrapped=wrapped, leaves=leaves):
-            with torch.no_grad():
-                wrapped(**leaves)
-
-        nbytes = sum(t.numel() * t.element_size() for t in (*leaves.values(), *outs) if isinstance(t, torch.Tensor))
+        outs = list(_as_tuple(function(**detached)))
+        upstream = [torch.randn_like(o) for o in outs]
+        tensors = [t for t in (*detached.values(), *outs) if isinstance(t, torch.Tensor)]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
         gradients = sum(t.numel() * t.element_size() for t in (*differentiable, *outs))
-        for mode, call, least in (("forward", forward, nbytes), ("forward+backward", both, 2 * nbytes + gradients)):
-            call()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call()
-            peak = torch.cuda.max_memory_allocated() - before
-            ms = do_bench(call, return_mode="median")
-            rows.append({
-                "fusion": fusion.name, "case": case.name, "sizes": dict(case.sizes), "dtype": str(dtype)[6:], "mode": mode,
-                "provider": name, "ms": round(ms, 4), "share": round(least / rate / ms * 1e3, 3),
-                "peak_mib": round(peak / 2**20),
-            })  # fmt: skip
-    return rows
+        self.bytes = {"forward": nbytes, "forward+backward": 2 * nbytes + gradients}
+        del outs, tensors
+
+        def forward() -> None:
+            function(**detached)
+
+        def both() -> None:
+            made = [(o, d) for o, d in zip(_as_tuple(function(**leaves)), upstream, strict=True) if o.requires_grad]
+            torch.autograd.grad([o for o, _ in made], differentiable, [d for _, d in made], allow_unused=True)
+
+        return {"forward": forward, "forward+backward": both}
+
+    def compile(self) -> None:
+        for provider in ("inductor", "fx_fusion"):
+            for call in self.calls(provider).values():
+                call()
+
+    def measure(self, rate: float) -> list[Row]:
+        """The rows of this cell; one row with ``error`` if the fused function is wrong or fails."""
+        about = {
+            "fusion": self.fusion.name, "case": self.case.name, "sizes": dict(self.case.sizes), "dtype": str(self.dtype)[6:]
+        }  # fmt: skip
+        if (used := self.excess()) > 1:
+            return [{**about, "error": f"uses {used:.1f} times the allowed error"}]
+        rows = []
+        for provider in self.providers:
+            for mode, call in self.calls(provider).items():
+                call()
+                ms = timing.device_ms(call)
+                rows.append({
+                    **about, "mode": mode, "provider": provider, "ms": round(ms, 5),
+                    "share": round(self.bytes[mode] / rate / ms * 1e3, 3), "host_us": round(timing.host_us(call), 1),
+                    "peak_mib": round(timing.peak_mib(call), 1),
+                })  # fmt: skip
+        return rows
 
 
-def _inaccuracy(fusion: Fusion, function: Callable, case: Case, statics: dict, dtype: torch.dtype, frozen: tuple) -> float:
-    inputs = make_inputs(fusion, case, statics, dtype, "cuda")
-    fused = run(PROVIDERS["fx_fusion"](function), inputs, frozen=frozen)
-    return worst_excess(fused, run(function, inputs, frozen=frozen), run_oracle(function, inputs, frozen=frozen), dtype)[1]
+def _as_tuple(made: Any) -> tuple[Any, ...]:
+    return made if isinstance(made, tuple) else (made,)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fusion", help="only this one")
+    parser.add_argument("--fusion", nargs="*", help="only these")
+    parser.add_argument("--grid", action="store_true", help="the whole grid, not only the declared cases")
+    parser.add_argument("--dtypes", default="bfloat16")
+    parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--out", default="bench/results/ops.jsonl")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.run times kernels on a GPU: there is no CUDA device here.")
-    rate = copy_rate()
-    work = [(f, c) for f in all_fusions() if given.fusion in (None, f.name) for c in f.cases if c.bench]
-    rows: list[dict] = []
-    with Progress() as progress:
-        for fusion, case in progress.track(work, description="measuring"):
-            rows += measure(fusion, case, torch.bfloat16, rate)
+    dtypes = [getattr(torch, name) for name in given.dtypes.split(",")]
+    fusions = [f for f in all_fusions() if not given.fusion or f.name in given.fusion]
+    work = [(f, c, d) for f in fusions for c in cases_of(f, full=given.grid) for d in dtypes]
+    rate = 0.0 if given.compile_only else timing.copy_rate()
+    rows: list[Row] = []
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    with open(given.out, "a") as file:
-        for row in rows:
-            file.write(json.dumps({**row, "environment": environment()}) + "\n")
-    print(f"copy rate {rate / 1e9:.0f} GB/s")
-    print(
-        tabulate(
-            table(rows),
-            headers=("fusion", "case", "mode", "eager", "inductor", "fx_fusion", "x Inductor", "share", "peak MiB"),
-        )
-    )
+    stamp = environment()
+    with Progress() as progress, open(given.out, "a") as file:
+        for fusion, case, dtype in progress.track(work, description="compiling" if given.compile_only else "measuring"):
+            try:
+                bench = Bench(fusion, case, dtype)
+                if given.compile_only:
+                    bench.compile()
+                    continue
+                made = bench.measure(rate)
+            except Exception as error:  # one cell must not cost the others; the row says what happened
+                made = [{"fusion": fusion.name, "case": case.name, "dtype": str(dtype)[6:], "error": _first_line(error)}]
+            torch.cuda.empty_cache()
+            rows += made
+            for row in made:
+                file.write(json.dumps({**row, "copy_gb_s": round(rate / 1e9), "environment": stamp}) + "\n")
+            file.flush()
+    if rows:
+        print(f"copy rate {rate / 1e9:.0f} GB/s")
+        print(tabulate(table(rows), headers=HEADERS))
 
 
-def table(rows: list[dict]) -> list[tuple]:
-    """One line a case and mode, milliseconds by provider."""
-    lines = []
-    for key in dict.fromkeys((r["fusion"], r["case"], r.get("mode")) for r in rows):
-        found = {r.get("provider"): r for r in rows if (r["fusion"], r["case"], r.get("mode")) == key}
-        if "fx_fusion" not in found:
-            lines.append((*key[:2], next(iter(found.values()))["error"]))
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+
+
+HEADERS = (
+    "fusion", "case", "dtype", "mode", "eager", "inductor", "fx_fusion", "liger", "x Inductor", "share", "host us",
+    "peak MiB",
+)  # fmt: skip
+
+
+def table(rows: list[Row]) -> list[tuple[Any, ...]]:
+    """One line a cell and mode, milliseconds by provider."""
+    lines: list[tuple[Any, ...]] = []
+    for key in dict.fromkeys((r["fusion"], r["case"], r["dtype"], r.get("mode")) for r in rows):
+        found = {
+            r.get("provider"): r for r in rows if (r["fusion"], r["case"], r["dtype"], r.get("mode")) == key
+        }  # fmt: skip
+        if "fx_fusion" not in found or "inductor" not in found:
+            lines.append((*key[:3], "", next(iter(found.values())).get("error", "not measured")))
             continue
         ours, base = found["fx_fusion"], found["inductor"]
+        ms = [found[p]["ms"] if p in found else "" for p in ("eager", "inductor", "fx_fusion", "liger")]
         lines.append((
-            *key, found["eager"]["ms"], base["ms"], ours["ms"], f"{base['ms'] / ours['ms']:.2f}", ours["share"],
-            f"{base['peak_mib']} -> {ours['peak_mib']}",
+            *key, *ms, f"{base['ms'] / ours['ms']:.2f}", ours["share"], f"{base['host_us']:.0f} -> {ours['host_us']:.0f}",
+            f"{base['peak_mib']:.0f} -> {ours['peak_mib']:.0f}",
         ))  # fmt: skip
     return lines
 

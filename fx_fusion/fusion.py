@@ -54,14 +54,17 @@ class Fusion:
         name: also the name of the pattern file and of the kernel file.
         pattern: the reference function. Tensor parameters come first, then scalars, then static parameters.
         inputs: for each parameter that binds something of the graph, in order: a string of dim names for a tensor
-            (``"... n"``, ``"b c ..."``; ``"..."`` is any number of dims, ``n|1`` a dim that may be broadcast), a number for a
-            scalar (the value that tests use).
+            (``"... n"``, ``"b c ..."``; ``"..."`` is any number of dims, ``n|1`` a dim that may be broadcast), a number
+            for a scalar (the value that tests use).
         integers: tensors of class indices: parameter to the dim that bounds them.
         variants: values of the static parameters, one mapping a variant, tried in this order.
         spellings: other functions of the same parameters, for what no canonical form can merge.
         kernel: the op that replaces it: same parameters.
         guard: same parameters, given example values; None accepts, a sentence declines.
         pays: same parameters; why Inductor is as good here (a sentence: the site is kept), or None (it is fused).
+        traffic: bytes that the kernels and Inductor's code move for forward + backward, as formulas over the dims
+            (``m``: the product of what ``...`` stands for) and ``bytes``, those of an element: what decides where no
+            table speaks.
         find: finds matches that a function can't describe. Called instead of matching ``pattern``.
         pair: combines matches that share inputs (q and k of RoPE) into one.
         priority: larger is tried first; a graph node belongs to one match.
@@ -81,6 +84,7 @@ class Fusion:
     pays: Callable[..., str | None] | None = None
     find: Callable[[View], Iterator[Match | NearMiss]] | None = None
     pair: Callable[[View, list[Match]], list[Match]] | None = None
+    traffic: tuple[str, str] | None = None
     priority: int = 0
     on_cpu: bool = False
     cases: tuple[Case, ...] = ()

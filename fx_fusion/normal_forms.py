@@ -336,7 +336,12 @@ def reading_shape(view: View, node: fx.Node, name: str) -> Term | None:
         if isinstance(dims, (tuple, list)) and all(isinstance(d, int) for d in dims):
             return Term("permute", (node.args[0],), tuple(negative_dim(d, rank) for d in dims), (node,))
         return None
-    return Term(name, (node.args[0],), ("shape",), (node,)) if node.args else None
+    return Term("view" if name == "reshape" else name, (node.args[0],), ("shape",), (node,)) if node.args else None
+
+
+@_rule("unflatten")
+def _unflatten(view: View, node: fx.Node, bound: Bound) -> Term | None:
+    return Term("view", (bound["input"],), ("shape",), (node,))
 
 
 def plain(name: str, node: fx.Node, bound: dict[str, Any]) -> Term:

@@ -70,7 +70,8 @@ def fused_op(
     Args:
         forward: schema ``"(Tensor x, float eps) -> (Tensor y, Tensor rstd)"`` and its launcher.
         backward: schema and launcher. Parameters: one gradient an output (``Tensor?`` where it may be missing; none for
-            ``constants``), then what it needs of the forward by name, then ``bool[] needs``, whether each entry of ``grads`` is wanted.
+            ``constants``), then what it needs of the forward by name, then ``bool[] needs``, whether each entry of
+            ``grads`` is wanted.
             It returns one tensor an entry of ``grads``; an unwanted one may be empty.
         fake: the forward on fake tensors, same parameters: allocates every result.
         stats: results of the forward that only the backward reads.

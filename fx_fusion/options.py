@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from fx_fusion.errors import OptionError
 from fx_fusion.registry import all_fusions
 
-SELECT = ("auto", "always", "never")
+SELECT = ("auto", "measure", "always", "never")
 _OURS: dict[str, tuple[type, str]] = {
     "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),

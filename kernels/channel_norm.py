@@ -311,7 +311,8 @@ def _group_moments_kernel(
 @triton.jit
 def _tile_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, out_ptr, sums_ptr, group_sums_ptr,
-    channels, groups, all_groups, per_group, size, part, splits, all_parts, length, freedom, x_c, x_s, dy_c, dy_s, out_c, out_s,
+    channels, groups, all_groups, per_group, size, part, splits, all_parts, length, freedom,
+    x_c, x_s, dy_c, dy_s, out_c, out_s,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
     OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -385,7 +386,7 @@ def _group_sums_kernel(
     tl.store(out_ptr + all_groups + pid, tl.sum(along, 0))
 
 
-# -- launchers ---------------------------------------------------------------------------------------------------------------
+# -- launchers --------------------------------------------------------------------------------------------------------
 def as_images(x):
     """x itself if it lies in memory as images or channels last; else a contiguous copy."""
     return x if x.is_contiguous() or channels_last(x) else x.contiguous()

@@ -107,10 +107,12 @@ def _bwd(dy, ids, weight, padding_idx, needs):
     shape = {"PIECE": _LONG, "ROWS": 4, "BLOCK": block, "num_warps": 4}
     if n > _LONG:
         launch(
-            _long_segments_kernel, (pieces, cdiv(h, block)), rows, order, ordered, start, parts, n, h, rows.stride(0), **shape
+            _long_segments_kernel, (pieces, cdiv(h, block)), rows, order, ordered, start, parts, n, h,
+            rows.stride(0), **shape,
         )  # fmt: skip
     launch(
-        _segments_kernel, (v, cdiv(h, block)), rows, order, start, parts, dweight, h, rows.stride(0), int(padding_idx), **shape
+        _segments_kernel, (v, cdiv(h, block)), rows, order, start, parts, dweight, h, rows.stride(0),
+        int(padding_idx), **shape,
     )  # fmt: skip
     return dweight
 

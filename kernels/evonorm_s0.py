@@ -23,7 +23,8 @@ def _fake(x, groups, v, weight, bias, eps, correction):
 evonorm_s0 = fused_op(
     "evonorm_s0",
     (
-        "(Tensor x, int groups, Tensor v, Tensor weight, Tensor bias, float eps, int correction) -> (Tensor y, Tensor stats)",
+        "(Tensor x, int groups, Tensor v, Tensor weight, Tensor bias, float eps, int correction)"
+        " -> (Tensor y, Tensor stats)",
         _fwd,
     ),
     (

@@ -36,6 +36,7 @@ FUSION = Fusion(
     kernel=add_layer_norm,
     guard=guard,
     pays=pays,
+    traffic=("8*m*n*bytes", "10*m*n*bytes"),
     priority=34,
     cases=(
         case("one_element", m=1, n=1, bench=False),

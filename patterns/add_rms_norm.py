@@ -29,6 +29,7 @@ FUSION = Fusion(
     kernel=add_rms_norm,
     guard=guard,
     pays=pays,
+    traffic=("8*m*n*bytes", "10*m*n*bytes"),
     priority=30,
     cases=(
         case("one_element", m=1, n=1, bench=False),

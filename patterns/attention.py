@@ -69,7 +69,8 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 def _read(view: View, softmax: fx.Node, scores: _Scores) -> Match:
     bound = signatures.bind("softmax", softmax.args, dict(softmax.kwargs))
-    assert bound is not None and scores.product is not None
+    assert bound is not None
+    assert scores.product is not None
     if bound["dim"] not in (-1, value(softmax).dim() - 1):
         raise _NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
     probabilities, dropout, nodes = softmax, 0.0, scores.nodes

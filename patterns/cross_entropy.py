@@ -14,7 +14,7 @@ from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.match import Match
 from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits
 from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import elements, expected
+from fx_fusion.sizes import expected, too_small
 
 
 def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
@@ -93,13 +93,9 @@ def guard(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
 
 
 def pays(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
-    """Inductor's two reductions and pointwise backward are as good until rows are long (a language model's)."""
     if expected(logits.shape[-1]) < 4096:
         return f"{logits.shape[-1]} classes: Inductor's kernels are as good below 4096"
-    if elements(logits) < 2**28:
-        # H200, bfloat16, forward + backward: 0.62 ms against 0.36 at 1024 x 128256, 2.19 against 2.57 at 8192 x 128256.
-        return f"{elements(logits):.0f} logits: below 2^28 the host's time for calling an op would show"
-    return None
+    return too_small(logits)
 
 
 FUSION = Fusion(
@@ -120,6 +116,7 @@ FUSION = Fusion(
     find=find,
     guard=guard,
     pays=pays,
+    traffic=("3*m*v*bytes", "4*m*v*bytes"),
     priority=90,
     cases=(
         case("one_element", m=1, v=1, bench=False),

@@ -68,6 +68,7 @@ FUSION = Fusion(
     kernel=embedding,
     guard=guard,
     pays=pays,
+    traffic=("(3*m*n + v*n)*bytes", "(3*m*n + v*n)*bytes + 12*v*n"),
     priority=5,
     cases=(
         case("one_element", m=1, v=5, n=1, bench=False),

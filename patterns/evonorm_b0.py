@@ -159,6 +159,7 @@ FUSION = Fusion(
     kernel=evonorm_b0,
     guard=guard,
     pays=pays,
+    traffic=("8*b*c*h*w*bytes", "14*b*c*h*w*bytes"),
     priority=40,
     cases=(
         case("odd", b=3, c=6, h=5, w=7, bench=False),

@@ -82,6 +82,7 @@ FUSION = Fusion(
     kernel=evonorm_s0,
     guard=guard,
     pays=pays,
+    traffic=("5*b*c*h*w*bytes", "12*b*c*h*w*bytes"),
     priority=40,
     cases=(
         case("two_elements", b=1, c=4, h=1, w=1, bench=False),

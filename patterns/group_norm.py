@@ -7,7 +7,7 @@ from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.group_norm import group_norm
 from fx_fusion.sizes import too_small
 
-VARIANTS = ({}, {"weight": None, "bias": None})
+VARIANTS: tuple[dict[str, None], ...] = ({}, {"weight": None, "bias": None})
 
 
 def torch_group_norm(x, groups, weight, bias, eps):
@@ -44,6 +44,7 @@ FUSION = Fusion(
     kernel=group_norm,
     guard=guard,
     pays=pays,
+    traffic=("5*b*c*m*bytes", "8*b*c*m*bytes"),
     priority=24,
     cases=CASES,
     source="Wu and He 2018, arXiv:1803.08494",

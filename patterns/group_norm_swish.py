@@ -19,6 +19,7 @@ FUSION = Fusion(
     kernel=group_norm_swish,
     guard=group_norm.guard,
     pays=group_norm.pays,
+    traffic=group_norm.FUSION.traffic,
     priority=34,
     cases=group_norm.CASES,
     source="Wu and He 2018, arXiv:1803.08494; Ramachandran et al. 2017, arXiv:1710.05941",

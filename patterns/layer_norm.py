@@ -77,6 +77,7 @@ FUSION = Fusion(
     kernel=layer_norm,
     guard=guard,
     pays=pays,
+    traffic=("5*m*n*bytes", "Piecewise((5*m*n*bytes, (m >= 4096) & (m >= 2*n)), (7*m*n*bytes, True))"),
     priority=24,
     cases=(
         case("one_element", m=1, n=1, bench=False),

@@ -59,6 +59,13 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             outputs=(site.root,),
             nodes=frozenset((*site.nodes, *chain, *inside)),
             inputs=inputs,
+            statics={
+                "reduction": site.reduction,
+                "ignore_index": site.ignore_index,
+                "label_smoothing": site.label_smoothing,
+                "softcap": seen.softcap,
+                "scale": seen.scale,
+            },
             deferred=deferred,
             emit=functools.partial(emit, site=site, seen=seen, cuts=cuts),
         )

@@ -73,6 +73,7 @@ FUSION = Fusion(
     kernel=rms_norm,
     guard=guard,
     pays=pays,
+    traffic=("5*m*n*bytes", "Piecewise((5*m*n*bytes, (m >= 4096) & (m >= 2*n)), (7*m*n*bytes, True))"),
     priority=20,
     cases=(
         case("one_element", m=1, n=1, bench=False),

@@ -139,6 +139,7 @@ FUSION = Fusion(
     guard=guard,
     pays=pays,
     pair=pair,
+    traffic=("4*b*h*s*d*bytes", "6*b*h*s*d*bytes"),
     priority=15,
     cases=(
         case("odd", b=2, h=3, s=5, d=6, c=6, bench=False),

@@ -5,12 +5,12 @@ import torch
 from torch.library import opcheck
 
 import fx_fusion.registry as registry
-from fx_fusion.kernels import glu, rope
+from fx_fusion.kernels import channel_norm, embedding, evonorm_b0, gated_rms_norm, glu, rope, row_norm
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.cross_entropy import cross_entropy, launch_rows
 from fx_fusion.kernels.launch import as_rows, row_order
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy, rows_in_a_chunk
-from fx_fusion.kernels.rms_norm import norm_bwd, norm_fwd, rms_norm
+from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish
 from fx_fusion.op import interpreting
@@ -163,7 +163,7 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64"}
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
     compiled = set()
 
     def compile_only(kernel, *args, grid, warmup, **keywords):
@@ -182,13 +182,28 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
             triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-    for n in (64, 4096, 20001):
+    for n in (4096, 20001):
         x, w = torch.randn(8, n).bfloat16(), torch.randn(n)
-        for weight, first in ((w, True), (None, False)):
-            *_, rstd = norm_fwd(x, None, weight, 1e-6, 0.0, first)
-            norm_fwd(x, x, weight, 1e-6, 0.0, first)
-            norm_bwd(x, x, x, weight, rstd, 0.0, first, [True, True])
-            norm_bwd(x, None, x, weight, rstd, 0.0, first, [True, False])
+        for weight, first, center in ((w, True, False), (None, False, False), (w, False, True)):
+            bias = weight if center else None
+            *_, stats = row_norm.norm_fwd(x, None, weight, bias, 1e-6, 0.0, first, center=center)
+            row_norm.norm_fwd(x, x, weight, bias, 1e-6, 0.0, first, center=center)
+            for dh, needs in ((x, [True, True, True]), (None, [True, False, False])):
+                row_norm.norm_bwd(x, dh, x, weight, bias, stats, 0.0, first, needs, center=center)
+    for options in ((True, True, True, 2), (False, False, False, 1)):
+        gated_rms_norm._fwd(x[:, :4096], x[:, :4096], w[:4096], 1e-6, *options)
+        gated_rms_norm._bwd(x[:, :4096], x[:, :4096], x[:, :4096], w[:4096], stats, 1e-6, *options, [True] * 3)
+    for shape, groups in (((4, 12, 28, 28), 4), ((1, 8, 90, 95), 2)):
+        images = torch.randn(shape).bfloat16()
+        for image in (images, images.to(memory_format=torch.channels_last)):
+            p = torch.randn(shape[1])
+            for kind in (channel_norm.GROUP_NORM, channel_norm.GROUP_NORM_SWISH, channel_norm.EVONORM_S0):
+                kept = channel_norm.norm_fwd(image, torch.empty_like(image), groups, p, p, p, 1e-5, kind)
+                channel_norm.norm_bwd(image, image, groups, p, p, p, kept, kind)
+            for running in (None, p):
+                _, _, per_image, batch = evonorm_b0._fwd(image, p, p, p, running, 1e-3)
+                evonorm_b0._bwd(image, image, p, p, p, running, per_image, batch, 1e-3, [True] * 4)
+    embedding._bwd(torch.randn(3000, 8), torch.randint(0, 9, (3000,)), torch.randn(9, 8), -1, [True])
     logits, target, loss, stats = (
         torch.randn(4, 9001).bfloat16(),
         torch.zeros(4, dtype=torch.long),

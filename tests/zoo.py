@@ -27,8 +27,7 @@ FAMILIES = {
     "T5": ({"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}, (12, 4, 0, 2, 0)),
     "GPTNeoX": ({"rotary_pct": 0.5, **NO_DROPOUT}, (0, 0, 2, 2, 0)),
     "Granite": ({"logits_scaling": 8.0, "residual_multiplier": 0.5}, (5, 2, 2, 2, 2)),
-    # Its LayerNorm without bias is the RMSNorm of what is left after the mean is subtracted.
-    "Cohere": ({}, (3, 2, 2, 2, 2)),
+    "Cohere": ({}, (0, 2, 2, 2, 2)),  # LayerNorm, written out
 }  # fmt: skip
 HEADS = {"Bert": "ForMaskedLM", "T5": "ForConditionalGeneration", "GPT2": "LMHeadModel"}
 

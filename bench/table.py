@@ -1,0 +1,47 @@
+"""Results of ``bench.run --grid`` -> the table of a GPU that ``select="auto"`` reads.
+
+python -m bench.table bench/results/grid.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import fx_fusion.tables as tables
+
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def cells(rows: list[dict]) -> list[dict]:
+    """One cell a fusion, case, dtype and mode; the last measurement counts."""
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        if row.get("provider") not in ("inductor", "fx_fusion"):
+            continue
+        key = row["fusion"], row["case"], row["dtype"], row["mode"]
+        cell = found.setdefault(key, {
+            "fusion": row["fusion"], "itemsize": _WIDTH[row["dtype"]], "forward_only": row["mode"] == "forward",
+            "sizes": row["sizes"],
+        })  # fmt: skip
+        cell["ours" if row["provider"] == "fx_fusion" else "inductor"] = row["ms"]
+    return [c for c in found.values() if "ours" in c and "inductor" in c]
+
+
+def main() -> None:
+    rows = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    by_gpu: dict[str, list[dict]] = {}
+    for row in rows:
+        by_gpu.setdefault(row["environment"]["gpu"], []).append(row)
+    for gpu, measured in by_gpu.items():
+        file = Path(tables.__file__).parent / "tables" / f"{tables.slug(gpu)}.json"
+        file.parent.mkdir(exist_ok=True)
+        stamp = {k: v for k, v in measured[-1]["environment"].items() if k in ("gpu", "torch", "triton", "commit")}
+        lines = ",\n".join(json.dumps(cell) for cell in cells(measured))
+        file.write_text(f'{{"environment": {json.dumps(stamp)}, "cells": [\n{lines}\n]}}\n')
+        print(f"{file}: {len(cells(measured))} cells")
+
+
+if __name__ == "__main__":
+    main()

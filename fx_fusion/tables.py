@@ -1,0 +1,115 @@
+"""What was measured: the table of a GPU, and the roofline where no table speaks.
+
+``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
+the nearest measured cell of its fusion (nearest by the logarithms of its sizes, in a dtype of the same width). On another
+GPU the bytes that the fused kernels and Inductor's have to move are compared, as formulas over the sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from fx_fusion.fusion import Fusion
+from fx_fusion.match import Match
+from fx_fusion.sizes import expected
+from fx_fusion.terms import is_tensor, value
+
+_FOLDER = Path(__file__).parent / "tables"
+TOLERANCE = 1.0  # how much of Inductor's time the fused kernels may take
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: milliseconds of the device for forward + backward (or the forward alone)."""
+
+    fusion: str
+    itemsize: int
+    forward_only: bool
+    sizes: Mapping[str, float]
+    ours: float
+    inductor: float
+
+    def distance(self, sizes: Mapping[str, float]) -> float:
+        return sum(abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items())
+
+
+def why_slower(fusion: Fusion, match: Match) -> str | None:
+    """Why Inductor should keep this site as far as tables and formulas know, or None."""
+    tensors = [value(v) for v in match.inputs.values() if is_tensor(v)]
+    floating = [t for t in tensors if t.is_floating_point()]
+    device, sizes = tensors[0].device, sizes_of(fusion, match)
+    if device.type != "cuda" or not floating or sizes is None:
+        return None
+    itemsize = floating[0].dtype.itemsize
+    forward_only = not (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
+    cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
+    alike = [c for c in cells if c.itemsize == itemsize and c.forward_only == forward_only]
+    if not alike:
+        return _by_roofline(fusion, sizes, itemsize)
+    nearest = min(alike, key=lambda c: c.distance(sizes))
+    if nearest.ours <= TOLERANCE * nearest.inductor:
+        return None
+    at = " x ".join(f"{n:.0f}" for n in nearest.sizes.values())
+    return f"Inductor was {nearest.ours / nearest.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
+
+
+def sizes_of(fusion: Fusion, match: Match) -> dict[str, float] | None:
+    """The declared dims of a site; ``m`` is the product of what ``...`` stands for. None where a dim has no value."""
+    sizes: dict[str, float] = {}
+    for name in fusion.tensors():
+        if name not in match.inputs or not is_tensor(match.inputs[name]):
+            continue
+        spec, shape = str(fusion.inputs[name]).split(), [expected(n) for n in value(match.inputs[name]).shape]
+        if "..." in spec:
+            at = spec.index("...")
+            rest = len(shape) - len(spec) + 1
+            sizes.setdefault("m", math.prod(shape[at : at + rest]))
+            shape[at : at + rest] = [0]
+        if len(shape) != len(spec):
+            return None
+        for token, size in zip(spec, shape, strict=True):
+            if token != "..." and not token.endswith("|1"):
+                sizes.setdefault(token, size)
+    return None if any(math.isinf(n) for n in sizes.values()) else sizes
+
+
+@functools.cache
+def cells_of(gpu: str, fusion: str) -> tuple[Cell, ...]:
+    return tuple(c for c in _table(gpu) if c.fusion == fusion)
+
+
+@functools.cache
+def _table(gpu: str) -> tuple[Cell, ...]:
+    file = _FOLDER / f"{slug(gpu)}.json"
+    if not gpu or not file.exists():
+        return ()
+    return tuple(Cell(**cell) for cell in json.loads(file.read_text())["cells"])
+
+
+def slug(gpu: str) -> str:
+    return gpu.lower().replace(" ", "_")
+
+
+def _by_roofline(fusion: Fusion, sizes: Mapping[str, float], itemsize: int) -> str | None:
+    """Compare the bytes that both have to move; on equal terms Inductor keeps the site."""
+    if fusion.traffic is None:
+        return None
+    ours, theirs = (evaluate(formula, {**sizes, "bytes": itemsize}) for formula in fusion.traffic)
+    if ours < theirs:
+        return None
+    return f"Inductor moves as few bytes ({theirs / 1e6:.0f} MB against {ours / 1e6:.0f}); not measured on this GPU"
+
+
+def evaluate(formula: str, sizes: Mapping[str, Any]) -> float:
+    """A formula over sizes (numbers or sympy symbols) and ``bytes``, those of an element."""
+    symbols = {name: sympy.Symbol(name, positive=True) for name in sizes}
+    return float(sympy.sympify(formula, locals=symbols).subs({symbols[n]: v for n, v in sizes.items()}))

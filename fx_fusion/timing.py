@@ -1,0 +1,72 @@
+"""How time is taken: CUDA-graph replays with the L2 cleared for the device, calls in a row for the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+
+def copy_rate() -> float:
+    """Bytes a second (read and written) of a large device-to-device copy: what 100 % of the bandwidth is."""
+    from triton.testing import do_bench
+
+    source = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    ms = do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.numel() * 4 / ms * 1e3
+
+
+def cpu_ms(call: Call, calls: int = 10) -> float:
+    """Milliseconds of a call on the CPU: the median of some."""
+    call()
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def device_ms(call: Call) -> float:
+    """Milliseconds on the GPU: one call captured as a CUDA graph, median of replays, L2 cleared before each."""
+    from triton.testing import do_bench
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    ms = do_bench(graph.replay, warmup=5, rep=25, return_mode="median")
+    graph.reset()
+    return ms
+
+
+def host_us(call: Call, calls: int = 20) -> float:
+    """Microseconds of the host a call, the device not waited for (it is the larger of the two where it is slower)."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
+
+
+def peak_mib(call: Call) -> float:
+    """MiB allocated during a call beyond what was there before."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20

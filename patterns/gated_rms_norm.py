@@ -1,0 +1,87 @@
+"""RMSNorm with ``silu(gate)`` or ``sigmoid(gate)`` before or after it -> kernels/gated_rms_norm.py.
+
+In the state-space and linear-attention models: Mamba-2, Bamba, Granite hybrid, Qwen3-Next, Kimi linear.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.canonicalize import View, same_shape, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
+from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
+from fx_fusion.match import Match
+from fx_fusion.sizes import expected, too_small
+
+
+def gated(x, gate, weight, eps, before, silu, round_first, groups):
+    a = F.silu(gate.float()) if silu else torch.sigmoid(gate.float())
+    h = x.float() * a if before else x.float()
+    h = h if groups == 1 else h.unflatten(-1, (groups, -1))
+    normed = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    normed = normed if groups == 1 else normed.view(x.shape)
+    y = weight * normed.to(x.dtype) if round_first else weight.float() * normed
+    return (y if before else y * a).to(x.dtype)
+
+
+def read_groups(view: View, matches: list[Match]) -> list[Match]:
+    """The number of groups, which the shapes of the views say; a match whose views do something else is dropped."""
+    found = []
+    for match in matches:
+        squared = next(value(term.operands[0]) for term in match.pairs.values() if term.op == "square")
+        x = value(match.inputs["x"])
+        size = squared.shape[-1]
+        if match.statics["groups"] == 1:
+            found.append(match)
+        elif not isinstance(size, int) or not isinstance(x.shape[-1], int) or x.shape[-1] % size:
+            continue
+        elif same_shape(squared, x.unflatten(-1, (-1, size))):
+            found.append(dataclasses.replace(match, statics={**match.statics, "groups": x.shape[-1] // size}))
+    return found
+
+
+def guard(x, gate, weight, eps, before, silu, round_first, groups):
+    if not same_shape(x, gate):
+        return f"x {tuple(x.shape)} and gate {tuple(gate.shape)} differ in shape; the kernel does not broadcast"
+    if expected(x.shape[-1]) > WIDEST:
+        return f"rows of {x.shape[-1]}; the kernel keeps a row in registers, up to {WIDEST}"
+    return wrong_dtype(x=x, gate=gate, weight=weight)
+
+
+def pays(x, gate, weight, eps, before, silu, round_first, groups):
+    return too_small(x)
+
+
+FUSION = Fusion(
+    name="gated_rms_norm",
+    pattern=gated,
+    inputs={"x": "... n", "gate": "... n", "weight": "n", "eps": 1e-6},
+    variants=tuple(
+        {"before": before, "silu": silu, "round_first": round_first, "groups": groups}
+        for before, silu, round_first, groups in (
+            (True, True, True, 1),
+            (True, True, True, 2),
+            (True, True, False, 1),
+            (True, True, False, 2),
+            (False, True, True, 1),
+            (False, True, False, 1),
+            (False, False, False, 1),
+            (False, False, True, 1),
+        )
+    ),
+    pair=read_groups,
+    kernel=gated_rms_norm,
+    guard=guard,
+    pays=pays,
+    traffic=("8*m*n*bytes", "10*m*n*bytes"),
+    priority=36,
+    cases=(
+        case("two_elements", m=1, n=2, bench=False),
+        case("odd", m=5, n=782, bench=False),
+        case("mamba2", m=16384, n=5120),
+        case("qwen3_next", m=131072, n=128, statics={"before": False, "silu": True, "round_first": True, "groups": 1}),
+    ),
+    source="Dao and Gu 2024, arXiv:2405.21060",
+)
