@@ -50,6 +50,13 @@ def device_ms(call: Call) -> float:
     return ms
 
 
+def call_ms(call: Call) -> float:
+    """Milliseconds of one call on the GPU as it is launched, the host's time included where it is longer."""
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=5, rep=25, return_mode="median")
+
+
 def host_us(call: Call, calls: int = 20) -> float:
     """Microseconds of the host a call, the device not waited for (it is the larger of the two where it is slower)."""
     torch.cuda.synchronize()

@@ -1,5 +1,7 @@
 """What only a GPU can show: offsets beyond 2^31, the device guard, CUDA graphs, real sizes."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ import fx_fusion.registry as registry
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
+from fx_fusion.testing import make_inputs, run
 
 pytestmark = pytest.mark.gpu
 registry.all_fusions()
@@ -61,3 +64,79 @@ def test_the_other_device():
     assert y.device == x.device
     y.sum().backward()
     torch.testing.assert_close(y, F.rms_norm(x, (64,), None, 1e-6))
+
+
+TRACED = (
+    "rms_norm",
+    "add_layer_norm",
+    "gated_rms_norm",
+    "group_norm_swish",
+    "evonorm_s0",
+    "evonorm_b0",
+    "embedding",
+    "swiglu",
+)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_inductor_sees_the_kernels(name):
+    """No call into Python, no clone of an operand: the launches are the only kernels, but for a few of Inductor's."""
+    from torch._inductor.utils import run_and_get_code
+
+    fusion = registry.fusion_named(name)
+    statics = fusion.variants[0]
+    case = next(c for c in fusion.cases if c.name in ("odd", "two_elements"))
+    inputs = make_inputs(fusion, case, statics, torch.bfloat16, "cuda")
+    function = functools.partial(fusion.pattern, **statics)
+    options = {"select": "always", "strict": True, "fusions": [name]}
+    compiled = torch.compile(function, backend="fx_fusion", options=options, dynamic=False)
+    _, code = run_and_get_code(run, compiled, inputs)
+    assert not any("torch.ops.fx_fusion" in c for c in code)
+    assert not any("clone" in c for c in code)
+
+
+def test_images_of_more_than_2_to_the_31_elements():
+    from fx_fusion.kernels.evonorm_b0 import evonorm_b0
+    from fx_fusion.kernels.evonorm_s0 import evonorm_s0
+    from fx_fusion.kernels.group_norm import group_norm
+
+    n, c, side = 36, 60, 1000
+    x = torch.randn(n, c, side, side, device="cuda", dtype=torch.bfloat16)
+    w, b, v = (torch.randn(c, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    last, w4, b4, v4 = x[-1:].float(), *(p.float().view(1, -1, 1, 1) for p in (w, b, v))
+    with torch.no_grad():
+        y = group_norm(x, 4, w, b, 1e-5)
+        torch.testing.assert_close(y[-1:].float(), F.group_norm(last, 4, w.float(), b.float()), rtol=2e-2, atol=2e-2)
+        y = evonorm_s0(x, 4, v, w, b, 1e-5, 0)
+        std = last.reshape(1, 4, -1).var(-1, unbiased=False).add(1e-5).sqrt().repeat_interleave(c // 4, 1).view(1, c, 1, 1)
+        expected = last * torch.sigmoid(v4 * last) / std * w4 + b4
+        torch.testing.assert_close(y[-1:].float(), expected, rtol=2e-2, atol=2e-2)
+        y, var = evonorm_b0(x, v, w, b, None, 1e-3)
+        torch.testing.assert_close(var, torch.ones_like(var), rtol=1e-2, atol=1e-2)
+    y = group_norm(x.requires_grad_(), 4, w, b, 1e-5)
+    (dx,) = torch.autograd.grad(y, x, torch.ones((), device="cuda", dtype=torch.bfloat16).expand(y.shape))
+    tail = last.requires_grad_()
+    (expected,) = torch.autograd.grad(F.group_norm(tail, 4, w.float(), b.float()).sum(), tail)
+    torch.testing.assert_close(dx[-1:].float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_embedding_gradients_are_the_same_in_every_run():
+    from fx_fusion.kernels.embedding import embedding
+
+    ids = torch.randint(0, 50, (20000,), device="cuda")
+    table = torch.randn(50, 96, device="cuda", requires_grad=True)
+    dy = torch.randn(20000, 96, device="cuda")
+    first, again = (torch.autograd.grad(embedding(ids, table, -1), table, dy)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    expected = torch.zeros(50, 96, device="cuda", dtype=torch.float64).index_add_(0, ids, dy.double())
+    torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_attention_with_a_causal_mask_is_cudnns():
+    fusion = registry.fusion_named("attention")
+    q, k, v = (torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(fusion.pattern, backend="fx_fusion", options={"strict": True})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out = compiled(q, k, v)
+    torch.testing.assert_close(out, fusion.pattern(q, k, v), rtol=2e-2, atol=2e-2)
+    assert any("cudnn" in e.key.lower() for e in profile.key_averages())
