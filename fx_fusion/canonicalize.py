@@ -181,6 +181,8 @@ class View:
         before, after = value(below), value(node)
         if not isinstance(before, torch.Tensor) or before.device != after.device:
             return None
+        if before.dtype.is_floating_point != after.dtype.is_floating_point:
+            return None  # .int() of scores, a mask made a number: another value
         if name in _CASTS or name in _MAY_BE_NO_OP:
             return below if same_shape(before, after) else None
         if name == "dropout":

@@ -63,7 +63,7 @@ class Editor:
         with self.fake_mode, entered(self.view.effects.region[like]):
             try:
                 node.meta["example_value"] = target(*example_args, **example_kwargs)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
                 raise Mismatch(f"{target} does not take these operands: {str(error).splitlines()[0]}") from error
         return node
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
-from fx_fusion.op import fused_op
+from fx_fusion.op import interpreting, plain_op, register_autograd, trace_launches
 
 _LONG = 256  # rows of a segment that one program adds up by itself
 
@@ -89,9 +89,9 @@ def _fwd(ids, weight, padding_idx):
     return F.embedding(ids, weight)
 
 
-def _bwd(dy, ids, weight, padding_idx, needs):
-    v, h = weight.shape
-    dweight = torch.empty((v, h), dtype=weight.dtype, device=weight.device)
+def _bwd(dy, ids, v, padding_idx):
+    h = dy.shape[-1]
+    dweight = _fake_bwd(dy, ids, v, padding_idx)
     if not dweight.numel():
         return dweight
     rows = dy.reshape(-1, h)
@@ -117,14 +117,42 @@ def _bwd(dy, ids, weight, padding_idx, needs):
     return dweight
 
 
+def _bwd_on_cpu(dy, ids, v, padding_idx):
+    index = ids.reshape(-1)
+    rows = dy.reshape(-1, dy.shape[-1])
+    kept = rows if padding_idx < 0 else torch.where((index == padding_idx)[:, None], 0.0, rows)
+    wide = torch.zeros(v, dy.shape[-1], dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
+    return wide.index_add_(0, index, kept.to(wide.dtype)).to(dy.dtype)
+
+
 def _fake(ids, weight, padding_idx):
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-embedding = fused_op(
-    "embedding",
-    ("(Tensor ids, Tensor weight, int padding_idx) -> Tensor y", _fwd),
-    ("(Tensor dy, Tensor ids, Tensor weight, int padding_idx, bool[] needs) -> Tensor dweight", _bwd),
-    fake=_fake,
-    grads=("weight",),
+def _fake_bwd(dy, ids, v, padding_idx):
+    return dy.new_empty((v, dy.shape[-1]))
+
+
+embedding = plain_op("embedding", "(Tensor ids, Tensor weight, int padding_idx) -> Tensor y", _fwd, _fake)
+embedding_bwd = plain_op(
+    "embedding_bwd",
+    "(Tensor dy, Tensor ids, int v, int padding_idx) -> Tensor dweight",
+    lambda dy, *rest: _bwd(dy, *rest) if dy.is_cuda or interpreting() else _bwd_on_cpu(dy, *rest),
+    _fake_bwd,
 )
+trace_launches(embedding, _fwd)
+trace_launches(embedding_bwd, _bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ids, weight, padding_idx = inputs
+    ctx.save_for_backward(ids)  # not the table: it may be updated before the backward
+    ctx.v, ctx.padding_idx = weight.shape[0], padding_idx
+
+
+def _backward(ctx, dy):
+    (ids,) = ctx.saved_tensors
+    return None, embedding_bwd(dy, ids, ctx.v, ctx.padding_idx), None
+
+
+register_autograd("embedding", _backward, _setup_context)

@@ -4,7 +4,7 @@
     d     = max(L_c, v x + I_nc)                                in evaluation L_c = sqrt(running_var + eps)
     y     = x / d · w + b
 
-    q     = −dy · w · x / d²,   r = 1 where v x + I > L, else 0
+    q     = −dy · w · x / d²,   r = 1 where v x + I > L, 1/2 where they are equal, else 0
     dx    = dy · w / d + r q v + (x − mean_nc) Σ_nc(r q) / (I S) + (x − mean_c) Σ_c((1 − r) q) / (L N S)
     dw, db, dv = sums over images and positions of dy · x / d, dy, r q x           S positions, N images
 
@@ -108,7 +108,7 @@ def _tile_kernel(
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
         right = v * x + deviation
-        inverse = 1.0 / tl.maximum(least, right)
+        inverse = 1.0 / tl.maximum(least, right, propagate_nan=tl.PropagateNan.ALL)
         out = out_ptr + base + c * out_c + s * out_s
         if STEP == 0:
             tl.store(out, (x * inverse * w + b).to(out_ptr.dtype.element_ty), mask)
@@ -116,7 +116,7 @@ def _tile_kernel(
             dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
             direct = dy * w * inverse
             q = -direct * x * inverse
-            won = tl.where(right > least, q, 0.0)
+            won = tl.where(right > least, q, tl.where(right == least, 0.5 * q, 0.0))  # a tie: half to each, as max
             if STEP == 1:
                 dbs += dy
                 dws += dy * x * inverse

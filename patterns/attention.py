@@ -4,7 +4,8 @@
 
 Read from the softmax, down to the first product and up to the second: the steps between are too many, and too freely
 ordered, for one function an order. A mask that is proved causal becomes ``is_causal`` (on Hopper torch then takes
-cuDNN's kernel); any other is handed on as an additive mask.
+cuDNN's kernel), one that hides nothing is dropped, a learned bias is handed on. A mask that is not proved stays with the
+written-out form: where it hides a whole row, that form and the fused kernels differ.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
-from fx_fusion.canonicalize import View, is_scalar, is_tensor, value
+from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.dtypes import keeps_values
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, MaskProver
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.rewrite import Editor
+from fx_fusion.rewrite import Editor, Mismatch
 
 _PRODUCTS = ("matmul", "bmm")
 
@@ -39,11 +41,11 @@ def masked_softmax_attention(q, k, v):
 class _Scores:
     """What lies between the first product and the softmax."""
 
-    product: fx.Node | None = None
+    q: Any = None
+    keys: Any = None
     scale: float = 1.0
     proofs: list[MaskProof] = field(default_factory=list)
-    added: list[fx.Node] = field(default_factory=list)  # additive masks that are not proved
-    filled: list[tuple[fx.Node, bool, Any]] = field(default_factory=list)  # boolean mask, whether it hides, the value
+    biases: list[fx.Node] = field(default_factory=list)
     nodes: set[fx.Node] = field(default_factory=set)
 
 
@@ -58,22 +60,24 @@ def find(view: View) -> Iterator[Match | NearMiss]:
     for node in view.graph.nodes:
         if view.name(node) != "softmax" or not is_tensor(node):
             continue
+        bound = signatures.bind("softmax", node.args, dict(node.kwargs))
+        if bound is None or not is_tensor(bound["input"]) or not _has_product(view, bound["input"]):
+            continue
         scores = _Scores(nodes={node})
         try:
-            _read_scores(view, prover, node, scores)
-            yield _read(view, node, scores)
+            _read_scores(view, prover, bound["input"], scores)
+            yield _read(view, node, bound, scores)
         except _NotThis as why:
-            if scores.product is not None:
-                yield NearMiss("attention", node, why.node, 2, 3, str(why))
+            yield NearMiss("attention", node, why.node, 2, 3, str(why))
 
 
-def _read(view: View, softmax: fx.Node, scores: _Scores) -> Match:
-    bound = signatures.bind("softmax", softmax.args, dict(softmax.kwargs))
-    assert bound is not None
-    assert scores.product is not None
+def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) -> Match:
     if bound["dim"] not in (-1, value(softmax).dim() - 1):
         raise _NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
+    if not keeps_values(value(bound["input"]).dtype, value(softmax).dtype):
+        raise _NotThis(softmax, f"the softmax rounds the scores to {value(softmax).dtype}")
     probabilities, dropout, nodes = softmax, 0.0, scores.nodes
+    seen = [value(softmax).dtype]
     while True:
         user = next(iter(probabilities.users), None)
         if len(probabilities.users) != 1 or user is None:
@@ -86,55 +90,61 @@ def _read(view: View, softmax: fx.Node, scores: _Scores) -> Match:
         elif view.transparent(user) is not probabilities:
             break
         nodes.add(user)
+        seen.append(value(user).dtype)
         probabilities = user
-    if view.name(user) not in _PRODUCTS or user.args[0] is not probabilities:
+    p, v = _factors(view, user)
+    if p is not probabilities or not is_tensor(v):
         raise _NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
-    q, keys = scores.product.args[:2]
-    v, k = user.args[1], keys
+    if any(dtype not in (seen[0], value(v).dtype) for dtype in seen):
+        raise _NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
+    q, keys, k = scores.q, scores.keys, scores.keys
     if view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
         k = view.term(keys).operands[0]
     rank = value(q).dim()
     if rank not in (3, 4) or value(keys).dim() != rank or value(v).dim() != rank:
-        raise _NotThis(scores.product, "expected queries, keys and values of one rank, 3 or 4")
+        raise _NotThis(user, "expected queries, keys and values of one rank, 3 or 4")
     heads = [value(t).shape[:-2] for t in (q, keys, v)]
     if not all(statically_known_true(a == b) for other in heads[1:] for a, b in zip(heads[0], other, strict=True)):
-        raise _NotThis(scores.product, "batch and heads of queries, keys and values differ")
-    nodes |= {scores.product, user}
-    for mask, _, fill in scores.filled:
-        if fill == float("-inf"):
-            raise _NotThis(mask, f"{mask.name} is not proved to leave something in every row: a row of -inf is NaN")
-    inputs = {"q": q, "k": k, "v": v}
+        raise _NotThis(user, "batch and heads of queries, keys and values differ")
+    inputs = {"q": q, "k": k, "v": v, **{f"bias_{i}": b for i, b in enumerate(scores.biases)}}
 
     def emit(editor: Editor, match: Match) -> None:
         _emit(editor, match, scores, transposed=k is not keys, dropout=dropout)
 
-    return Match("attention", (user,), frozenset(nodes), inputs, emit=emit)
+    return Match("attention", (user,), frozenset((*nodes, user)), inputs, emit=emit)
 
 
-def _read_scores(view: View, prover: MaskProver, softmax: fx.Node, scores: _Scores) -> None:
+def _factors(view: View, node: fx.Node) -> tuple[Any, Any]:
+    """The two operands of a matrix product; ``(None, None)`` of anything else."""
+    name = view.name(node)
+    bound = signatures.bind(name, node.args, dict(node.kwargs)) if name in _PRODUCTS else None
+    return (None, None) if bound is None else (bound["input"], bound["other" if name == "matmul" else "mat2"])
+
+
+def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> None:
     """From the softmax down to the first product, one step at a time."""
-    node = softmax.args[0] if softmax.args else softmax.kwargs.get("input")
     while True:
         if not isinstance(node, fx.Node) or not is_tensor(node):
-            raise _NotThis(softmax, "not a softmax of scores")
-        name, below = view.name(node), view.transparent(node)
-        if name in _PRODUCTS:
-            scores.product = node
-            return
-        if below is not None:
-            scores.nodes.add(node)
-            node = below
-            continue
-        scores.product = scores.product or _product_below(view, node)
+            raise _NotThis(node, "not a softmax of scores")
         scores.nodes.add(node)
-        if name in ("mul", "div") and len(node.args) == 2:
+        scores.q, scores.keys = _factors(view, node)
+        if is_tensor(scores.q) and is_tensor(scores.keys):
+            return
+        below, name = view.transparent(node), view.name(node)
+        if below is not None:
+            if not keeps_values(value(below).dtype, value(node).dtype):
+                raise _NotThis(node, f"{node.name} rounds the scores to {value(node).dtype}")
+            node = below
+        elif name in ("mul", "div"):
             node = _scaled(view, node, name, scores)
-        elif name in ("add", "sub") and len(node.args) == 2:
-            node = _with_mask(view, prover, node, name, scores)
+        elif name == "add":
+            node = _with_mask(view, prover, node, scores)
         elif name == "masked_fill":
-            mask, fill = node.args[1:3] if len(node.args) > 2 else (None, None)
-            _fill(view, prover, node, mask, True, fill, scores)
-            node = node.args[0]
+            bound = signatures.bind(name, node.args, dict(node.kwargs))
+            if bound is None:
+                raise _NotThis(node, f"{node.name} is called in an unusual way")
+            _fill(view, prover, node, bound["mask"], True, bound["value"], scores)
+            node = bound["input"]
         elif node.target is torch.where and len(node.args) == 3:
             mask, inside, outside = node.args
             _fill(view, prover, node, mask, False, outside, scores)
@@ -143,47 +153,52 @@ def _read_scores(view: View, prover: MaskProver, softmax: fx.Node, scores: _Scor
             raise _NotThis(node, f"{name or node.name} is between the product and the softmax")
 
 
-def _product_below(view: View, node: fx.Node, depth: int = 6) -> fx.Node | None:
-    """A product within a few steps: what tells attention from any other softmax, for near misses."""
-    for operand in node.all_input_nodes if depth else ():
-        if view.name(operand) in _PRODUCTS:
-            return operand
-        if is_tensor(operand) and (found := _product_below(view, operand, depth - 1)) is not None:
-            return found
-    return None
+def _has_product(view: View, node: fx.Node, depth: int = 8) -> bool:
+    """Whether a matrix product is within a few steps: what tells attention from any other softmax."""
+    if view.name(node) in _PRODUCTS:
+        return True
+    return depth > 0 and any(is_tensor(n) and _has_product(view, n, depth - 1) for n in node.all_input_nodes)
+
+
+def _operands(view: View, node: fx.Node, name: str) -> tuple[Any, Any]:
+    bound = signatures.bind(name, node.args, dict(node.kwargs))
+    if bound is None or bound.get("alpha", 1) != 1 or bound.get("rounding_mode") is not None:
+        raise _NotThis(node, f"{node.name} is not a plain sum, product or quotient")
+    return view.constant(bound["input"]), view.constant(bound["other"])
 
 
 def _scaled(view: View, node: fx.Node, name: str, scores: _Scores) -> fx.Node:
-    a, b = (view.constant(x) for x in node.args)
+    a, b = _operands(view, node, name)
     tensor, number = (a, b) if is_tensor(a) else (b, a)
-    if not isinstance(number, (int, float)) or not is_tensor(tensor) or (name == "div" and number is a) or number <= 0:
+    if not isinstance(number, (int, float)) or not is_tensor(tensor) or (name == "div" and number is a) or not number > 0:
         raise _NotThis(node, f"{node.name} scales the scores by something that is not a positive constant")
     scores.scale *= number if name == "mul" else 1 / number
     return tensor
 
 
-def _with_mask(view: View, prover: MaskProver, node: fx.Node, name: str, scores: _Scores) -> fx.Node:
-    a, b = (view.constant(x) for x in node.args)
-    if is_scalar(b) and b == 0:
+def _with_mask(view: View, prover: MaskProver, node: fx.Node, scores: _Scores) -> fx.Node:
+    a, b = _operands(view, node, "add")
+    if isinstance(b, (int, float)) and b == 0:
         return a
     if not is_tensor(a) or not is_tensor(b):
         raise _NotThis(node, f"{node.name} adds {b if is_tensor(a) else a} to the scores")
-    order = [(a, b)] if name == "sub" else [(a, b), (b, a)]
-    for inside, mask in order:
-        if name == "add" and not _has_product(view, mask) and _has_product(view, inside):
-            proof = prover.prove(mask)
-            if proof.kind == "unknown":
-                if scores.scale != 1:
-                    raise _NotThis(node, f"the mask {mask.name}, which is not proved, is scaled with the scores")
-                scores.added.append(mask)
-            else:
-                scores.proofs.append(proof)
-            return inside
+    for inside, mask in ((a, b), (b, a)):
+        if _has_product(view, mask) or not _has_product(view, inside):
+            continue
+        if not value(mask).dtype.is_floating_point:
+            raise _NotThis(node, f"{node.name} adds {value(mask).dtype} numbers to the scores")
+        proof = prover.prove(mask)
+        if proof.kind != "unknown":
+            scores.proofs.append(proof)
+        elif not value(mask).requires_grad:
+            # A row that is hidden entirely is uniform in eager (or NaN); a fused kernel makes something else of it.
+            raise _NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
+        elif scores.scale != 1 or value(mask).dim() < 2:
+            raise _NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
+        else:
+            scores.biases.append(mask)
+        return inside
     raise _NotThis(node, f"{node.name} combines scores in another way than by an additive mask")
-
-
-def _has_product(view: View, node: fx.Node) -> bool:
-    return view.name(node) in _PRODUCTS or _product_below(view, node) is not None
 
 
 def _fill(
@@ -191,17 +206,17 @@ def _fill(
 ) -> None:  # fmt: skip
     fill = view.constant(fill)
     if isinstance(fill, fx.Node) and fill.target in (torch.tensor, torch.full):
-        fill = fill.args[0 if fill.target is torch.tensor else 1]
+        at = 0 if fill.target is torch.tensor else 1
+        fill = fill.args[at] if len(fill.args) > at else None
     if not is_tensor(mask) or value(mask).dtype != torch.bool or not isinstance(fill, (int, float)):
         raise _NotThis(node, f"{node.name} fills with a value that is not a constant, or by a mask that is not boolean")
     lowest = torch.finfo(value(node).dtype).min
-    if fill > lowest / 2 and fill > -1e30:
+    if not (fill * scores.scale <= max(lowest / 2, -1e30)):
         raise _NotThis(node, f"{node.name} hides with {fill}, which a score may come near to")
     proof = prover.prove(mask, hides=hides)
     if proof.kind == "unknown":
-        scores.filled.append((mask, hides, fill))
-    else:
-        scores.proofs.append(proof)
+        raise _NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
+    scores.proofs.append(proof)
 
 
 def _emit(editor: Editor, match: Match, scores: _Scores, *, transposed: bool, dropout: float) -> None:
@@ -211,19 +226,13 @@ def _emit(editor: Editor, match: Match, scores: _Scores, *, transposed: bool, dr
         q, k, v = (editor.now(match.inputs[n]) for n in ("q", "k", "v"))
         if not transposed:
             k = editor.method("transpose", (k, -1, -2), like=root)
-        masks = [editor.now(m) for m in scores.added]
-        for mask, hides, fill in scores.filled:
-            zero, low = (editor.call(torch.full, ((), x), {"dtype": value(q).dtype, "device": value(q).device}, like=root)
-                         for x in (0.0, fill))  # fmt: skip
-            masks.append(editor.call(torch.where, (mask, low, zero) if hides else (mask, zero, low), like=root))
-        bias = masks[0] if masks else None
-        for mask in masks[1:]:
-            bias = editor.call(torch.add, (bias, mask), like=root)
+        bias = None
+        for added in scores.biases:
+            bias = added if bias is None else editor.call(torch.add, (bias, added), like=root)
         if bias is not None and causal:  # one mask, not two
-            bias = _with_causal(editor, bias, q, k, root)
-            causal = False
-        if bias is not None:
-            bias = editor.cast(bias, _compute_dtype(value(q)), like=root)
+            bias, causal = _with_causal(editor, bias, q, k, root), False
+        if bias is not None and value(bias).dtype != _compute_dtype(value(q)):
+            raise Mismatch(f"the bias is {value(bias).dtype}, attention is computed in {_compute_dtype(value(q))}")
         three = value(q).dim() == 3
         if three:
             q, k, v = (editor.method("unsqueeze", (t, 0), like=root) for t in (q, k, v))

@@ -17,6 +17,7 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.match import Match, NearMiss
+from fx_fusion.rewrite import Editor
 
 NO_PADDING = -1
 
@@ -36,12 +37,23 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             reason = "max_norm, scale_grad_by_freq and sparse change the table or its gradient"
             yield NearMiss("embedding", node, node, 1, 2, reason)
             continue
-        padding = bound["padding_idx"]
+        padding = view.constant(bound["padding_idx"])
+        if padding is not None and not isinstance(padding, int):
+            yield NearMiss("embedding", node, node, 1, 2, f"padding_idx is {padding}, which is no constant")
+            continue
         if padding is not None and padding < 0:
             padding += value(bound["weight"]).shape[0]
         inputs = {"ids": bound["input"], "weight": bound["weight"]}
         statics = {"padding_idx": NO_PADDING if padding is None else padding}
-        yield Match("embedding", (node,), frozenset([node]), inputs, statics)
+        yield Match("embedding", (node,), frozenset([node]), inputs, statics, emit=emit)
+
+
+def emit(editor: Editor, match: Match) -> None:
+    with editor.graph.inserting_before(match.root):
+        ids, weight = match.inputs["ids"], match.inputs["weight"]
+        call = editor.call(embedding, (ids, weight, match.statics["padding_idx"]), like=match.root)
+        editor.check([match.root], [call])
+    editor.replace(match.root, call)
 
 
 def guard(ids, weight, padding_idx):
@@ -65,7 +77,6 @@ FUSION = Fusion(
     integers={"ids": "v"},
     variants=({"padding_idx": NO_PADDING}, {"padding_idx": 3}),
     find=find,
-    kernel=embedding,
     guard=guard,
     pays=pays,
     traffic=("(3*m*n + v*n)*bytes", "(3*m*n + v*n)*bytes + 12*v*n"),

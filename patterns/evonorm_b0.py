@@ -16,8 +16,17 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.evonorm_b0 import evonorm_b0
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.evonorm_site import NotThis, affine_end, deviation, only_user, per_channel
-from fx_fusion.rewrite import Editor
+from fx_fusion.patterns.evonorm_site import (
+    NotThis,
+    affine_end,
+    binary,
+    deviation,
+    flat,
+    only_user,
+    other_operand,
+    per_channel,
+)
+from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
 
 
@@ -50,88 +59,85 @@ def _is_maximum(view: View, node: fx.Node) -> bool:
 
 def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
     ratio = only_user(view, larger, ("div",))
-    if ratio.args[1] is not larger:
+    x, divisor = binary(view, ratio)
+    if divisor is not larger or not is_tensor(x):
         raise NotThis(ratio, "the larger deviation is divided, it does not divide")
-    x = ratio.args[0]
     base, channels = view.edge(x).base, value(x).shape[1]
     nodes.add(ratio)
     left, right = larger.args
-    if view.name(left) == "add" and _product_with(view, left, base):
+    if _product_with(view, left, base) is not None:
         left, right = right, left
-    scaled = _product_with(view, right, base) if view.name(right) == "add" else None
+    scaled = _product_with(view, right, base)
     if scaled is None:
         raise NotThis(right, "expected v x plus the deviation of each image")
     nodes |= {right, scaled}
-    v = per_channel(view, next(a for a in scaled.args if view.edge(a).base is not base), channels, nodes)
-    of_image = deviation(view, next(a for a in right.args if a is not scaled), x)
+    v = per_channel(view, next(a for a in binary(view, scaled) if view.edge(a).base is not base), channels, nodes)
+    of_image = deviation(view, other_operand(view, right, scaled), x)
     if of_image.groups is not None or of_image.dims != (-2, -1) or of_image.correction != 0:
         raise NotThis(of_image.var, "expected the (biased) variance of each channel of an image")
     end = affine_end(view, ratio, channels)
     nodes |= of_image.nodes | end.nodes
     inputs: dict[str, Any] = {"x": x, "v": v, "weight": end.weight, "bias": end.bias}
     outputs = [end.root]
-    try:
-        batch_nodes: set[fx.Node] = set()
+    running = _running(view, left, channels)
+    if running is not None:
+        inputs["running_var"], eps, more = running
+    else:
         of_batch = deviation(view, left, x)
         if of_batch.groups is not None or of_batch.dims != (-4, -2, -1) or of_batch.correction != 0:
             raise NotThis(of_batch.var, "expected the (biased) variance of each channel over the batch")
-        eps, batch_nodes = of_batch.eps, of_batch.nodes
-        others = [u for u in of_batch.var.users if u not in batch_nodes]
-        if others:
-            for user in others:
-                if user.op != "call_method" or user.target != "detach":
-                    raise NotThis(user, f"{user.name} uses the batch variance; expected its update, behind a detach()")
-            outputs.append(of_batch.var)
-    except NotThis:
-        running = _running(view, left, channels)
-        if running is None:
-            raise
-        inputs["running_var"], eps, batch_nodes = running
+        eps, more = of_batch.eps, of_batch.nodes
+        for user in of_batch.var.users:
+            outside = user not in more
+            if outside and view.effects.region[user][0] and (user.op, user.target) != ("call_method", "detach"):
+                raise NotThis(user, f"{user.name} uses the batch variance; expected its update, without a gradient")
+            if outside and of_batch.var not in outputs:
+                outputs.append(of_batch.var)
     if eps != of_image.eps:
         raise NotThis(larger, f"eps is {eps} for the batch and {of_image.eps} for an image")
-    return Match(
-        "evonorm_b0", tuple(outputs), frozenset(nodes | batch_nodes), {**inputs, "eps": eps}, emit=emit
-    )  # fmt: skip
+    return Match("evonorm_b0", tuple(outputs), frozenset(nodes | more), {**inputs, "eps": eps}, emit=emit)
 
 
-def _product_with(view: View, total: fx.Node, base: Any) -> fx.Node | None:
+def _product_with(view: View, total: Any, base: Any) -> fx.Node | None:
     """The operand of a sum that is a product of x (``base``) and something else."""
-    for operand in total.args:
-        if isinstance(operand, fx.Node) and view.name(operand) == "mul" and len(operand.args) == 2:
-            bases = [view.edge(a).base for a in operand.args if is_tensor(a)]
+    if not isinstance(total, fx.Node) or view.name(total) != "add":
+        return None
+    for operand in binary(view, total):
+        if isinstance(operand, fx.Node) and view.name(operand) == "mul":
+            bases = [view.edge(a).base for a in binary(view, operand) if is_tensor(a)]
             if len(bases) == 2 and (bases[0] is base) != (bases[1] is base):
                 return operand
     return None
 
 
 def _running(view: View, node: fx.Node, channels: Any) -> tuple[fx.Node, Any, set[fx.Node]] | None:
-    """``sqrt(running_var + eps)`` as one number a channel: the buffer, eps, the nodes."""
+    """``sqrt(running_var + eps)`` as one number a channel: the buffer, eps, the nodes; None if it is no buffer."""
     nodes: set[fx.Node] = set()
-    while isinstance(node, fx.Node) and view.name(node) != "sqrt":
-        if value(node).dim() != 4 and view.transparent(node) is None:
-            return None
+    if view.name(node) in ("expand", "expand_as"):
         nodes.add(node)
         node = node.args[0]
-    if not isinstance(node, fx.Node):
+    try:
+        root = per_channel(view, node, channels, nodes)
+    except NotThis:
         return None
-    total = node.args[0]
-    if not isinstance(total, fx.Node) or view.name(total) != "add" or len(total.args) != 2 or not is_scalar(total.args[1]):
+    if view.name(root) != "sqrt" or not root.args or view.name(root.args[0]) != "add":
         return None
-    running = total.args[0]
-    if not is_tensor(running) or value(running).numel() != channels or value(running).dim() not in (1, 4):
+    total = root.args[0]
+    operands = binary(view, total)
+    eps = next((o for o in operands if is_scalar(o)), None)
+    running = next((o for o in operands if is_tensor(o)), None)
+    if eps is None or running is None or value(running).numel() != channels:
         return None
-    return running, total.args[1], nodes | {node, total}
+    source = per_channel(view, running, channels, nodes) if value(running).dim() > 2 else view.source(running).base
+    if source.op not in ("placeholder", "get_attr") or value(source).requires_grad:
+        return None
+    return running, eps, nodes | {root, total}
 
 
 def emit(editor: Editor, match: Match) -> None:
     bound = {"running_var": None, **match.inputs}
-    last = max((n for n in match.inputs.values() if isinstance(n, fx.Node)), key=lambda n: editor.view.order[n])
-    first = min(match.outputs, key=lambda n: editor.view.order[n])
-    at = first if editor.view.order[last] < editor.view.order[first] else editor.now(last).next
-    with editor.graph.inserting_before(at):
-        for name in ("v", "weight", "bias", "running_var"):
-            if bound[name] is not None and value(bound[name]).dim() != 1:
-                bound[name] = editor.method("reshape", (bound[name], -1), like=match.root)
+    with editor.graph.inserting_before(insertion_point(match, editor)):
+        flat(editor, bound, ("v", "weight", "bias", "running_var"), match.root)
         call = editor.call(evonorm_b0.overload, tuple(bound[p] for p in evonorm_b0.parameters), like=match.root)
         results = [editor.item(call, i, like=root) for i, root in enumerate(match.outputs)]
         if len(results) > 1 and value(match.outputs[1]).dim() != 1:

@@ -12,7 +12,17 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.evonorm_s0 import evonorm_s0
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.evonorm_site import NotThis, affine_end, deviation, only_user, other_operand, per_channel
+from fx_fusion.patterns.evonorm_site import (
+    NotThis,
+    affine_end,
+    binary,
+    deviation,
+    flat,
+    only_user,
+    other_operand,
+    per_channel,
+)
+from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
 
 
@@ -38,22 +48,23 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
     scaled = sigmoid.args[0]
-    if view.name(scaled) != "mul" or not all(is_tensor(a) for a in scaled.args) or len(scaled.users) != 1:
+    if view.name(scaled) != "mul" or not all(map(is_tensor, binary(view, scaled))) or len(scaled.users) != 1:
         raise NotThis(sigmoid, "not a sigmoid of v x")
     gated = only_user(view, sigmoid, ("mul",))
-    x = other_operand(gated, sigmoid)
+    x = other_operand(view, gated, sigmoid)
     base = view.edge(x).base
-    v = next((a for a in scaled.args if view.edge(a).base is not base), None)
+    v = next((a for a in binary(view, scaled) if view.edge(a).base is not base), None)
     if v is None or value(v).numel() != value(x).shape[1]:
         raise NotThis(scaled, "not a sigmoid of v x")
     channels = value(x).shape[1]
     v = per_channel(view, v, channels, nodes)
     nodes |= {scaled, gated}
     ratio = only_user(view, gated, ("div",))
-    if ratio.args[0] is not gated:
+    above, below = binary(view, ratio)
+    if above is not gated or not is_tensor(below):
         raise NotThis(ratio, "x sigmoid(v x) divides, it is not divided")
     nodes.add(ratio)
-    found = deviation(view, ratio.args[1], x)
+    found = deviation(view, below, x)
     if found.groups is None:
         raise NotThis(found.var, f"the variance is over {found.dims} of x; expected groups of channels")
     end = affine_end(view, ratio, channels)
@@ -61,7 +72,17 @@ def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
         "x": x, "groups": found.groups, "v": v, "weight": end.weight, "bias": end.bias, "eps": found.eps,
         "correction": found.correction,
     }  # fmt: skip
-    return Match("evonorm_s0", (end.root,), frozenset(nodes | found.nodes | end.nodes), inputs)
+    return Match("evonorm_s0", (end.root,), frozenset(nodes | found.nodes | end.nodes), inputs, emit=emit)
+
+
+def emit(editor: Editor, match: Match) -> None:
+    bound = dict(match.inputs)
+    with editor.graph.inserting_before(insertion_point(match, editor)):
+        flat(editor, bound, ("v", "weight", "bias"), match.root)
+        call = editor.call(evonorm_s0.overload, tuple(bound[p] for p in evonorm_s0.parameters), like=match.root)
+        y = editor.item(call, 0, like=match.root)
+        editor.check([match.root], [y])
+    editor.replace(match.root, y)
 
 
 def guard(x, groups, v, weight, bias, eps, correction):

@@ -7,13 +7,16 @@ and from there down to x.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_scalar, is_tensor, same_shape, value
+from fx_fusion.rewrite import Editor
 
 _SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "view_as", "squeeze")
 
@@ -54,8 +57,8 @@ def affine_end(view: View, core: fx.Node, channels: Any) -> Affine:
     product = only_user(view, core, ("mul",))
     total = only_user(view, product, ("add",))
     nodes = {product, total}
-    weight = per_channel(view, other_operand(product, core), channels, nodes)
-    bias = per_channel(view, other_operand(total, product), channels, nodes)
+    weight = per_channel(view, other_operand(view, product, core), channels, nodes)
+    bias = per_channel(view, other_operand(view, total, product), channels, nodes)
     return Affine(total, weight, bias, nodes)
 
 
@@ -67,62 +70,85 @@ def only_user(view: View, node: fx.Node, names: tuple[str, ...]) -> fx.Node:
     return user
 
 
-def other_operand(node: fx.Node, one: fx.Node) -> Any:
-    rest = [a for a in node.args if a is not one]
+def binary(view: View, node: fx.Node) -> tuple[Any, Any]:
+    """The operands of add, mul or div without ``alpha`` or ``rounding_mode``."""
+    name = view.name(node)
+    bound = signatures.bind(name, node.args, dict(node.kwargs)) if name in ("add", "mul", "div") else None
+    if bound is None or bound.get("alpha", 1) != 1 or bound.get("rounding_mode") is not None:
+        raise NotThis(node, f"{node.name} is not a plain sum, product or quotient")
+    return view.constant(bound["input"]), view.constant(bound["other"])
+
+
+def other_operand(view: View, node: fx.Node, one: fx.Node) -> Any:
+    rest = [a for a in binary(view, node) if a is not one]
     if len(rest) != 1 or not is_tensor(rest[0]):
         raise NotThis(node, f"expected a tensor beside {one.name}")
     return rest[0]
 
 
 def per_channel(view: View, node: fx.Node, channels: Any, nodes: set[fx.Node]) -> fx.Node:
-    """The vector of ``channels`` numbers behind a (1, c, 1, 1) view of it, casts crossed; adds what it crosses."""
+    """The ``channels`` numbers behind a (1, c, 1, 1) view of them, casts crossed; adds what it crosses and nobody else
+    uses. What comes back has c elements, maybe with dims of size 1 around them."""
     shape = value(node).shape
     at = len(shape) - 3
     if at < 0 or not all(statically_known_true(s == (channels if d == at else 1)) for d, s in enumerate(shape)):
         raise NotThis(node, f"{node.name} has shape {tuple(shape)}; expected one number a channel")
     crossed = []
-    while value(node).dim() != 1:
-        below = view.transparent(node) or (node.args[0] if view.name(node) in _SHAPES and node.args else None)
-        if not isinstance(below, fx.Node) or not is_tensor(below):
-            return _as_parameter(node, nodes, [])
+    while (below := _same_numbers(view, node)) is not None:
         crossed.append(node)
         node = below
-    while (below := view.transparent(node)) is not None and value(below).dim() == 1:
-        crossed.append(node)
-        node = below
-    if not statically_known_true(value(node).shape[0] == channels):
-        raise NotThis(node, f"{node.name} has {value(node).shape[0]} elements for {channels} channels")
-    return _as_parameter(node, nodes, crossed)
-
-
-def _as_parameter(node: fx.Node, nodes: set[fx.Node], crossed: list[fx.Node]) -> fx.Node:
     nodes.update(n for n in crossed if len(n.users) == 1)  # shared views stay where they are
     return node
 
 
+def _same_numbers(view: View, node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a cast of, or a view of that adds or drops dims of size 1 only."""
+    below = view.transparent(node)
+    if below is None and view.name(node) in _SHAPES and node.args and isinstance(node.args[0], fx.Node):
+        index = node.args[1] if view.name(node) == "getitem" else ()
+        items = index if isinstance(index, tuple) else (index,)
+        plain = all(i is None or i is Ellipsis or i == slice(None) for i in items)
+        below = node.args[0] if plain and is_tensor(node.args[0]) and _squeezed_alike(node.args[0], node) else None
+    return below if isinstance(below, fx.Node) and is_tensor(below) else None
+
+
+def _squeezed_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether the shapes differ by dims of size 1 only: then the order of the elements is the same."""
+    one, other = ([n for n in value(t).shape if not statically_known_true(n == 1)] for t in (a, b))
+    return len(one) == len(other) and all(statically_known_true(x == y) for x, y in zip(one, other, strict=True))
+
+
 def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
-    """Read a standard deviation of x, from its last node down."""
-    nodes: set[fx.Node] = set()
-    node = _through(view, node, nodes)
-    if view.name(node) not in ("sqrt", "pow") or (view.name(node) == "pow" and node.args[1] != 0.5):
-        raise NotThis(node, f"expected a square root, found {view.name(node) or node.name}")
-    nodes.add(node)
-    total = _through(view, node.args[0], nodes)
-    if view.name(total) != "add":
-        raise NotThis(total, f"expected a variance plus eps, found {view.name(total) or total.name}")
-    nodes.add(total)
-    operands = [view.constant(a) for a in total.args]
-    eps = next((o for o in operands if is_scalar(o)), None)
-    var = next((o for o in operands if is_tensor(o)), None)
-    if eps is None or var is None or len(operands) != 2:
-        raise NotThis(total, "expected a variance plus eps")
-    var = _through(view, var, nodes)
-    term = view.term(var)
-    if term.op != "var":
-        raise NotThis(var, f"expected a variance, found {term.op}")
-    nodes.add(var)
+    """Read a standard deviation of x from its last node down, and check that each number ends up where it belongs."""
+    chain: list[fx.Node] = []  # from the end down to the variance
+    root = total = None
+    eps: Any = None
+    while True:
+        name = view.name(node)
+        below: Any = None
+        if root is None and (name == "sqrt" or (name == "pow" and node.args[1:] == (0.5,))):
+            root, below = node, node.args[0]
+        elif root is not None and total is None and name == "add":
+            operands = binary(view, node)
+            eps = next((o for o in operands if is_scalar(o)), None)
+            below = next((o for o in operands if is_tensor(o)), None)
+            total = node if eps is not None else None
+        elif total is not None and view.term(node).op == "var":
+            break
+        else:
+            below = view.transparent(node)
+            if below is None and name in _SHAPES and node.args:
+                below = node.args[0]
+        if not isinstance(below, fx.Node) or not is_tensor(below):
+            wanted = "a square root" if root is None else "a variance plus eps" if total is None else "a variance"
+            raise NotThis(node, f"expected {wanted}, found {name or node.name}")
+        chain.append(node)
+        node = below
+    var, term = node, view.term(node)
     dims, _, correction = term.attrs
-    reduced, below = value(term.operands[0]), term.operands[0]
+    nodes = {var, *chain}
+    reduced = term.operands[0]
+    below = reduced
     while view.edge(below).base is not view.edge(x).base:
         step = view.transparent(below)
         if step is None and view.name(below) in ("view", "reshape"):
@@ -133,22 +159,52 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
         below = step
     nodes.update(n for n in view.edge(below).crossed if len(n.users) == 1)
     groups = None
-    if reduced.dim() != value(x).dim() or not same_shape(reduced, value(x)):
-        groups = reduced.shape[1]
-        fits = statically_known_true(reduced.shape[0] == value(x).shape[0]) and isinstance(groups, int)
-        if not fits or dims != tuple(range(2 - reduced.dim(), 0)):
-            raise NotThis(var, f"the variance is over {dims} of {tuple(reduced.shape)}; expected whole groups of an image")
+    whole = value(x).shape
+    if not same_shape(value(reduced), value(x)):
+        shape = value(reduced).shape
+        groups = shape[1] if len(shape) > 2 else None
+        fits = statically_known_true(shape[0] == whole[0]) and isinstance(groups, int)
+        if not fits or dims != tuple(range(2 - len(shape), 0)):
+            raise NotThis(var, f"the variance is over {dims} of {tuple(shape)}; expected whole groups of an image")
+    _ends_in_place(view, [var, *reversed(chain)], value(reduced).shape, dims, whole, groups)
     return Deviation(x, var, eps, correction, groups, dims, nodes)
 
 
-def _through(view: View, node: Any, nodes: set[fx.Node]) -> fx.Node:
-    """Down through casts and through what repeats or reshapes a statistic."""
-    while isinstance(node, fx.Node):
-        below = view.transparent(node)
-        if below is None and view.name(node) in _SHAPES and node.args:
-            below = node.args[0]
-        if not isinstance(below, fx.Node) or not is_tensor(below):
-            return node
-        nodes.add(node)
-        node = below
-    raise NotThis(None, f"{node} is not a tensor")
+def _ends_in_place(view: View, path: list[fx.Node], reduced: Any, dims: Any, whole: Any, groups: int | None) -> None:
+    """From the variance up: dims of size 1 come and go, then one expand along the reduced dims; a group's numbers are
+    then laid out as x is. Anything else may put a number beside another channel or image."""
+    rank = len(reduced)
+    kept = [1 if d - rank in dims else n for d, n in enumerate(reduced)]  # the shape with keepdim
+    full = False
+    for below, node in itertools.pairwise(path):
+        shape = value(node).shape
+        if same_shape(value(below), value(node)) and view.name(node) != "getitem":
+            continue
+        if full:
+            laid_out = groups is not None and view.name(node) in ("view", "reshape") and _equal(shape, whole)
+            if not laid_out:
+                raise NotThis(node, f"{node.name} rearranges the deviations")
+        elif view.name(node) in ("expand", "expand_as"):
+            aligned = [1] * (rank - value(below).dim()) + list(value(below).shape)
+            if not _equal(aligned, kept) or not _equal(shape, reduced):
+                raise NotThis(node, f"{node.name} expands {tuple(value(below).shape)} to {tuple(shape)}")
+            full = True
+        elif _same_numbers(view, node) is None:
+            raise NotThis(node, f"{node.name} rearranges the deviations")
+    last = list(value(path[-1]).shape)
+    if full or groups is not None:
+        if not full or not _equal(last, whole):
+            raise NotThis(path[-1], f"the deviations of groups end as {tuple(last)}; expected the shape of x")
+    elif not _equal([1] * (rank - len(last)) + last, kept):
+        raise NotThis(path[-1], f"the deviations end as {tuple(last)}, which does not stand for {tuple(kept)}")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def flat(editor: Editor, bound: dict[str, Any], names: tuple[str, ...], like: fx.Node) -> None:
+    """Parameters with dims of size 1 around their channels become vectors."""
+    for name in names:
+        if bound[name] is not None and value(bound[name]).dim() != 1:
+            bound[name] = editor.method("reshape", (bound[name], -1), like=like)
