@@ -11,6 +11,8 @@ from pathlib import Path
 
 import fx_fusion.tables as tables
 
+# One tensor, laid out as no model lays it out (heads before positions): says nothing about q and k of a model together.
+_NOT_THE_SITE = ("rope",)
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -18,7 +20,7 @@ def cells(rows: list[dict]) -> list[dict]:
     """One cell a fusion, case, dtype and mode; the last measurement counts."""
     found: dict[tuple, dict] = {}
     for row in rows:
-        if row.get("provider") not in ("inductor", "fx_fusion"):
+        if row.get("provider") not in ("inductor", "fx_fusion") or row["fusion"] in _NOT_THE_SITE:
             continue
         key = row["fusion"], row["case"], row["dtype"], row["mode"]
         cell = found.setdefault(key, {

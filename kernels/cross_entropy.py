@@ -37,15 +37,35 @@ def _tanh(x):
 
 
 @triton.jit
-def _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP: tl.constexpr):
-    """A block of z, and dz/dl."""
-    z = tl.load(l_row + start + lanes, start + lanes < v, 0.0).to(tl.float32) * scale
+def _block_of_z(row, start, lanes, skip, v, scale, softcap, SOFTCAP: tl.constexpr, ALIGN: tl.constexpr):
+    """A block of z, and dz/dl. ``row`` points ``skip`` columns before the first one, where a wide load may start; only
+    blocks at the ends of such a row are masked, since a mask that starts anywhere makes loads narrow."""
+    at = start + lanes
+    if ALIGN == 1:
+        z = tl.load(row + at, at < v, 0.0)
+    elif (start == 0) | (start + lanes.shape[0] > v + skip):
+        z = tl.load(row + at, (at >= skip) & (at < v + skip), 0.0)
+    else:
+        z = tl.load(row + at)
+    z = z.to(tl.float32) * scale
     slope = scale
     if SOFTCAP:
         bent = _tanh(z / softcap)
         slope = scale * (1.0 - bent * bent)
         z = softcap * bent
     return z, slope
+
+
+@triton.jit
+def _store_block(row, values, start, lanes, skip, v, ALIGN: tl.constexpr):
+    at = start + lanes
+    values = values.to(row.dtype.element_ty)
+    if ALIGN == 1:
+        tl.store(row + at, values, at < v)
+    elif (start == 0) | (start + lanes.shape[0] > v + skip):
+        tl.store(row + at, values, (at >= skip) & (at < v + skip))
+    else:
+        tl.store(row + at, values)
 
 
 @triton.jit
@@ -60,10 +80,11 @@ def _fold(tops, sums, z, LANES: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _weights(weight_ptr, cols, v, HAS_WEIGHT: tl.constexpr):
+    live = (cols >= 0) & (cols < v)
     if HAS_WEIGHT:
-        w = tl.load(weight_ptr + cols, cols < v, 0.0).to(tl.float32)
+        w = tl.load(weight_ptr + cols, live, 0.0).to(tl.float32)
     else:
-        w = tl.where(cols < v, 1.0, 0.0)
+        w = tl.where(live, 1.0, 0.0)
     return w
 
 
@@ -73,7 +94,7 @@ def _rows_kernel(
     m, v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
-    EACH: tl.constexpr,
+    EACH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
@@ -84,16 +105,18 @@ def _rows_kernel(
     lanes = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0).to(tl.int64), m, programs):
         target = tl.load(target_ptr + row)
-        l_row = l_ptr + row * l_stride
-        dl_row = dl_ptr + row * dl_stride
+        # Rows of odd length start anywhere. The blocks of a row start ``skip`` columns early, where a wide load may.
+        skip = (row * l_stride % ALIGN).to(tl.int32)
+        l_row = l_ptr + tl.multiple_of(row * l_stride - skip, ALIGN)
+        dl_row = dl_ptr + tl.multiple_of(row * dl_stride - skip, ALIGN)
         if target == ignore_index:
             if not STATS_GIVEN:
                 tl.store(loss_ptr + row, 0.0)
                 tl.store(stats_ptr + row, 0.0)
                 tl.store(stats_ptr + m + row, 1.0)
             if GRADIENT:
-                for start in range(0, v, BLOCK):
-                    tl.store(dl_row + start + lanes, tl.zeros((BLOCK,), dl_ptr.dtype.element_ty), start + lanes < v)
+                for start in range(0, v + skip, BLOCK):
+                    _store_block(dl_row, tl.zeros((BLOCK,), tl.float32), start, lanes, skip, v, ALIGN)
         else:
             valid = (target >= 0) & (target < v)
             w_target = 1.0
@@ -109,17 +132,17 @@ def _rows_kernel(
                 tops = tl.full((BLOCK // EACH,), -float("inf"), tl.float32)
                 sums = tl.zeros((BLOCK // EACH,), tl.float32)
                 smooth = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, v, BLOCK):
-                    cols = start + lanes
-                    z, _ = _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP)
+                for start in range(0, v + skip, BLOCK):
+                    cols = start + lanes - skip
+                    z, _ = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN)
                     if SMOOTH:
                         smooth += _weights(weight_ptr, cols, v, HAS_WEIGHT) * z
-                    z = tl.where(cols < v, z, -float("inf"))
+                    z = tl.where((cols >= 0) & (cols < v), z, -float("inf"))
                     tops, sums = _fold(tops, sums, z, BLOCK // EACH, EACH)
                 top = tl.max(tops, 0)
                 # A row of -inf only: NaN, as in PyTorch.
                 total = tl.sum(sums * tl.exp(tops - top), 0)
-                z_target = tl.load(l_row + target, valid, 0.0).to(tl.float32) * scale
+                z_target = tl.load(l_row + skip + target, valid, 0.0).to(tl.float32) * scale
                 if SOFTCAP:
                     z_target = softcap * _tanh(z_target / softcap)
                 loss = w_target * (tl.log(total) + (top - z_target))
@@ -140,14 +163,14 @@ def _rows_kernel(
                 if SMOOTH:
                     pull += smoothing / v * w_sum
                 pull = pull / total
-                for start in range(0, v, BLOCK):
-                    cols = start + lanes
-                    z, slope = _block_of_z(l_row, start, lanes, v, scale, softcap, SOFTCAP)
+                for start in range(0, v + skip, BLOCK):
+                    cols = start + lanes - skip
+                    z, slope = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN)
                     dz = tl.exp(z - top) * pull
                     dz = tl.where(cols == target, dz - hit, dz)
                     if SMOOTH:
                         dz -= smoothing / v * _weights(weight_ptr, cols, v, HAS_WEIGHT)
-                    tl.store(dl_row + cols, (dz * slope * dloss).to(dl_ptr.dtype.element_ty), cols < v)
+                    _store_block(dl_row, dz * slope * dloss, start, lanes, skip, v, ALIGN)
 
 
 def launch_rows(
@@ -163,6 +186,7 @@ def launch_rows(
     out = logits if dlogits is None else dlogits
     # The sums are bound by instructions and latency: many small programs. The gradient is bound by the bandwidth: few rows
     # in flight.
+    align = 16 // logits.element_size()
     few_rows = m <= 2 * multiprocessors(logits)
     block = min(next_power_of_2(v), _BLOCK if dlogits is None and not few_rows else _GRADIENT_BLOCK)
     warps = max(4, min(32, block // 512))
@@ -173,6 +197,7 @@ def launch_rows(
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
         STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, EACH=min(_EACH, block),
+        ALIGN=align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1,
         num_warps=warps,
     )  # fmt: skip
 

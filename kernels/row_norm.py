@@ -246,7 +246,7 @@ def _bwd_tile(n: int, bytes_an_element: int) -> tuple[int, int, int, int, int]:
     block = next_power_of_2(n)
     rows = max(1, min(64, 8192 // block))
     stages = max(1, min(3, _SHARED_MEMORY // (rows * block * bytes_an_element)))
-    return rows, block, 16 if block >= 4096 else 8 if block == 2048 or block < 512 else 4, 1, stages
+    return rows, block, 16 if block >= 4096 else 8, 1, stages
 
 
 def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: bool, *, center: bool):
