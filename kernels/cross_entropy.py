@@ -37,13 +37,13 @@ def _tanh(x):
 
 
 @triton.jit
-def _block_of_z(row, start, lanes, skip, v, scale, softcap, SOFTCAP: tl.constexpr, ALIGN: tl.constexpr):
+def _block_of_z(row, start, lanes, skip, v, scale, softcap, SOFTCAP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
     """A block of z, and dz/dl. ``row`` points ``skip`` columns before the first one, where a wide load may start; only
     blocks at the ends of such a row are masked, since a mask that starts anywhere makes loads narrow."""
     at = start + lanes
     if ALIGN == 1:
         z = tl.load(row + at, at < v, 0.0)
-    elif (start == 0) | (start + lanes.shape[0] > v + skip):
+    elif (start == 0) | (start + BLOCK > v + skip):
         z = tl.load(row + at, (at >= skip) & (at < v + skip), 0.0)
     else:
         z = tl.load(row + at)
@@ -57,12 +57,12 @@ def _block_of_z(row, start, lanes, skip, v, scale, softcap, SOFTCAP: tl.constexp
 
 
 @triton.jit
-def _store_block(row, values, start, lanes, skip, v, ALIGN: tl.constexpr):
+def _store_block(row, values, start, lanes, skip, v, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
     at = start + lanes
     values = values.to(row.dtype.element_ty)
     if ALIGN == 1:
         tl.store(row + at, values, at < v)
-    elif (start == 0) | (start + lanes.shape[0] > v + skip):
+    elif (start == 0) | (start + BLOCK > v + skip):
         tl.store(row + at, values, (at >= skip) & (at < v + skip))
     else:
         tl.store(row + at, values)
@@ -116,7 +116,7 @@ def _rows_kernel(
                 tl.store(stats_ptr + m + row, 1.0)
             if GRADIENT:
                 for start in range(0, v + skip, BLOCK):
-                    _store_block(dl_row, tl.zeros((BLOCK,), tl.float32), start, lanes, skip, v, ALIGN)
+                    _store_block(dl_row, tl.zeros((BLOCK,), tl.float32), start, lanes, skip, v, ALIGN, BLOCK)
         else:
             valid = (target >= 0) & (target < v)
             w_target = 1.0
@@ -134,7 +134,7 @@ def _rows_kernel(
                 smooth = tl.zeros((BLOCK,), tl.float32)
                 for start in range(0, v + skip, BLOCK):
                     cols = start + lanes - skip
-                    z, _ = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN)
+                    z, _ = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN, BLOCK)
                     if SMOOTH:
                         smooth += _weights(weight_ptr, cols, v, HAS_WEIGHT) * z
                     z = tl.where((cols >= 0) & (cols < v), z, -float("inf"))
@@ -165,12 +165,12 @@ def _rows_kernel(
                 pull = pull / total
                 for start in range(0, v + skip, BLOCK):
                     cols = start + lanes - skip
-                    z, slope = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN)
+                    z, slope = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN, BLOCK)
                     dz = tl.exp(z - top) * pull
                     dz = tl.where(cols == target, dz - hit, dz)
                     if SMOOTH:
                         dz -= smoothing / v * _weights(weight_ptr, cols, v, HAS_WEIGHT)
-                    _store_block(dl_row, dz * slope * dloss, start, lanes, skip, v, ALIGN)
+                    _store_block(dl_row, dz * slope * dloss, start, lanes, skip, v, ALIGN, BLOCK)
 
 
 def launch_rows(
