@@ -39,7 +39,7 @@ def main() -> None:
     for gpu, measured in by_gpu.items():
         file = Path(tables.__file__).parent / "tables" / f"{tables.slug(gpu)}.json"
         file.parent.mkdir(exist_ok=True)
-        stamp = {k: v for k, v in measured[-1]["environment"].items() if k in ("gpu", "torch", "triton", "commit")}
+        stamp = {k: v for k, v in measured[-1]["environment"].items() if k in ("gpu", "torch", "triton")}
         lines = ",\n".join(json.dumps(cell) for cell in cells(measured))
         file.write_text(f'{{"environment": {json.dumps(stamp)}, "cells": [\n{lines}\n]}}\n')
         print(f"{file}: {len(cells(measured))} cells")

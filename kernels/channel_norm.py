@@ -94,7 +94,7 @@ def merge(mean, m2, count, axis: tl.constexpr):
     """Chan's formula along an axis: lanes that have seen ``count`` values each -> total count, mean and m2."""
     total = tl.sum(count, axis)
     at_least_one = tl.maximum(total, 1.0)
-    middle = tl.sum(mean * count, axis) / at_least_one
+    middle = tl.div_rn(tl.sum(mean * count, axis), at_least_one)
     apart = mean - tl.expand_dims(middle, axis)
     return total, middle, tl.sum(m2 + apart * apart * count, axis)
 
@@ -117,7 +117,7 @@ def _group_fwd_kernel(
         s = tl.arange(0, BS)[None, :]
         mask = (c < per_group) & (s < size)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
-        mean = tl.sum(tl.sum(x, 1), 0) / length
+        mean = tl.div_rn(tl.sum(tl.sum(x, 1), 0), tl.cast(length, tl.float32))  # exact where all are equal
         apart = tl.where(mask, x - mean, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(apart * apart, 1), 0) / freedom + eps)
         w = _channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)

@@ -86,7 +86,7 @@ def _fwd_kernel(
         mask = live & (cols < n)
         c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, True)
         if CENTER:
-            mean = tl.sum(c, 1) / n
+            mean = tl.div_rn(tl.sum(c, 1), tl.cast(n, tl.float32))
             c = tl.where(mask, c - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(c * c, 1) / n + eps)
         _store_y(y_ptr, h_ptr, w_ptr, b_ptr, c, rstd, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
@@ -97,7 +97,7 @@ def _fwd_kernel(
                 cols = start + tl.arange(0, BLOCK_N)[None, :]
                 mask = live & (cols < n)
                 total += _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, False)
-            mean = tl.sum(total, 1) / n
+            mean = tl.div_rn(tl.sum(total, 1), tl.cast(n, tl.float32))
         square = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for start in range(0, n, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]

@@ -1,0 +1,206 @@
+"""GroupNorm and EvoNorm in graphs: layouts, spellings, the running statistics, and what must not match."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.testing import run, run_oracle, worst_excess
+from tests.helpers import reasons, rewritten, statuses
+
+N, C, G, H, W = 3, 8, 2, 5, 6
+
+
+def compare(function, fusion, *tensors, count=1):
+    """Outputs, strides and gradients through the rewriter against float64, by the accuracy rule."""
+    inputs = {f"t{i}": t for i, t in enumerate(tensors)}
+
+    def call(**named):
+        return function(*named.values())
+
+    outputs, report = rewritten(function, *tensors, options={"fusions": [fusion]})
+    assert report.count(fusion) == count, str(report)
+    expected = function(*tensors)
+    assert outputs.stride() == expected.stride()
+    fused = run(lambda **named: rewritten(function, *named.values(), options={"fusions": [fusion]})[0], inputs)
+    name, used = worst_excess(fused, run(call, inputs), run_oracle(call, inputs), tensors[0].dtype)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+def images(device="cpu", dtype=torch.float32, last=False):
+    x = torch.randn(N, C, H, W, dtype=dtype, device=device)
+    return x.to(memory_format=torch.channels_last) if last else x
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    return tuple(torch.randn(C, dtype=dtype, device=device) for _ in range(3))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("swish", [False, True])
+def test_group_norm_in_both_layouts(last, swish, device):
+    w, b, _ = parameters(device)
+
+    def norm(x, w, b):
+        y = F.group_norm(x, G, w, b)
+        return y * torch.sigmoid(y) if swish else y
+
+    compare(norm, "group_norm_swish" if swish else "group_norm", images(device, last=last), w, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 7), (2, 6, 3, 4, 5), (1, 6, 1), (2, 6, 0), (0, 6, 4, 4)])
+def test_group_norm_of_other_ranks_and_of_nothing(shape):
+    x = torch.randn(shape)
+    if 0 in shape:
+        y, report = rewritten(lambda x: F.group_norm(x, 3), x)
+        assert y.shape == x.shape
+        assert report.count("group_norm") == 1
+    else:
+        compare(lambda x: F.group_norm(x, 3), "group_norm", x)
+
+
+def group_deviation(x, groups, unbiased=False, eps=1e-5):
+    grouped = x.reshape(x.shape[0], groups, x.shape[1] // groups, x.shape[2], x.shape[3])
+    var = grouped.float().var(dim=(2, 3, 4), unbiased=unbiased, keepdim=True)
+    return (var + eps).sqrt().to(x.dtype).expand(grouped.shape).reshape(x.shape)
+
+
+def column(p):
+    return p.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_evonorm_s0_of_the_paper(last, unbiased, device):
+    def norm(x, v, w, b):
+        deviation = torch.sqrt(x.view(N, G, C // G, H, W).var((2, 3, 4), unbiased=unbiased, keepdim=True) + 1e-5)
+        deviation = deviation.expand(N, G, C // G, H, W).reshape(N, C, H, W)
+        return x * torch.sigmoid(column(v) * x) / deviation * column(w) + column(b)
+
+    def strided(x, v, w, b):
+        return x * (x * column(v)).sigmoid() / group_deviation(x, G, unbiased) * column(w) + column(b)
+
+    compare(strided if last else norm, "evonorm_s0", images(device, last=last), *parameters(device))
+
+
+def test_evonorm_s0_with_parameters_of_four_dims():
+    def norm(x, v, w, b):
+        return x * (x * v).sigmoid() / group_deviation(x, G) * w + b
+
+    compare(norm, "evonorm_s0", images(), *(column(p).clone() for p in parameters()))
+
+
+class EvoNormB0(torch.nn.Module):
+    """Liu et al. 2020, table 2, with a running variance."""
+
+    def __init__(self, channels, how="copy"):
+        super().__init__()
+        for name in ("weight", "bias", "v"):
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(channels)))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.how = how
+
+    def forward(self, x):
+        if self.training:
+            var = x.float().var(dim=(0, 2, 3), unbiased=False)
+            if self.how == "copy":
+                self.running_var.copy_(self.running_var * 0.9 + var.detach() * 0.1)
+            else:
+                with torch.no_grad():
+                    self.running_var.mul_(0.9).add_(0.1 * var)
+        else:
+            var = self.running_var
+        left = (var + 1e-3).sqrt().to(x.dtype).view(1, -1, 1, 1)
+        right = x * column(self.v).to(x.dtype) + (x.float().var((2, 3), unbiased=False, keepdim=True) + 1e-3).sqrt().to(
+            x.dtype
+        )
+        return x / left.max(right) * column(self.weight).to(x.dtype) + column(self.bias).to(x.dtype)
+
+
+@pytest.mark.parametrize("how", ["copy", "no_grad"])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_evonorm_b0_and_its_running_variance(how, train, dtype, device):
+    ours = EvoNormB0(C, how).train(train).to(device)
+    theirs = copy.deepcopy(ours)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = images(device, dtype)
+        y, report = rewritten(ours, x, options={"fusions": ["evonorm_b0"]})
+        assert report.count("evonorm_b0") == 1, str(report)
+        expected = theirs(x)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(ours.running_var, theirs.running_var)
+        y.float().square().sum().backward()
+        expected.float().square().sum().backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def b0(x, left, v, w, b):
+    right = x * column(v) + (x.var((2, 3), unbiased=False, keepdim=True) + 1e-3).sqrt()
+    return x / left.max(right) * column(w) + column(b)
+
+
+def batch_var(x, **how):
+    return x.var((0, 2, 3), **{"unbiased": False, **how})
+
+
+NOT_B0 = {
+    "unbiased batch variance": lambda x, v, w, b, r: b0(x, (column(batch_var(x, unbiased=True)) + 1e-3).sqrt(), v, w, b),
+    "variance written out": lambda x, v, w, b, r: b0(x, (column((x - x.mean((0, 2, 3), keepdim=True)).square().mean((0, 2, 3))) + 1e-3).sqrt(), v, w, b),
+    "scaled deviation": lambda x, v, w, b, r: b0(x, (column(r) + 1e-3).sqrt() * 2, v, w, b),
+    "clamped deviation": lambda x, v, w, b, r: b0(x, (column(r) + 1e-3).sqrt().clamp(min=0.9), v, w, b),
+    "another eps": lambda x, v, w, b, r: b0(x, (column(r) + 0.1).sqrt(), v, w, b),
+    "alpha": lambda x, v, w, b, r: b0(x, torch.add(column(r), 1e-3, alpha=3).sqrt(), v, w, b),
+    "returned with a gradient": lambda x, v, w, b, r: b0(x, (column(batch_var(x)) + 1e-3).sqrt(), v, w, b) + batch_var(x).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_B0)
+def test_what_is_no_evonorm_b0(name):
+    torch.manual_seed(0)
+    x, r, (v, w, b) = images().requires_grad_(), torch.rand(C) + 0.5, parameters()
+    y, report = rewritten(NOT_B0[name], x, v, w, b, r)
+    expected = NOT_B0[name](x, v, w, b, r)
+    torch.testing.assert_close(y, expected)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    if name != "returned with a gradient":
+        assert "fused" not in statuses(report, "evonorm_b0"), str(report)
+
+
+def s0(x, deviation, v, w, b):
+    return x * (x * column(v)).sigmoid() / deviation * column(w) + column(b)
+
+
+def narrow(x):
+    return (x.reshape(N, G, -1).var(2, unbiased=False, keepdim=True) + 1e-5).sqrt()
+
+
+NOT_S0 = {
+    "groups interleaved": lambda x, v, w, b: s0(x, narrow(x).view(N, 1, G, 1, 1).expand(N, C // G, G, H, W).reshape(x.shape), v, w, b),
+    "groups swapped": lambda x, v, w, b: s0(x, narrow(x)[:, [1, 0]].expand(N, G, C // G * H * W).reshape(x.shape), v, w, b),
+    "first image's": lambda x, v, w, b: s0(x, narrow(x)[:1].expand(N, G, C // G * H * W).reshape(x.shape), v, w, b),
+    "alpha": lambda x, v, w, b: torch.add(x * (x * column(v)).sigmoid() / group_deviation(x, G) * column(w), column(b), alpha=3),
+    "rounded quotient": lambda x, v, w, b: torch.div(x * (x * column(v)).sigmoid(), group_deviation(x, G), rounding_mode="floor") * column(w) + column(b),
+    "weight permuted": lambda x, v, w, b: s0(x, group_deviation(x, G), v, w[[7, 6, 5, 4, 3, 2, 1, 0]], b),
+    "integer deviation": lambda x, v, w, b: s0(x, (1 + group_deviation(x, G)).int().float(), v, w, b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_S0)
+def test_what_is_no_evonorm_s0(name):
+    torch.manual_seed(0)
+    x, (v, w, b) = images(), parameters()
+    y, report = rewritten(NOT_S0[name], x, v, w, b)
+    torch.testing.assert_close(y, NOT_S0[name](x, v, w, b))
+    if name != "weight permuted":  # that is a vector like another
+        assert "fused" not in statuses(report, "evonorm_s0"), str(report)
+
+
+def test_a_near_miss_says_why():
+    x, (v, w, b) = images(), parameters()
+    _, report = rewritten(NOT_S0["groups interleaved"], x, v, w, b)
+    assert "expands (3, 1, 2, 1, 1) to (3, 4, 2, 5, 6)" in reasons(report, "evonorm_s0")

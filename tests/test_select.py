@@ -1,0 +1,119 @@
+"""Selection: the table of a GPU, formulas where it is silent, and measuring on the spot."""
+
+import json
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion import measure, tables
+from fx_fusion.registry import all_fusions, fusion_named
+from fx_fusion.testing import rewriting_backend
+
+
+def norm(x, w):
+    return w * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FX_FUSION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measure, "_SEEN", {})
+    return tmp_path / "measured"
+
+
+def report_of(select="measure"):
+    x, w = torch.randn(4, 8, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    compiled = torch.compile(norm, backend=rewriting_backend(select=select), dynamic=False)
+    torch._dynamo.reset()
+    with fx_fusion.recording() as report:
+        compiled(x, w)
+    return report
+
+
+def test_shipped_tables_are_readable_and_name_fusions():
+    files = list(tables._FOLDER.glob("*.json"))
+    assert files
+    for file in files:
+        found = json.loads(file.read_text())
+        assert tables.slug(found["environment"]["gpu"]) == file.stem
+        for cell in found["cells"]:
+            made = tables.Cell(**cell)
+            assert made.ours > 0
+            assert made.inductor > 0
+            assert set(made.sizes) <= set(fusion_named(made.fusion).dims())
+
+
+def test_every_formula_is_a_number_of_bytes():
+    for fusion in all_fusions():
+        if fusion.traffic is not None:
+            sizes = {**dict.fromkeys(fusion.dims(), 4096), "bytes": 2}
+            ours, theirs = (tables.evaluate(f, sizes) for f in fusion.traffic)
+            assert 0 < ours <= theirs, fusion.name
+
+
+def test_the_nearest_cell_decides(monkeypatch):
+    cells = (
+        tables.Cell("rms_norm", 2, False, {"m": 128, "n": 768}, 2.0, 1.0),
+        tables.Cell("rms_norm", 2, False, {"m": 65536, "n": 4096}, 1.0, 2.0),
+    )
+    small, large = {"m": 100.0, "n": 1000.0}, {"m": 10000.0, "n": 4096.0}
+    assert min(cells, key=lambda c: c.distance(small)) is cells[0]
+    assert min(cells, key=lambda c: c.distance(large)) is cells[1]
+
+
+@pytest.mark.parametrize(("ours", "status"), [(1.0, "fused"), (3.0, "kept")])
+def test_a_measurement_decides_and_is_kept(folder, monkeypatch, ours, status):
+    calls = []
+
+    def measured(site):
+        calls.append(site)
+        return {"ours": ours, "inductor": 2.0}
+
+    monkeypatch.setattr(measure, "_measure_in_a_process", measured)
+    assert report_of().count("rms_norm", status) == 1
+    first = len(calls)
+    measure._SEEN.clear()  # a new process
+    assert report_of().count("rms_norm", status) == 1
+    assert len(calls) == first  # the second time the files speak
+    assert calls[0]["inputs"]["x"]["shape"] == [4, 8, 64]
+    assert len(list(folder.glob("*.json"))) == first
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_broken_file_is_measured_again(folder, monkeypatch):
+    monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: {"ours": 1.0, "inductor": 2.0})
+    report_of()
+    (file,) = folder.glob("*.json")
+    for broken in ("", "{", "[]", '{"ours": "x"}'):
+        file.write_text(broken)
+        measure._SEEN.clear()
+        assert report_of().count("rms_norm") == 1
+        assert json.loads(file.read_text()) == {"ours": 1.0, "inductor": 2.0}
+
+
+def test_a_failed_measurement_falls_back_to_auto(folder, monkeypatch):
+    monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: "measuring failed: no memory")
+    report = report_of()
+    assert report.count("rms_norm", "kept") == 1  # what auto says on a CPU
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_measuring_for_real(folder):
+    """One site, in a process of its own, both ways through Inductor."""
+    report = report_of()
+    found = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    assert found
+    assert all(f["ours"] > 0 and f["inductor"] > 0 for f in found)
+    faster = any(f["ours"] <= f["inductor"] for f in found)
+    assert report.count("rms_norm", "fused" if faster else "kept") == 1
+
+
+def test_a_cell_of_each_measured_fusion_pays_where_it_was_fastest():
+    """What the table is for: some cells say fuse, some say keep."""
+    cells = tables._table("NVIDIA H200")
+    fused = {c.fusion for c in cells if c.ours <= c.inductor}
+    kept = {c.fusion for c in cells if c.ours > c.inductor}
+    assert {"evonorm_s0", "group_norm_swish", "layer_norm", "attention", "embedding"} <= fused
+    assert "swiglu" in kept
