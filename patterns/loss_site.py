@@ -63,6 +63,8 @@ def find_losses(view: View) -> Iterator[LossSite]:
             site = _of_call(view, node, name)
         elif name == "gather":
             site = _of_gather(view, node)
+        elif name == "sub":
+            site = _of_difference(view, node)
         else:
             continue
         if site is not None:
@@ -137,6 +139,36 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
                 site.nodes.add(site.root)
         break
     return site
+
+
+def _of_difference(view: View, node: fx.Node) -> LossSite | None:
+    """``l.gather(-1, t.unsqueeze(-1)).squeeze(-1) - l.logsumexp(-1)``: log-probabilities without a log_softmax."""
+    term = view.term(node)
+    if term.op != "sub" or not all(isinstance(o, fx.Node) and is_tensor(o) for o in term.operands):
+        return None
+    chosen, total = term.operands
+    bound = signatures.bind("logsumexp", total.args, dict(total.kwargs)) if view.name(total) == "logsumexp" else None
+    squeezed = chosen
+    if view.name(chosen) == "squeeze" and same_shape(value(chosen), value(chosen.args[0])[..., 0]):
+        chosen = chosen.args[0]
+    taken = signatures.bind("gather", chosen.args, dict(chosen.kwargs)) if view.name(chosen) == "gather" else None
+    if bound is None or taken is None or not is_tensor(taken["index"]):
+        return None
+    logits, rank = taken["input"], value(taken["input"]).dim()
+    dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
+    over_classes = taken["dim"] in (-1, rank - 1) and tuple(dims) in ((-1,), (rank - 1,))
+    if bound["input"] is not logits or not over_classes or value(squeezed).dim() != value(total).dim():
+        return None
+    edge = view.edge(taken["index"])
+    index = view.term(edge.base) if isinstance(edge.base, fx.Node) and not edge.roundings else None
+    if index is None or index.op != "unsqueeze" or index.attrs != (-1,) or value(index.operands[0]).dtype != torch.int64:
+        return None
+    if not same_shape(value(taken["index"])[..., 0], value(logits)[..., 0]):
+        return None
+    if not same_shape(value(node), value(squeezed)) or not same_shape(value(node), value(total)):
+        return None
+    nodes = {node, squeezed, chosen, total}
+    return LossSite(node, logits, index.operands[0], None, "none", NO_IGNORE, 0.0, nodes, -1, True)
 
 
 def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:

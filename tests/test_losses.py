@@ -65,6 +65,12 @@ SPELLINGS = {
     "gather_masked": lambda x, w, t: (
         (F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1) * (t > 3)).sum() / (t > 3).sum()
     ),
+    "difference": lambda x, w, t: (lambda z: z.gather(-1, t.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(z, -1))(
+        F.linear(x, w)
+    ),
+    "difference_masked": lambda x, w, t: (
+        lambda z: ((z.gather(1, t[:, None]).squeeze(1) - z.logsumexp(dim=-1)) * (t > 3)).sum()
+    )(F.linear(x, w)),
     "float": lambda x, w, t: F.cross_entropy(F.linear(x, w).float(), t),
     "scaled": lambda x, w, t: F.cross_entropy(F.linear(x, w) * 0.125, t),
     "divided": lambda x, w, t: F.cross_entropy(F.linear(x, w) / 8.0, t),

@@ -112,7 +112,7 @@ LOOKALIKES = {
     "in_place_between": (in_place_between, "in place"),
     "escaping_statistic": (escaping_statistic, "also"),
     "narrowing_cast": (narrowing_cast, "a cast rounds x to bfloat16 in one place"),
-    "integer_cast": (integer_cast, "a cast rounds x to int32 in one place"),
+    "integer_cast": (integer_cast, "x is l_x_ in one place and float_1 in another"),
     "two_grad_modes": (two_grad_modes, "grad-mode or autocast region"),
 }
 
