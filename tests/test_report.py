@@ -211,18 +211,18 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     from fx_fusion.registry import fusion_named
     from fx_fusion.sizes import elements
 
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     norm, loss = fusion_named("rms_norm").pays, fusion_named("cross_entropy").pays
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    few, many = (mode.from_tensor(torch.empty(n, 3), symbolic_context=context).shape[0] for n in (64, 16384))
+    assert isinstance(few, torch.SymInt)
     with mode:
-        static = torch.empty(64, 2048, device="cuda")
+        small, large, static = (torch.empty(n, 2048, device="cuda") for n in (few, many, 64))
+        assert "below 2^24" in norm(small, None, 1e-6, 0.0, True)
+        assert norm(large, None, 1e-6, 0.0, True) is None
         assert norm(static, None, 1e-6, 0.0, True) is None  # Inductor launches the kernels itself
-        for rows in (64, 16384):
-            size = mode.from_tensor(torch.empty(rows, 3)).shape[0]
-            assert isinstance(size, torch.SymInt)
-            said = norm(torch.empty(size, 2048, device="cuda"), None, 1e-6, 0.0, True)
-            assert said is None if rows == 16384 else "below 2^24" in said
         assert "classes" in loss(torch.empty(2**20, 1000, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)
         assert loss(torch.empty(8192, 128256, device="cuda"), None, None, -100, 0.0, 0.0, 1.0) is None
     seen = []
