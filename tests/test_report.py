@@ -207,11 +207,10 @@ def test_every_fusion_is_two_files_of_one_name():
 def test_auto_keeps_what_is_too_small_for_an_op():
     """The cost rules read sizes, also symbolic ones, and add no guard."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     from fx_fusion.registry import fusion_named
     from fx_fusion.sizes import elements
-
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     norm, loss = fusion_named("rms_norm").pays, fusion_named("cross_entropy").pays
     mode = FakeTensorMode(shape_env=ShapeEnv())

@@ -1,0 +1,91 @@
+"""Every class of the installed transformers, a process each: ``python -m tests.coverage.run [--kind causal] [--out FILE]``.
+
+Resumable: classes that the output file already has are left out. Prints a table and the totals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import multiprocessing
+import resource
+from pathlib import Path
+
+from rich.progress import Progress
+from tabulate import tabulate
+
+SECONDS, GIB = 120, 12
+
+
+def classes(kind: str) -> list[str]:
+    from transformers.models.auto import modeling_auto as auto
+
+    names = {
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    }[kind]  # fmt: skip
+    flat = (n for name in names.values() for n in ((name,) if isinstance(name, str) else name))
+    return sorted(dict.fromkeys(flat))
+
+
+def _child(name: str, kind: str, dtype: str, pipe: multiprocessing.connection.Connection) -> None:
+    import torch
+
+    from tests.coverage.measure import measure
+
+    resource.setrlimit(resource.RLIMIT_AS, (GIB << 30, GIB << 30))
+    torch.set_num_threads(1)
+    pipe.send(measure(name, kind, getattr(torch, dtype)))
+
+
+def one(name: str, kind: str, dtype: str) -> dict:
+    """The row of a class; a process that dies or hangs is a row too."""
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.Process(target=_child, args=(name, kind, dtype, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        row = mine.recv() if mine.poll(SECONDS) else {"status": "timeout", "error": f"no result after {SECONDS} s"}
+    except EOFError:
+        row = {"status": "died", "error": f"exit code {child.exitcode}"}
+    child.kill()
+    child.join()
+    return {"class": name, "kind": kind, "dtype": dtype, **row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", default="causal,masked,seq2seq,image")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th class, to run several at once")
+    parser.add_argument("--out", default="coverage.jsonl")
+    given = parser.parse_args()
+    import torch  # noqa: F401  before the fork: children start at once
+    import transformers  # noqa: F401
+
+    import fx_fusion.testing  # noqa: F401
+
+    out = Path(given.out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    known = {(r["class"], r["kind"], r["dtype"]) for r in rows}
+    at, of = map(int, given.part.split("/"))
+    work = [(name, kind) for kind in given.kind.split(",") for name in classes(kind)][at::of]
+    work = [w for w in work if (*w, given.dtype) not in known and (not given.only or w[0] in given.only)]
+    with Progress() as progress, out.open("a") as file:
+        for name, kind in progress.track(work, description="models"):
+            rows.append(one(name, kind, given.dtype))
+            file.write(json.dumps(rows[-1]) + "\n")
+            file.flush()
+    print(tabulate(collections.Counter((r["kind"], r["status"]) for r in rows).items(), headers=("kind, status", "classes")))
+    for row in rows:
+        if row["status"] not in ("ok", "not built"):
+            print(row["class"], row["status"], row.get("error", row.get("worst")))
+        elif row.get("missing"):
+            print(row["class"], "misses", row["missing"])
+
+
+if __name__ == "__main__":
+    main()
