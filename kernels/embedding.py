@@ -85,8 +85,14 @@ def _segments_kernel(
     tl.store(dw_ptr + v * h + cols, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), cols < h)
 
 
-def _fwd(ids, weight, padding_idx):
+def _gather(ids, weight, padding_idx):
     return F.embedding(ids, weight)
+
+
+def _fwd(ids, weight, padding_idx):
+    y = _fake(ids, weight, padding_idx)  # no view: it may be written to in place
+    torch.index_select(weight, 0, ids.reshape(-1), out=y.view(-1, weight.shape[1]))
+    return y
 
 
 def _bwd(dy, ids, v, padding_idx):
@@ -140,7 +146,7 @@ embedding_bwd = plain_op(
     lambda dy, *rest: _bwd(dy, *rest) if dy.is_cuda or interpreting() else _bwd_on_cpu(dy, *rest),
     _fake_bwd,
 )
-trace_launches(embedding, _fwd)
+trace_launches(embedding, _gather)  # as Inductor's own
 trace_launches(embedding_bwd, _bwd)
 
 

@@ -97,6 +97,8 @@ def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) 
         raise _NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
     if any(dtype not in (seen[0], value(v).dtype) for dtype in seen):
         raise _NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
+    if (write := view.effects.written_after(view.order[user], [user])) is not None:
+        raise _NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
     q, keys, k = scores.q, scores.keys, scores.keys
     if view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
         k = view.term(keys).operands[0]

@@ -223,3 +223,20 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
         for backward in (False, True):
             rope._launch(q, q, table, table, q.clone(), q.clone(), style, backward)
     assert len(compiled) > 40
+
+
+def test_results_may_be_written_to_in_place(device):
+    """What an op returns is no view: ``y = op(x); y *= 2`` is common."""
+    x, w = torch.randn(3, 5, 24, device=device, requires_grad=True), torch.randn(24, device=device, requires_grad=True)
+    image = torch.randn(2, 8, 3, 4, device=device, requires_grad=True)
+    table = torch.randn(9, 24, device=device, requires_grad=True)
+    results = {
+        "swiglu": swiglu(x, x), "swish": swish(x), "rms_norm": rms_norm(x, w, 1e-6, 0.0, False),
+        "layer_norm": torch.ops.fx_fusion.layer_norm(x, w, w, 1e-5, False)[0],
+        "gated": torch.ops.fx_fusion.gated_rms_norm(x, x, w, 1e-5, True, True, False, 1)[0],
+        "group_norm": torch.ops.fx_fusion.group_norm(image, 2, None, None, 1e-5)[0],
+        "embedding": torch.ops.fx_fusion.embedding(torch.tensor([[1, 2], [3, 4]], device=device), table, -1),
+    }  # fmt: skip
+    for name, y in results.items():
+        assert not y._is_view(), name
+        y.mul_(2).sum().backward()
