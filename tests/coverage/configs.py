@@ -35,12 +35,18 @@ def shrunk(config_class: type, depth: int = 0) -> Any:
     changes = {
         name: SMALL[name]
         for name, now in given.items()
-        if name in SMALL and isinstance(now, (int, type(None))) and not (now is None and name not in ("pad_token_id",))
+        if name in SMALL
+        and isinstance(now, (int, type(None)))
+        and not (now is None and name not in ("pad_token_id", "head_dim"))
     }
     changes.update({name: 0.0 for name, now in given.items() if isinstance(now, float) and _is_dropout(name)})
     for name, now in vars(default).items():
         if hasattr(now, "to_dict") and depth < 2:
             changes[name] = shrunk(type(now), depth + 1).to_dict()
+    if "kv_lora_rank" in changes:  # latent attention has as many keys as queries
+        changes["num_key_value_heads"] = SMALL["num_attention_heads"]
+    if "expand" in given and "num_heads" in given and "head_dim" in given:  # heads of a state-space layer fill it
+        changes["num_heads"] = SMALL["hidden_size"] * given["expand"] // SMALL["head_dim"]
     layers = next((changes[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in changes), 2)
     if isinstance(given.get("layer_types"), list):
         kinds = list(dict.fromkeys(given["layer_types"]))
