@@ -99,13 +99,17 @@ def _column_sums_kernel(
         total += tl.load(at + r.to(tl.int64) * n, (r < rows) & live[None, :], 0.0)
     out = tl.sum(total, 0)
     if HAS_A:
-        tl.store(a_ptr + cols, out.to(a_ptr.dtype.element_ty), live & (which == 0))
+        if which == 0:
+            tl.store(a_ptr + cols, out.to(a_ptr.dtype.element_ty), live)
     if HAS_B:
-        tl.store(b_ptr + cols, out.to(b_ptr.dtype.element_ty), live & (which == 1))
+        if which == 1:
+            tl.store(b_ptr + cols, out.to(b_ptr.dtype.element_ty), live)
     if HAS_C:
-        tl.store(c_ptr + cols, out.to(c_ptr.dtype.element_ty), live & (which == 2))
+        if which == 2:
+            tl.store(c_ptr + cols, out.to(c_ptr.dtype.element_ty), live)
     if HAS_D:
-        tl.store(d_ptr + cols, out.to(d_ptr.dtype.element_ty), live & (which == 3))
+        if which == 3:
+            tl.store(d_ptr + cols, out.to(d_ptr.dtype.element_ty), live)
 
 
 def column_sums(parts: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
