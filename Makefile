@@ -4,7 +4,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-gpu bench clean
+.PHONY: demo test lint test-gpu bench coverage clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m fx_fusion demo
@@ -36,6 +36,10 @@ bench:
 	$(PYTHON) -m bench.run
 	$(PYTHON) -m bench.models llama-1b --batch 8 --length 2048 --mask none,ones
 	$(PYTHON) -m bench.models llama-8b --batch 1 --length 4096 --mask none,ones
+
+# Every class of the installed transformers, resumable: rows are appended to coverage.jsonl.
+coverage: $(VENV)/ready
+	$(BIN)/python -m tests.coverage.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
