@@ -26,7 +26,7 @@ from bench.models import environment
 from bench.peers import liger
 from fx_fusion import timing
 from fx_fusion.fusion import Case, Fusion
-from fx_fusion.pattern import patterns_of
+from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions
 from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
 
@@ -47,20 +47,13 @@ def providers(fusion: Fusion, function: Callable[..., Any], statics: dict[str, A
     return found
 
 
-def function_of(fusion: Fusion, statics: dict[str, Any]) -> Callable[..., Any]:
-    """The reference of a variant: the first spelling that has it."""
-    if fusion.find is not None:
-        return fusion.pattern
-    return next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
-
-
 class Bench:
     """One fusion at one size and dtype."""
 
     def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype):
         self.fusion, self.case, self.dtype = fusion, case, dtype
         self.statics = {**fusion.variants[0], **case.statics}
-        self.function = functools.partial(function_of(fusion, self.statics), **self.statics)
+        self.function = functools.partial(reference_of(fusion, self.statics), **self.statics)
         torch._dynamo.reset()
         self.providers = providers(fusion, self.function, self.statics)
 
@@ -68,18 +61,15 @@ class Bench:
         return make_inputs(self.fusion, case, self.statics, self.dtype, "cuda")
 
     def excess(self) -> float:
-        """How much of the allowed error the fused function uses, at a size that float64 can follow."""
-        small = {d: min(n, 512) if d in ("m", "b", "v") else n for d, n in self.case.sizes.items()}
-        inputs = self.inputs(Case(self.case.name, small, statics=self.case.statics, scalars=self.case.scalars))
-        fused, eager = (run(self.providers[p], inputs, frozen=FROZEN) for p in ("fx_fusion", "eager"))
-        return worst_excess(fused, eager, run_oracle(self.function, inputs, frozen=FROZEN), self.dtype)[1]
-
-    def checked(self) -> float:
-        """``excess``, once for all cases that are checked at the same small size."""
+        """How much of the allowed error the fused function uses, at a size that float64 can follow; computed once for all
+        cases that are checked at the same small size."""
         small = {d: min(n, 512) if d in ("m", "b", "v") else n for d, n in self.case.sizes.items()}
         key = repr((self.fusion.name, sorted(small.items()), self.statics, self.dtype))
         if key not in _CHECKED:
-            _CHECKED[key] = self.excess()
+            inputs = self.inputs(Case(self.case.name, small, statics=self.case.statics, scalars=self.case.scalars))
+            fused, eager = (run(self.providers[p], inputs, frozen=FROZEN) for p in ("fx_fusion", "eager"))
+            oracle = run_oracle(self.function, inputs, frozen=FROZEN)
+            _CHECKED[key] = worst_excess(fused, eager, oracle, self.dtype)[1]
         return _CHECKED[key]
 
     def calls(self, provider: str) -> dict[str, timing.Call]:
@@ -118,7 +108,7 @@ class Bench:
         about = {
             "fusion": self.fusion.name, "case": self.case.name, "sizes": dict(self.case.sizes), "dtype": str(self.dtype)[6:]
         }  # fmt: skip
-        if (used := self.checked()) > 1:
+        if (used := self.excess()) > 1:
             return [{**about, "error": f"uses {used:.1f} times the allowed error"}]
         rows = []
         for provider in self.providers:

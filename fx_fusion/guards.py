@@ -19,11 +19,19 @@ def wrong_dtype(**tensors: Any) -> str | None:
     return None
 
 
+def unlike_shapes(**pair: torch.Tensor) -> str | None:
+    """Why two tensors that a kernel walks together differ in shape, or None."""
+    (a, one), (b, other) = pair.items()
+    if same_shape(one, other):
+        return None
+    return f"{a} {tuple(one.shape)} and {b} {tuple(other.shape)} differ in shape; the kernel does not broadcast"
+
+
 def unlike(**pair: torch.Tensor) -> str | None:
     """Why two tensors that a kernel walks together differ in shape or dtype, or None."""
     (a, one), (b, other) = pair.items()
-    if not same_shape(one, other):
-        return f"{a} {tuple(one.shape)} and {b} {tuple(other.shape)} differ in shape; the kernel does not broadcast"
+    if (why := unlike_shapes(**pair)) is not None:
+        return why
     if one.dtype != other.dtype:
         return f"{a} is {one.dtype}, {b} is {other.dtype}; the kernel takes one dtype"
     return wrong_dtype(**{a: one})
@@ -31,8 +39,8 @@ def unlike(**pair: torch.Tensor) -> str | None:
 
 def unlike_sum(x: torch.Tensor, residual: torch.Tensor) -> str | None:
     """Why a kernel can't add these two, or None."""
-    if not same_shape(x, residual):
-        return f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape; the kernel does not broadcast"
+    if (why := unlike_shapes(x=x, residual=residual)) is not None:
+        return why
     if torch.promote_types(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
         return f"x is {x.dtype} and residual {residual.dtype}; their sum has neither dtype"
     return None

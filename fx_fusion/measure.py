@@ -27,6 +27,7 @@ from torch import fx
 from fx_fusion import timing
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
+from fx_fusion.pattern import reference_of
 from fx_fusion.registry import fusion_named
 from fx_fusion.sizes import expected
 from fx_fusion.terms import is_tensor, value
@@ -119,11 +120,10 @@ def _write(file: Path, found: dict[str, float]) -> None:
 
 
 def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
-    environment = {**os.environ, "FX_FUSION_MEASURING": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "fx_fusion.measure"], input=json.dumps(site), capture_output=True, text=True,
-            timeout=_SECONDS, env=environment, check=False,
+            timeout=_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"measuring took more than {_SECONDS} s"
@@ -136,7 +136,7 @@ def measure(site: dict[str, Any]) -> dict[str, float]:
     """Compile the site's function both ways and time forward + backward (forward alone where nothing needs a gradient)."""
     fusion = fusion_named(site["fusion"])
     given = {n: _tensor(t, site["inputs"]) if isinstance(t, dict) else t for n, t in site["inputs"].items()}
-    function = functools.partial(_reference(fusion, site["statics"]), **site["statics"])
+    function = functools.partial(reference_of(fusion, site["statics"]), **site["statics"])
     leaves = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     device = next(t.device.type for t in given.values() if isinstance(t, torch.Tensor))
     found = {}
@@ -154,15 +154,6 @@ def measure(site: dict[str, Any]) -> dict[str, float]:
         call()
         found[name] = timing.device_ms(call) if device == "cuda" else timing.cpu_ms(call)
     return found
-
-
-def _reference(fusion: Fusion, statics: dict[str, Any]) -> Any:
-    from fx_fusion.pattern import patterns_of
-
-    if fusion.find is not None:
-        return fusion.pattern
-    fitting = [p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items()]
-    return fitting[0] if fitting else fusion.pattern
 
 
 def _tensor(about: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:

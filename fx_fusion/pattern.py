@@ -124,6 +124,13 @@ class _Recorder(fx.Interpreter):
         return result
 
 
+def reference_of(fusion: Fusion, statics: Mapping[str, Any]) -> Callable[..., Any]:
+    """The reference function of a variant: the first spelling that has it."""
+    if fusion.find is not None:
+        return fusion.pattern
+    return next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
+
+
 @functools.cache
 def patterns_of(fusion: Fusion) -> tuple[Pattern, ...]:
     """Every function and variant of a fusion, traced. Lazy: a process that never compiles never traces."""

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
 from fx_fusion.op import fused_op
 
 WIDEST = 16384
@@ -147,7 +147,7 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     launch(
         _bwd_kernel, (programs, groups), dys, xs, gates, weight.contiguous(), rstd, dx, dgate, dw, m, n, dys.stride(0),
         xs.stride(0), gates.stride(0), rows_each, ROWS=rows, BLOCK=block, BEFORE=before, SILU=silu,
-        ROUND_FIRST=round_first, STAGES=max(1, min(3, (200 << 10) // loaded)), num_warps=16 if block >= 4096 else 8,
+        ROUND_FIRST=round_first, STAGES=stages_ahead(loaded), num_warps=16 if block >= 4096 else 8,
     )  # fmt: skip
     return dx, dgate, column_sums(dw, [weight.dtype])[0]
 

@@ -64,6 +64,11 @@ def write_back(x: Tensor, rows: Tensor, order: list[int]) -> None:
         laid_out.copy_(rows.view(laid_out.shape))
 
 
+def stages_ahead(bytes_a_stage: int) -> int:
+    """Stages of a loop whose loads run ahead through shared memory: up to three, as many as fit."""
+    return max(1, min(3, (200 << 10) // bytes_a_stage))
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

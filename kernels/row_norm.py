@@ -34,11 +34,11 @@ from fx_fusion.kernels.launch import (
     multiprocessors,
     next_power_of_2,
     row_order,
+    stages_ahead,
     write_back,
 )
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read again, in blocks
-_SHARED_MEMORY = 200 << 10  # bytes for loads that run ahead
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def _bwd_tile(n: int, bytes_an_element: int) -> tuple[int, int, int, int, int]:
     """
     block = next_power_of_2(n)
     rows = max(1, min(64, 8192 // block))
-    stages = max(1, min(3, _SHARED_MEMORY // (rows * block * bytes_an_element)))
+    stages = stages_ahead(rows * block * bytes_an_element)
     return rows, block, 16 if block >= 4096 else 8, 1, stages
 
 

@@ -25,6 +25,7 @@ from fx_fusion.dtypes import keeps_values
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, MaskProver
 from fx_fusion.match import Match, NearMiss
+from fx_fusion.reading import NotThis, binary
 from fx_fusion.rewrite import Editor, Mismatch
 
 _PRODUCTS = ("matmul", "bmm")
@@ -49,12 +50,6 @@ class _Scores:
     nodes: set[fx.Node] = field(default_factory=set)
 
 
-class _NotThis(Exception):
-    def __init__(self, node: fx.Node, reason: str):
-        super().__init__(reason)
-        self.node = node
-
-
 def find(view: View) -> Iterator[Match | NearMiss]:
     prover = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
     for node in view.graph.nodes:
@@ -67,25 +62,25 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         try:
             _read_scores(view, prover, bound["input"], scores)
             yield _read(view, node, bound, scores)
-        except _NotThis as why:
+        except NotThis as why:
             yield NearMiss("attention", node, why.node, 2, 3, str(why))
 
 
 def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) -> Match:
     if bound["dim"] not in (-1, value(softmax).dim() - 1):
-        raise _NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
+        raise NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
     if not keeps_values(value(bound["input"]).dtype, value(softmax).dtype):
-        raise _NotThis(softmax, f"the softmax rounds the scores to {value(softmax).dtype}")
+        raise NotThis(softmax, f"the softmax rounds the scores to {value(softmax).dtype}")
     probabilities, dropout, nodes = softmax, 0.0, scores.nodes
     seen = [value(softmax).dtype]
     while True:
         user = next(iter(probabilities.users), None)
         if len(probabilities.users) != 1 or user is None:
-            raise _NotThis(probabilities, f"{probabilities.name} is used {len(probabilities.users)} times")
+            raise NotThis(probabilities, f"{probabilities.name} is used {len(probabilities.users)} times")
         if view.name(user) == "dropout" and view.transparent(user) is None:
             args = signatures.bind("dropout", user.args, dict(user.kwargs))
             if args is None or dropout or args["inplace"] or not isinstance(args["p"], float):
-                raise _NotThis(user, "an unusual dropout")
+                raise NotThis(user, "an unusual dropout")
             dropout = args["p"]
         elif view.transparent(user) is not probabilities:
             break
@@ -94,20 +89,20 @@ def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) 
         probabilities = user
     p, v = _factors(view, user)
     if p is not probabilities or not is_tensor(v):
-        raise _NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
+        raise NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
     if any(dtype not in (seen[0], value(v).dtype) for dtype in seen):
-        raise _NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
+        raise NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
     if (write := view.effects.written_after(view.order[user], [user])) is not None:
-        raise _NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
+        raise NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
     q, keys, k = scores.q, scores.keys, scores.keys
     if view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
         k = view.term(keys).operands[0]
     rank = value(q).dim()
     if rank not in (3, 4) or value(keys).dim() != rank or value(v).dim() != rank:
-        raise _NotThis(user, "expected queries, keys and values of one rank, 3 or 4")
+        raise NotThis(user, "expected queries, keys and values of one rank, 3 or 4")
     heads = [value(t).shape[:-2] for t in (q, keys, v)]
     if not all(statically_known_true(a == b) for other in heads[1:] for a, b in zip(heads[0], other, strict=True)):
-        raise _NotThis(user, "batch and heads of queries, keys and values differ")
+        raise NotThis(user, "batch and heads of queries, keys and values differ")
     inputs = {"q": q, "k": k, "v": v, **{f"bias_{i}": b for i, b in enumerate(scores.biases)}}
 
     def emit(editor: Editor, match: Match) -> None:
@@ -127,7 +122,7 @@ def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> 
     """From the softmax down to the first product, one step at a time."""
     while True:
         if not isinstance(node, fx.Node) or not is_tensor(node):
-            raise _NotThis(node, "not a softmax of scores")
+            raise NotThis(node, "not a softmax of scores")
         scores.nodes.add(node)
         scores.q, scores.keys = _factors(view, node)
         if is_tensor(scores.q) and is_tensor(scores.keys):
@@ -135,7 +130,7 @@ def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> 
         below, name = view.transparent(node), view.name(node)
         if below is not None:
             if not keeps_values(value(below).dtype, value(node).dtype):
-                raise _NotThis(node, f"{node.name} rounds the scores to {value(node).dtype}")
+                raise NotThis(node, f"{node.name} rounds the scores to {value(node).dtype}")
             node = below
         elif name in ("mul", "div"):
             node = _scaled(view, node, name, scores)
@@ -144,7 +139,7 @@ def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> 
         elif name == "masked_fill":
             bound = signatures.bind(name, node.args, dict(node.kwargs))
             if bound is None:
-                raise _NotThis(node, f"{node.name} is called in an unusual way")
+                raise NotThis(node, f"{node.name} is called in an unusual way")
             _fill(view, prover, node, bound["mask"], True, bound["value"], scores)
             node = bound["input"]
         elif node.target is torch.where and len(node.args) == 3:
@@ -152,7 +147,7 @@ def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> 
             _fill(view, prover, node, mask, False, outside, scores)
             node = inside
         else:
-            raise _NotThis(node, f"{name or node.name} is between the product and the softmax")
+            raise NotThis(node, f"{name or node.name} is between the product and the softmax")
 
 
 def _has_product(view: View, node: fx.Node, depth: int = 8) -> bool:
@@ -162,45 +157,38 @@ def _has_product(view: View, node: fx.Node, depth: int = 8) -> bool:
     return depth > 0 and any(is_tensor(n) and _has_product(view, n, depth - 1) for n in node.all_input_nodes)
 
 
-def _operands(view: View, node: fx.Node, name: str) -> tuple[Any, Any]:
-    bound = signatures.bind(name, node.args, dict(node.kwargs))
-    if bound is None or bound.get("alpha", 1) != 1 or bound.get("rounding_mode") is not None:
-        raise _NotThis(node, f"{node.name} is not a plain sum, product or quotient")
-    return view.constant(bound["input"]), view.constant(bound["other"])
-
-
 def _scaled(view: View, node: fx.Node, name: str, scores: _Scores) -> fx.Node:
-    a, b = _operands(view, node, name)
+    a, b = binary(view, node)
     tensor, number = (a, b) if is_tensor(a) else (b, a)
     if not isinstance(number, (int, float)) or not is_tensor(tensor) or (name == "div" and number is a) or not number > 0:
-        raise _NotThis(node, f"{node.name} scales the scores by something that is not a positive constant")
+        raise NotThis(node, f"{node.name} scales the scores by something that is not a positive constant")
     scores.scale *= number if name == "mul" else 1 / number
     return tensor
 
 
 def _with_mask(view: View, prover: MaskProver, node: fx.Node, scores: _Scores) -> fx.Node:
-    a, b = _operands(view, node, "add")
+    a, b = binary(view, node)
     if isinstance(b, (int, float)) and b == 0:
         return a
     if not is_tensor(a) or not is_tensor(b):
-        raise _NotThis(node, f"{node.name} adds {b if is_tensor(a) else a} to the scores")
+        raise NotThis(node, f"{node.name} adds {b if is_tensor(a) else a} to the scores")
     for inside, mask in ((a, b), (b, a)):
         if _has_product(view, mask) or not _has_product(view, inside):
             continue
         if not value(mask).dtype.is_floating_point:
-            raise _NotThis(node, f"{node.name} adds {value(mask).dtype} numbers to the scores")
+            raise NotThis(node, f"{node.name} adds {value(mask).dtype} numbers to the scores")
         proof = prover.prove(mask)
         if proof.kind != "unknown":
             scores.proofs.append(proof)
         elif not value(mask).requires_grad:
             # A row that is hidden entirely is uniform in eager (or NaN); a fused kernel makes something else of it.
-            raise _NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
+            raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
         elif scores.scale != 1 or value(mask).dim() < 2:
-            raise _NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
+            raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
         else:
             scores.biases.append(mask)
         return inside
-    raise _NotThis(node, f"{node.name} combines scores in another way than by an additive mask")
+    raise NotThis(node, f"{node.name} combines scores in another way than by an additive mask")
 
 
 def _fill(
@@ -211,13 +199,13 @@ def _fill(
         at = 0 if fill.target is torch.tensor else 1
         fill = fill.args[at] if len(fill.args) > at else None
     if not is_tensor(mask) or value(mask).dtype != torch.bool or not isinstance(fill, (int, float)):
-        raise _NotThis(node, f"{node.name} fills with a value that is not a constant, or by a mask that is not boolean")
+        raise NotThis(node, f"{node.name} fills with a value that is not a constant, or by a mask that is not boolean")
     lowest = torch.finfo(value(node).dtype).min
     if not (fill * scores.scale <= max(lowest / 2, -1e30)):
-        raise _NotThis(node, f"{node.name} hides with {fill}, which a score may come near to")
+        raise NotThis(node, f"{node.name} hides with {fill}, which a score may come near to")
     proof = prover.prove(mask, hides=hides)
     if proof.kind == "unknown":
-        raise _NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
+        raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
     scores.proofs.append(proof)
 
 

@@ -17,15 +17,14 @@ from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.evonorm_b0 import evonorm_b0
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
-    NotThis,
     affine_end,
-    binary,
     deviation,
     flat,
     only_user,
     other_operand,
     per_channel,
 )
+from fx_fusion.reading import NotThis, binary
 from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
 

@@ -14,19 +14,11 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_scalar, is_tensor, same_shape, value
+from fx_fusion.reading import NotThis, binary
 from fx_fusion.rewrite import Editor
 
 _SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "view_as", "squeeze")
-
-
-class NotThis(Exception):
-    """The graph does something else here: at ``node``, for this reason."""
-
-    def __init__(self, node: Any, reason: str):
-        super().__init__(reason)
-        self.node = node
 
 
 @dataclass
@@ -68,15 +60,6 @@ def only_user(view: View, node: fx.Node, names: tuple[str, ...]) -> fx.Node:
         found = ", ".join(view.name(u) or u.name for u in node.users) or "nothing"
         raise NotThis(node, f"expected one {' or '.join(names)} to use {node.name}, found {found}")
     return user
-
-
-def binary(view: View, node: fx.Node) -> tuple[Any, Any]:
-    """The operands of add, mul or div without ``alpha`` or ``rounding_mode``."""
-    name = view.name(node)
-    bound = signatures.bind(name, node.args, dict(node.kwargs)) if name in ("add", "mul", "div") else None
-    if bound is None or bound.get("alpha", 1) != 1 or bound.get("rounding_mode") is not None:
-        raise NotThis(node, f"{node.name} is not a plain sum, product or quotient")
-    return view.constant(bound["input"]), view.constant(bound["other"])
 
 
 def other_operand(view: View, node: fx.Node, one: fx.Node) -> Any:

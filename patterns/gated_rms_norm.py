@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fx_fusion.canonicalize import View, same_shape, value
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.guards import unlike_shapes, wrong_dtype
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
 from fx_fusion.match import Match
 from fx_fusion.sizes import expected, too_small
@@ -43,8 +43,8 @@ def read_groups(view: View, matches: list[Match]) -> list[Match]:
 
 
 def guard(x, gate, weight, eps, before, silu, round_first, groups):
-    if not same_shape(x, gate):
-        return f"x {tuple(x.shape)} and gate {tuple(gate.shape)} differ in shape; the kernel does not broadcast"
+    if (why := unlike_shapes(x=x, gate=gate)) is not None:
+        return why
     if expected(x.shape[-1]) > WIDEST:
         return f"rows of {x.shape[-1]}; the kernel keeps a row in registers, up to {WIDEST}"
     return wrong_dtype(x=x, gate=gate, weight=weight)

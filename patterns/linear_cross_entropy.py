@@ -16,6 +16,7 @@ from torch import fx
 from fx_fusion.canonicalize import View, value
 from fx_fusion.deferred import deferrable_outputs
 from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
@@ -105,10 +106,7 @@ def emit(editor: Editor, match: Match, site: LossSite, seen: Logits, cuts: list[
 
 
 def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
-    for name, tensor in (("x", x), ("lm_head", lm_head)):
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"{name} is {tensor.dtype}; the kernel takes float32, bfloat16 and float16"
-    return None
+    return wrong_dtype(x=x, lm_head=lm_head)
 
 
 def pays(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):

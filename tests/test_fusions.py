@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.pattern import patterns_of
+from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions
 from fx_fusion.testing import make_inputs, rewriting_backend, run, run_oracle, worst_excess
 
@@ -23,13 +23,6 @@ CASES = [
 ]
 
 
-def function_of(fusion, statics):
-    """The reference of a variant: the first spelling that has it."""
-    if fusion.find is not None:
-        return fusion.pattern
-    return next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
-
-
 def shape_of_variant(fusion, inputs, statics):
     """RoPE tables with half the columns for the styles that share an angle between the members of a pair."""
     if statics.get("style") == "even_odd_to_halves":
@@ -41,7 +34,7 @@ def shape_of_variant(fusion, inputs, statics):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("fusion", "case", "statics"), CASES)
 def test_fires_once_and_is_no_less_accurate_than_eager(fusion, case, statics, dtype, device):
-    function = function_of(fusion, statics)
+    function = reference_of(fusion, statics)
     function = functools.partial(function, **statics)
     inputs = shape_of_variant(fusion, make_inputs(fusion, case, statics, dtype, device), statics)
     frozen = ("cos", "sin", "weight") if fusion.name in ("rope", "cross_entropy", "linear_cross_entropy") else ()

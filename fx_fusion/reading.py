@@ -1,0 +1,27 @@
+"""For finders that read a graph step by step: how they stop, and the arithmetic that they all meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fx_fusion import signatures
+from fx_fusion.canonicalize import View
+
+
+class NotThis(Exception):
+    """The graph does something else here: at ``node``, for this reason."""
+
+    def __init__(self, node: Any, reason: str):
+        super().__init__(reason)
+        self.node = node
+
+
+def binary(view: View, node: fx.Node) -> tuple[Any, Any]:
+    """The operands of add, mul or div without ``alpha`` or ``rounding_mode``; raises NotThis for anything else."""
+    name = view.name(node)
+    bound = signatures.bind(name, node.args, dict(node.kwargs)) if name in ("add", "mul", "div") else None
+    if bound is None or bound.get("alpha", 1) != 1 or bound.get("rounding_mode") is not None:
+        raise NotThis(node, f"{node.name} is not a plain sum, product or quotient")
+    return view.constant(bound["input"]), view.constant(bound["other"])
