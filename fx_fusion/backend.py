@@ -23,6 +23,7 @@ from fx_fusion.canonicalize import View
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
+from fx_fusion.kernel_accesses import remember_accesses
 from fx_fusion.op import tell_inductor
 from fx_fusion.options import Options, parse
 from fx_fusion.report import GraphReport, Site, publish
@@ -60,6 +61,7 @@ def fx_fusion(
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Inductor, with the user's options and our part of the cache key."""
     tell_inductor()
+    remember_accesses()
     return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
 
 

@@ -157,9 +157,11 @@ def _bwd_kernel(
                 db += g
             if HAS_WEIGHT:
                 g *= w
+            if CENTER:  # a select, so that g - mean(g) takes the rounded product on both sides: 0 where all g are equal
+                g = tl.where(mask, g, 0.0)
             dx = g - xhat * (tl.sum(g * xhat, 1) / n)[:, None]
             if CENTER:
-                dx -= (tl.sum(g, 1) / n)[:, None]
+                dx -= tl.div_rn(tl.sum(g, 1), tl.cast(n, tl.float32))[:, None]
             dx *= rstd
         if HAS_DH:
             dx += tl.load(dh_ptr + rows[:, None] * dh_stride + cols, mask, 0.0).to(tl.float32)

@@ -1,0 +1,58 @@
+"""Which arguments a kernel writes to, found once for each kernel instead of once for each launch and pass.
+
+PyTorch asks that of every traced launch, several times while it compiles (functionalisation, re-inplacing, lowering),
+and each time has Triton translate the kernel anew: some 20 ms, 20 s for the launches of a 16-layer Llama. The answer
+depends on the kernel, its constants and the kinds of its arguments only, and is remembered by them, for our kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+
+_QUESTIONS = ("identify_accessed_tensors", "identify_mutated_tensors")  # the first one since torch 2.12
+
+
+def remember_accesses() -> None:
+    """From now on PyTorch's question is answered from memory where the same has been asked before."""
+    for name in _QUESTIONS:
+        ask = getattr(triton_kernel_wrap, name, None)
+        if ask is not None and not hasattr(ask, "__wrapped__"):
+            setattr(triton_kernel_wrap, name, remembered(ask))
+
+
+def remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``ask(kernel, arguments by name, ...)`` with a memory for kernels of this package."""
+    answers: dict[Hashable, Any] = {}
+
+    @functools.wraps(ask)
+    def answer(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
+        key = _key(kernel, kwargs, rest)
+        if key is None:
+            return ask(kernel, kwargs, *rest)
+        if key not in answers:
+            answers[key] = ask(kernel, kwargs, *rest)
+        return copy.deepcopy(answers[key])
+
+    return answer
+
+
+def _key(kernel: Any, kwargs: dict[str, Any], rest: tuple[Any, ...]) -> Hashable | None:
+    """None for a kernel that is not ours, or an argument whose kind we don't know."""
+    module = getattr(getattr(kernel, "fn", None), "__module__", "")
+    if not module.startswith("fx_fusion.") or any(rest):
+        return None
+    kinds = []
+    for name, value in sorted(kwargs.items()):
+        if value is None or isinstance(value, (bool, int, float, str)):
+            kinds.append((name, type(value), value))
+        elif isinstance(dtype := getattr(value, "dtype", None), torch.dtype):  # a tensor, or what stands for one
+            kinds.append((name, torch.Tensor, dtype))
+        else:
+            return None
+    return kernel, tuple(kinds)

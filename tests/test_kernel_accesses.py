@@ -1,0 +1,52 @@
+"""The memory of which arguments a kernel writes to."""
+
+import torch
+
+from fx_fusion.kernel_accesses import remembered
+
+
+class Kernel:
+    def __init__(self, fn):
+        self.fn = fn
+
+
+def kernel_of(module):
+    def body():
+        pass
+
+    body.__module__ = module
+    return Kernel(body)
+
+
+def asked(calls):
+    seen = []
+
+    def ask(kernel, kwargs, metadata):
+        seen.append(kwargs)
+        return [name for name in kwargs if name.startswith("y")]
+
+    answer = remembered(ask)
+    return [answer(*call) for call in calls], len(seen)
+
+
+def test_the_same_question_is_asked_once_and_its_answer_is_the_callers_own():
+    ours = kernel_of("fx_fusion.kernels.rms_norm")
+    x, y = torch.ones(2), torch.ones(3)
+    (first, second), count = asked([(ours, {"x": x, "y": y, "n": 3}, {}), (ours, {"x": y, "y": x, "n": 3}, {})])
+    assert count == 1
+    assert first == second == ["y"]
+    assert first is not second
+
+
+def test_another_constant_dtype_or_kernel_is_another_question():
+    ours, other = kernel_of("fx_fusion.kernels.rope"), kernel_of("fx_fusion.kernels.rope")
+    x = torch.ones(2)
+    questions = [{"x": x, "n": 3}, {"x": x, "n": 4}, {"x": x.half(), "n": 3}, {"x": None, "n": 3}, {"x": x, "n": True}]
+    assert asked([(k, q, {}) for k in (ours, other) for q in questions])[1] == 10
+
+
+def test_kernels_of_others_and_unknown_arguments_are_asked_every_time():
+    theirs, ours = kernel_of("somebody.kernels"), kernel_of("fx_fusion.kernels.rope")
+    assert asked([(theirs, {"n": 3}, {})] * 2)[1] == 2
+    assert asked([(ours, {"n": object()}, {})] * 2)[1] == 2
+    assert asked([(ours, {"n": 3}, {"n": "a descriptor"})] * 2)[1] == 2
