@@ -22,7 +22,7 @@ def liger(fusion: str) -> Callable[..., Any] | None:
         "cross_entropy": lambda logits, target, weight, ignore_index, **rest: lf.liger_cross_entropy(
             logits, target, reduction="none"
         ),
-        "rope": lambda q, cos, sin, **rest: lf.liger_rope(q, q[:, :1].contiguous(), cos[:, 0], sin[:, 0])[0],
+        "rope of q and k": lambda q, k, cos, sin: lf.liger_rope(q, k, cos, sin),
         "group_norm": lambda x, groups, weight, bias, eps: lf.liger_group_norm(x, weight, bias, x.shape[1], groups, eps),
     }
     return functions.get(fusion)

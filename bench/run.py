@@ -1,6 +1,6 @@
 """Fusions x sizes x dtypes x {eager, Inductor, fx_fusion, Liger} x {forward, forward + backward}.
 
-    python -m bench.run [--fusion NAME ...] [--grid] [--dtypes bfloat16,float32] [--out bench/results/ops.jsonl]
+    python -m bench.run [--fusion NAME ...] [--grid] [--dtypes bfloat16,float32] [--providers inductor,fx_fusion]
 
 Functions, inputs and sizes come from the declarations. The fewest bytes are computed (each input read once, each output
 written once, gradients likewise); ``share`` is their time at the copy rate measured in the same run, ``host_us`` the
@@ -11,6 +11,7 @@ compilers' caches: several processes can do that at once, measuring has to be al
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -21,6 +22,8 @@ import torch
 from rich.progress import Progress
 from tabulate import tabulate
 
+import fx_fusion
+from bench.composites import COMPOSITES
 from bench.grid import cases_of
 from bench.models import environment
 from bench.peers import liger
@@ -28,6 +31,7 @@ from fx_fusion import timing
 from fx_fusion.fusion import Case, Fusion
 from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions
+from fx_fusion.tables import why_slower_for
 from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
 
 Row = dict[str, Any]
@@ -36,7 +40,8 @@ _CHECKED: dict[str, float] = {}
 
 
 def providers(fusion: Fusion, function: Callable[..., Any], statics: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    ours = {"select": "always", "strict": True, "fusions": [fusion.name]}
+    together = {composite.name: list(members) for composite, members in COMPOSITES}
+    ours = {"select": "always", "strict": True, "fusions": together.get(fusion.name, [fusion.name])}
     found = {
         "eager": function,
         "inductor": torch.compile(function, fullgraph=True, dynamic=False),
@@ -50,24 +55,33 @@ def providers(fusion: Fusion, function: Callable[..., Any], statics: dict[str, A
 class Bench:
     """One fusion at one size and dtype."""
 
-    def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype):
+    def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype, wanted: list[str]):
         self.fusion, self.case, self.dtype = fusion, case, dtype
         self.statics = {**fusion.variants[0], **case.statics}
         self.function = functools.partial(reference_of(fusion, self.statics), **self.statics)
         torch._dynamo.reset()
-        self.providers = providers(fusion, self.function, self.statics)
+        found = providers(fusion, self.function, self.statics)
+        self.providers = {p: f for p, f in found.items() if p in wanted}
 
     def inputs(self, case: Case) -> dict[str, Any]:
         return make_inputs(self.fusion, case, self.statics, self.dtype, "cuda")
 
+    def layout(self) -> str:
+        name = self.fusion.tensors()[0]
+        return self.case.order.get(name, " ".join(t.removesuffix("|1") for t in str(self.fusion.inputs[name]).split()))
+
     def excess(self) -> float:
         """How much of the allowed error the fused function uses, at a size that float64 can follow; computed once for all
         cases that are checked at the same small size."""
-        small = {d: min(n, 512) if d in ("m", "b", "v") else n for d, n in self.case.sizes.items()}
+        small = {d: min(n, 512) if d in ("m", "b", "v", "s") else n for d, n in self.case.sizes.items()}
         key = repr((self.fusion.name, sorted(small.items()), self.statics, self.dtype))
         if key not in _CHECKED:
-            inputs = self.inputs(Case(self.case.name, small, statics=self.case.statics, scalars=self.case.scalars))
-            fused, eager = (run(self.providers[p], inputs, frozen=FROZEN) for p in ("fx_fusion", "eager"))
+            inputs = self.inputs(dataclasses.replace(self.case, sizes=small))
+            with fx_fusion.recording() as report:
+                fused = run(self.providers["fx_fusion"], inputs, frozen=FROZEN)
+            if not any(site.status == "fused" for site in report.sites):
+                raise ValueError(f"nothing was fused: {[site.reason for site in report.sites]}")
+            eager = run(self.function, inputs, frozen=FROZEN)
             oracle = run_oracle(self.function, inputs, frozen=FROZEN)
             _CHECKED[key] = worst_excess(fused, eager, oracle, self.dtype)[1]
         return _CHECKED[key]
@@ -86,6 +100,7 @@ class Bench:
         tensors = [t for t in (*detached.values(), *outs) if isinstance(t, torch.Tensor)]
         nbytes = sum(t.numel() * t.element_size() for t in tensors)
         gradients = sum(t.numel() * t.element_size() for t in (*differentiable, *outs))
+        self.keeps = {"forward": self.why_kept(detached), "forward+backward": self.why_kept(leaves)}
         self.bytes = {"forward": nbytes, "forward+backward": 2 * nbytes + gradients}
         del outs, tensors
 
@@ -98,6 +113,13 @@ class Bench:
 
         return {"forward": forward, "forward+backward": both}
 
+    def why_kept(self, inputs: dict[str, Any]) -> str | None:
+        """What ``select="auto"`` says to this site: None fuses it."""
+        arguments = {**self.statics, **inputs}
+        if self.fusion.pays is not None and (sentence := self.fusion.pays(**arguments)) is not None:
+            return sentence
+        return why_slower_for(self.fusion, {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)})
+
     def compile(self) -> None:
         for provider in ("inductor", "fx_fusion"):
             for call in self.calls(provider).values():
@@ -106,7 +128,8 @@ class Bench:
     def measure(self, rate: float) -> list[Row]:
         """The rows of this cell; one row with ``error`` if the fused function is wrong or fails."""
         about = {
-            "fusion": self.fusion.name, "case": self.case.name, "sizes": dict(self.case.sizes), "dtype": str(self.dtype)[6:]
+            "fusion": self.fusion.name, "case": self.case.name, "sizes": dict(self.case.sizes), "dtype": str(self.dtype)[6:],
+            "layout": self.layout(),
         }  # fmt: skip
         if (used := self.excess()) > 1:
             return [{**about, "error": f"uses {used:.1f} times the allowed error"}]
@@ -117,7 +140,7 @@ class Bench:
                 # Eager launches from Python, and not every op of it can be captured; compiled functions are replayed.
                 ms = (timing.call_ms if provider in ("eager", "liger") else timing.device_ms)(call)
                 rows.append({
-                    **about, "mode": mode, "provider": provider, "ms": round(ms, 5),
+                    **about, "keeps": self.keeps[mode], "mode": mode, "provider": provider, "ms": round(ms, 5),
                     "share": round(self.bytes[mode] / rate / ms * 1e3, 3), "host_us": round(timing.host_us(call), 1),
                     "peak_mib": round(timing.peak_mib(call), 1),
                 })  # fmt: skip
@@ -133,13 +156,15 @@ def main() -> None:
     parser.add_argument("--fusion", nargs="*", help="only these")
     parser.add_argument("--grid", action="store_true", help="the whole grid, not only the declared cases")
     parser.add_argument("--dtypes", default="bfloat16")
+    parser.add_argument("--providers", default="eager,inductor,fx_fusion,liger")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--out", default="bench/results/ops.jsonl")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.run times kernels on a GPU: there is no CUDA device here.")
     dtypes = [getattr(torch, name) for name in given.dtypes.split(",")]
-    fusions = [f for f in all_fusions() if not given.fusion or f.name in given.fusion]
+    known = [*all_fusions(), *(composite for composite, _ in COMPOSITES)]
+    fusions = [f for f in known if not given.fusion or f.name in given.fusion]
     work = [(f, c, d) for f in fusions for c in cases_of(f, full=given.grid) for d in dtypes]
     rate = 0.0 if given.compile_only else timing.copy_rate()
     rows: list[Row] = []
@@ -148,7 +173,7 @@ def main() -> None:
     with Progress() as progress, open(given.out, "a") as file:
         for fusion, case, dtype in progress.track(work, description="compiling" if given.compile_only else "measuring"):
             try:
-                bench = Bench(fusion, case, dtype)
+                bench = Bench(fusion, case, dtype, given.providers.split(","))
                 if given.compile_only:
                     bench.compile()
                     continue
@@ -163,6 +188,7 @@ def main() -> None:
     if rows:
         print(f"copy rate {rate / 1e9:.0f} GB/s")
         print(tabulate(table(rows), headers=HEADERS))
+        print(worst(rows))
 
 
 def _first_line(error: Exception) -> str:
@@ -192,6 +218,20 @@ def table(rows: list[Row]) -> list[tuple[Any, ...]]:
             f"{base['peak_mib']:.0f} -> {ours['peak_mib']:.0f}",
         ))  # fmt: skip
     return lines
+
+
+def worst(rows: list[Row]) -> str:
+    """Where ``select="auto"`` is furthest behind Inductor; a cell that it keeps is Inductor's own."""
+    by_key = {(r["fusion"], r["case"], r["dtype"], r.get("mode"), r.get("provider")): r for r in rows}
+    ratios: list[tuple[float, str]] = []
+    for (*cell, provider), ours in by_key.items():
+        base = by_key.get((*cell, "inductor"))
+        if provider == "fx_fusion" and base is not None:
+            ratios.append((1.0 if ours["keeps"] else base["ms"] / ours["ms"], " ".join(map(str, cell))))
+    if not ratios:
+        return "no cell was measured"
+    ratio, cell = min(ratios)
+    return f'{len(ratios)} cells; the worst under select="auto": {ratio:.3f} of Inductor\'s speed, {cell}'
 
 
 if __name__ == "__main__":

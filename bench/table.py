@@ -11,8 +11,6 @@ from pathlib import Path
 
 import fx_fusion.tables as tables
 
-# One tensor, laid out as no model lays it out (heads before positions): says nothing about q and k of a model together.
-_NOT_THE_SITE = ("rope",)
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -20,12 +18,12 @@ def cells(rows: list[dict]) -> list[dict]:
     """One cell a fusion, case, dtype and mode; the last measurement counts."""
     found: dict[tuple, dict] = {}
     for row in rows:
-        if row.get("provider") not in ("inductor", "fx_fusion") or row["fusion"] in _NOT_THE_SITE:
+        if row.get("provider") not in ("inductor", "fx_fusion"):
             continue
         key = row["fusion"], row["case"], row["dtype"], row["mode"]
         cell = found.setdefault(key, {
             "fusion": row["fusion"], "itemsize": _WIDTH[row["dtype"]], "forward_only": row["mode"] == "forward",
-            "sizes": row["sizes"],
+            "layout": row["layout"], "sizes": row["sizes"],
         })  # fmt: skip
         cell["ours" if row["provider"] == "fx_fusion" else "inductor"] = row["ms"]
     return [c for c in found.values() if "ours" in c and "inductor" in c]

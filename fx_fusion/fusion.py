@@ -31,6 +31,7 @@ class Case:
     bench: bool = True
     statics: Mapping[str, Any] = field(default_factory=dict)
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    order: Mapping[str, str] = field(default_factory=dict)
 
 
 def case(
@@ -39,11 +40,13 @@ def case(
     bench: bool = True,
     statics: Mapping[str, Any] | None = None,
     scalars: Mapping[str, Any] | None = None,
+    order: Mapping[str, str] | None = None,
     **sizes: int,
 ) -> Case:
     """``case("llama3_8b", m=8192, n=4096)``: sizes by dim name; ``statics`` picks a variant of the pattern, ``scalars``
-    replaces the declared value of a scalar."""
-    return Case(name, sizes, bench, statics or {}, scalars or {})
+    replaces the declared value of a scalar, ``order`` lays a tensor out in memory in another order of its dims
+    (``order={"x": "b h w c"}``: channels last)."""
+    return Case(name, sizes, bench, statics or {}, scalars or {}, order or {})
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """What was measured: the table of a GPU, and the roofline where no table speaks.
 
 ``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
-the nearest measured cell of its fusion (nearest by the logarithms of its sizes, in a dtype of the same width). On another
-GPU the bytes that the fused kernels and Inductor's have to move are compared, as formulas over the sizes.
+the nearest measured cell of its fusion (nearest by the logarithms of its sizes, in a dtype of the same width, the first tensor
+laid out alike). On another GPU the bytes that the fused kernels and Inductor's have to move are compared, as formulas over the sizes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Cell:
     fusion: str
     itemsize: int
     forward_only: bool
+    layout: str
     sizes: Mapping[str, float]
     ours: float
     inductor: float
@@ -44,15 +45,22 @@ class Cell:
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:
     """Why Inductor should keep this site as far as tables and formulas know, or None."""
-    tensors = [value(v) for v in match.inputs.values() if is_tensor(v)]
+    return why_slower_for(fusion, {name: value(v) for name, v in match.inputs.items() if is_tensor(v)})
+
+
+def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | None:
+    """The same for the tensors of a site, by the names of the fusion's inputs."""
+    tensors = list(given.values())
     floating = [t for t in tensors if t.is_floating_point()]
-    device, sizes = tensors[0].device, sizes_of(fusion, match)
+    device, sizes = tensors[0].device, sizes_of(fusion, given)
     if device.type != "cuda" or not floating or sizes is None:
         return None
     itemsize = floating[0].dtype.itemsize
     forward_only = not (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
-    alike = [c for c in cells if c.itemsize == itemsize and c.forward_only == forward_only]
+    first = fusion.tensors()[0]
+    kind = itemsize, forward_only, layout_of(str(fusion.inputs[first]), given[first])
+    alike = [c for c in cells if (c.itemsize, c.forward_only, c.layout) == kind]
     if not alike:
         return _by_roofline(fusion, sizes, itemsize)
     nearest = min(alike, key=lambda c: c.distance(sizes))
@@ -62,13 +70,25 @@ def why_slower(fusion: Fusion, match: Match) -> str | None:
     return f"Inductor was {nearest.ours / nearest.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
 
 
-def sizes_of(fusion: Fusion, match: Match) -> dict[str, float] | None:
+def layout_of(spec: str, tensor: torch.Tensor) -> str:
+    """The dims of a spec in the order in which they lie in memory: ``"b ... c"`` for ``"b c ..."`` with channels last."""
+    tokens = [token.removesuffix("|1") for token in spec.split()]
+    several = tensor.dim() - len(tokens) + 1
+    strides, at = {}, 0
+    for token in tokens:
+        width = several if token == "..." else 1
+        strides[token] = max((expected(n) for n in tensor.stride()[at : at + width]), default=0)
+        at += width
+    return " ".join(sorted(tokens, key=lambda token: -strides[token]))
+
+
+def sizes_of(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
     """The declared dims of a site; ``m`` is the product of what ``...`` stands for. None where a dim has no value."""
     sizes: dict[str, float] = {}
     for name in fusion.tensors():
-        if name not in match.inputs or not is_tensor(match.inputs[name]):
+        if name not in given:
             continue
-        spec, shape = str(fusion.inputs[name]).split(), [expected(n) for n in value(match.inputs[name]).shape]
+        spec, shape = str(fusion.inputs[name]).split(), [expected(n) for n in given[name].shape]
         if "..." in spec:
             at = spec.index("...")
             rest = len(shape) - len(spec) + 1

@@ -37,7 +37,7 @@ def make_inputs(
     fusion: Fusion, case: Case, statics: Mapping[str, Any], dtype: torch.dtype, device: str, seed: int = 0
 ) -> dict[str, Any]:
     """Random inputs of the declared shapes; parameters that a variant fixes are left out."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     made: dict[str, Any] = {}
     for name, spec in fusion.inputs.items():
         if name in statics:
@@ -46,23 +46,30 @@ def make_inputs(
             made[name] = case.scalars.get(name, spec)
             continue
         shape: list[int] = []
+        dims: dict[str, list[int]] = {}  # which dims of the tensor a token stands for
         for token in spec.split():
+            start = len(shape)
             if token == "...":
                 m = case.sizes["m"]
                 shape += [LEADING, m // LEADING] if m % LEADING == 0 else [m]
             else:
                 shape.append(_table_size(token, case) if _broadcast(token) else case.sizes.get(token, 1))
+            dims[token.removesuffix("|1")] = list(range(start, len(shape)))
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
-            target = torch.randint(0, bound, shape, generator=generator)
+            target = torch.randint(0, bound, shape, generator=generator, device=device)
             if target.numel() > 2 and "ignore_index" in statics:
                 target[1] = statics["ignore_index"]
-            made[name] = target.to(device)
+            made[name] = target
             continue
-        tensor = torch.randn(shape, generator=generator)
+        tensor = torch.randn(shape, generator=generator, device=device)
         if name == "weight" and fusion.name.endswith("cross_entropy"):
             tensor = tensor.abs() + 0.1
-        made[name] = tensor.to(device=device, dtype=dtype)
+        if name in case.order:
+            order = [d for token in case.order[name].split() for d in dims[token]]
+            back = sorted(range(len(order)), key=order.__getitem__)
+            tensor = tensor.permute(order).contiguous().permute(back)
+        made[name] = tensor.to(dtype)
     return made
 
 

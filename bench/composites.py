@@ -1,0 +1,63 @@
+"""Work that several ops of a model make up together and that one fusion has to meet there: measured beside the fusions."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.patterns.evonorm_s0 import swish_over_group_deviation
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rotated_queries_and_keys(q, k, cos, sin):
+    """What an attention layer of a Llama does to its queries and keys, laid out as its projections leave them."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def conv_evonorm(x, kernel, groups, v, weight, bias, eps, correction):
+    y = F.conv2d(x, kernel, padding=1)
+    return swish_over_group_deviation(y, groups, v, weight, bias, eps, correction)
+
+
+_LAID = {"q": "b s h d", "k": "b s g d"}
+
+# The composite and the fusions that are to meet in it.
+COMPOSITES = (
+    (
+        Fusion(
+            name="rope of q and k",
+            pattern=rotated_queries_and_keys,
+            find=lambda view: iter(()),
+            inputs={"q": "b h s d", "k": "b g s d", "cos": "b s d", "sin": "b s d"},
+            cases=(
+                case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order=_LAID),
+                case("llama_8b", b=4, h=32, g=8, s=4096, d=128, order=_LAID),
+            ),
+        ),
+        ("rope",),
+    ),
+    (
+        Fusion(
+            name="conv2d + evonorm_s0",
+            pattern=conv_evonorm,
+            find=lambda view: iter(()),  # not matched as a whole
+            inputs={
+                "x": "b c h w", "kernel": "k c r s", "groups": 32, "v": "k", "weight": "k", "bias": "k", "eps": 1e-5,
+                "correction": 0,
+            },
+            cases=(
+                case("stage_1", b=64, c=256, k=256, h=56, w=56, r=3, s=3),
+                case("stage_1 nhwc", b=64, c=256, k=256, h=56, w=56, r=3, s=3, order={"x": "b h w c", "kernel": "k r s c"}),
+                case("stage_2", b=128, c=512, k=512, h=28, w=28, r=3, s=3),
+                case("small_64", b=64, c=64, k=64, h=28, w=28, r=3, s=3),
+            ),
+        ),
+        ("evonorm_s0",),
+    ),
+)  # fmt: skip
