@@ -1,8 +1,9 @@
 """What was measured: the table of a GPU, and the roofline where no table speaks.
 
 ``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
-the nearest measured cell of its fusion (nearest by the logarithms of its sizes, in a dtype of the same width, the first tensor
-laid out alike). On another GPU the bytes that the fused kernels and Inductor's have to move are compared, as formulas over the sizes.
+the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with the
+first tensor laid out alike. On another GPU the bytes that the fused kernels and Inductor's have to move are compared, as
+formulas over the sizes.
 """
 
 from __future__ import annotations
