@@ -115,8 +115,7 @@ def run(
 
 
 def gradients_for(outs: Sequence[Tensor]) -> list[Tensor]:
-    generator = torch.Generator(device="cpu").manual_seed(7)
-    return [torch.randn(o.shape, generator=generator).to(o.device) for o in outs]
+    return [torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(7), device=o.device) for o in outs]
 
 
 class _StayDouble(TorchFunctionMode):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, value
+from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.cross_entropy import cross_entropy
-from fx_fusion.match import Match
+from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits
 from fx_fusion.rewrite import Editor
 from fx_fusion.sizes import expected, too_small
@@ -25,9 +25,14 @@ def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothi
     return F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
 
 
-def find(view: View) -> Iterator[Match]:
+def find(view: View) -> Iterator[Match | NearMiss]:
     for site in find_losses(view):
         seen = read_logits(view, site, to_linear=False)
+        if view.name(seen.source) == "getitem" and is_tensor(seen.source.args[0]) and seen.nodes:
+            # Inductor reads a slice where it lies; the kernel would need a copy of it.
+            reason = f"{seen.source.name} is a slice of larger logits"
+            yield NearMiss("cross_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), reason)
+            continue
         inputs = {"logits": seen.source, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight

@@ -172,7 +172,7 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
 
 
 def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
-    """Follow the logits down. Without ``to_linear``: only through values that nothing else uses, casts and scalars."""
+    """Follow the logits down. Without ``to_linear``: only through values that nothing else uses, and not through slices."""
     seen = Logits(site.logits)
     inside = set(site.nodes)
     while True:
@@ -201,7 +201,7 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
             seen.stopped = f"{node.name} rounds the logits to {value(node).dtype}"
             return None
         return below, [node]
-    if name in ("view", "reshape", "flatten", "contiguous") and to_linear:
+    if name in ("view", "reshape", "flatten", "contiguous"):
         below = node.args[0]
         if not statically_known_true(value(below).shape[-1] == value(node).shape[-1]):
             seen.stopped = f"{node.name} changes the vocabulary dim"

@@ -249,3 +249,25 @@ def test_the_head_of_a_tied_model_gets_both_gradients():
     model.zero_grad()
     torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids).loss.backward()
     torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_alone_are_read_in_their_own_dtype_through_views():
+    """A graph that begins behind the lm_head (a break between it and the loss): no float32 copy of the logits."""
+
+    def loss(logits, target):
+        logits = logits.float()
+        return F.cross_entropy(logits.view(-1, V), target.view(-1))
+
+    logits = torch.randn(2, M // 2, V, generator=generator).bfloat16()
+    report = compare(loss, logits, target.view(2, -1), expect=("cross_entropy",))
+    assert f"float32[{M}, {V}]" not in report.graphs[0].after
+    assert f"float32[2, {M // 2}, {V}]" not in report.graphs[0].after
+
+
+def test_a_slice_of_logits_is_left_to_inductor():
+    def loss(logits, target):
+        return F.cross_entropy(logits[:, :-1].float().reshape(-1, V), target[:, 1:].reshape(-1))
+
+    logits = torch.randn(2, M // 2, V, generator=generator).bfloat16()
+    report = compare(loss, logits, target.view(2, -1), expect=())
+    assert "slice of larger logits" in reasons(report, "cross_entropy")
