@@ -91,10 +91,10 @@ def _weights(weight_ptr, cols, v, HAS_WEIGHT: tl.constexpr):
 @triton.jit
 def _rows_kernel(
     l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr,
-    m, v, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
+    m, v, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
-    EACH: tl.constexpr, ALIGN: tl.constexpr,
+    EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
@@ -115,8 +115,8 @@ def _rows_kernel(
                 tl.store(stats_ptr + row, 0.0)
                 tl.store(stats_ptr + m + row, 1.0)
             if GRADIENT:
-                for start in range(0, v + skip, BLOCK):
-                    _store_block(dl_row, tl.zeros((BLOCK,), tl.float32), start, lanes, skip, v, ALIGN, BLOCK)
+                for start in range(0, width + skip, BLOCK):
+                    _store_block(dl_row, tl.zeros((BLOCK,), tl.float32), start, lanes, skip, width, ALIGN, BLOCK)
         else:
             valid = (target >= 0) & (target < v)
             w_target = 1.0
@@ -132,9 +132,9 @@ def _rows_kernel(
                 tops = tl.full((BLOCK // EACH,), -float("inf"), tl.float32)
                 sums = tl.zeros((BLOCK // EACH,), tl.float32)
                 smooth = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, v + skip, BLOCK):
+                for start in range(0, width + skip, BLOCK):
                     cols = start + lanes - skip
-                    z, _ = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN, BLOCK)
+                    z, _ = _block_of_z(l_row, start, lanes, skip, width, scale, softcap, SOFTCAP, ALIGN, BLOCK)
                     if SMOOTH:
                         smooth += _weights(weight_ptr, cols, v, HAS_WEIGHT) * z
                     z = tl.where((cols >= 0) & (cols < v), z, -float("inf"))
@@ -163,23 +163,28 @@ def _rows_kernel(
                 if SMOOTH:
                     pull += smoothing / v * w_sum
                 pull = pull / total
-                for start in range(0, v + skip, BLOCK):
+                for start in range(0, width + skip, BLOCK):
                     cols = start + lanes - skip
-                    z, slope = _block_of_z(l_row, start, lanes, skip, v, scale, softcap, SOFTCAP, ALIGN, BLOCK)
+                    z, slope = _block_of_z(l_row, start, lanes, skip, width, scale, softcap, SOFTCAP, ALIGN, BLOCK)
                     dz = tl.exp(z - top) * pull
                     dz = tl.where(cols == target, dz - hit, dz)
                     if SMOOTH:
                         dz -= smoothing / v * _weights(weight_ptr, cols, v, HAS_WEIGHT)
-                    _store_block(dl_row, dz * slope * dloss, start, lanes, skip, v, ALIGN, BLOCK)
+                    dz *= slope * dloss
+                    if PADDED:
+                        dz = tl.where(cols < v, dz, 0.0)
+                    _store_block(dl_row, dz, start, lanes, skip, width, ALIGN, BLOCK)
 
 
 def launch_rows(
     logits, target, weight, ignore_index, label_smoothing, softcap, scale, *,
-    loss=None, stats, dloss=None, dlogits=None,
+    classes=None, loss=None, stats, dloss=None, dlogits=None,
 ):  # fmt: skip
     """Run the kernel over 2-D logits. ``loss`` given: write it and ``stats``; else ``stats`` are read. ``dlogits`` given:
-    write the gradient (``dlogits is logits`` overwrites), for the upstream gradient ``dloss`` (m), or 1."""
-    m, v = logits.shape
+    write the gradient (``dlogits is logits`` overwrites), for the upstream gradient ``dloss`` (m), or 1. Columns from
+    ``classes`` on are padding: no logits, their gradient is zero."""
+    m, width = logits.shape
+    v = width if classes is None else classes
     if m == 0 or v == 0:
         return
     given = loss is None
@@ -193,11 +198,11 @@ def launch_rows(
     programs = min(m, multiprocessors(logits) * (_WARPS // warps if dlogits is None else max(1, 32 // warps)))
     launch(_rows_kernel, (programs,), 
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
-        stats if given else loss, stats, stats if dloss is None else dloss, m, v, logits.stride(0), out.stride(0),
+        stats if given else loss, stats, stats if dloss is None else dloss, m, v, width, logits.stride(0), out.stride(0),
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
         STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, EACH=min(_EACH, block),
-        ALIGN=align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1,
+        ALIGN=align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1, PADDED=width > v,
         num_warps=warps,
     )  # fmt: skip
 

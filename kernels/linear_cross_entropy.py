@@ -13,7 +13,7 @@ Shapes     x: (m, h); weight: (v, h); bias, class_weight: (v); target: (m); loss
 Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32, dW accumulated in fp32 over chunks and rounded once
            (fp16: kept in fp32 until the backward has scaled it).
 Saved      dx and dW (nothing of size m·v).
-Memory     one chunk of logits, at most 512 MiB on a GPU, and dW in fp32 while the forward runs.
+Memory     one chunk of logits, 1 GiB on a GPU or what dW in fp32 would take, and dW in fp32 if there are several chunks.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here with few large chunks, so that
            the matrix products stay efficient, and fp32 accumulation.
 """
@@ -25,24 +25,30 @@ from fx_fusion.kernels.cross_entropy import launch_rows
 from fx_fusion.kernels.launch import cdiv
 from fx_fusion.op import interpreting, plain_op, register_autograd
 
-_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 8 << 20}
+# Every chunk reads and writes dW in fp32: 4096 rows of it (1 GiB at 128256 classes) make that some 5 % of its products.
+_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 8 << 20}
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
+_CLASS_MULTIPLE = 64  # classes are padded to this where 16 bytes don't divide a row: cuBLAS is four times slower there
 
 
-def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
-    """Rows so that a chunk of logits fits the budget; chunks of equal size rather than a small last one."""
-    budget = max(_ROW_MULTIPLE, _CHUNK_BYTES[device] // max(1, v * itemsize))
+def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str, free: int = 0) -> int:
+    """Rows so that a chunk of logits fits the budget; chunks of equal size rather than a small last one. Up to ``free``
+    rows are one chunk whatever they take."""
+    budget = max(_ROW_MULTIPLE, free, _CHUNK_BYTES[device] // max(1, v * itemsize))
     chunks = cdiv(m, budget)
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
 def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss):
     """Fill ``loss``; return the gradients of x, weight, bias that are needed (None for the others)."""
-    m, v = x.shape[0], weight.shape[0]
+    m, h, v = *x.shape, weight.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
-    step = rows_in_a_chunk(m, v, x.element_size(), x.device.type)
-    buffer = torch.empty(step, v, dtype=x.dtype, device=x.device)
+    # One chunk needs no dW in fp32, which takes as much as 2·h rows of 16-bit logits.
+    free = 2 * h if needs_dw and x.is_cuda and x.dtype == torch.bfloat16 else 0
+    step = rows_in_a_chunk(m, v, x.element_size(), x.device.type, free)
+    weight, bias = _padded(weight), None if bias is None else _padded(bias)
+    buffer = torch.empty(step, weight.shape[0], dtype=x.dtype, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if needs_dw and m == 0 else None
     db = torch.zeros(v, dtype=torch.float32, device=x.device) if needs_db else None
@@ -54,14 +60,24 @@ def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, lo
         else:
             torch.addmm(bias, x_rows, weight.t(), out=logits)
         upstream = None if dloss is None else dloss[rows]
-        _rows(logits, target[rows], class_weight, options, loss[rows], upstream, gradient)
+        _rows(logits, v, target[rows], class_weight, options, loss[rows], upstream, gradient)
         if dx is not None:
             torch.mm(logits, weight, out=dx[rows])
         if needs_dw:
             dw = _accumulate(dw, logits, x_rows, last_and_only=step >= m)
         if db is not None:
-            db += logits.sum(0, dtype=torch.float32)
-    return dx, dw, db
+            db += logits[:, :v].sum(0, dtype=torch.float32)
+    return dx, None if dw is None else dw[:v], db
+
+
+def _padded(weight):
+    """Rows of zeros behind the classes, so that rows of logits and all products are aligned; columns of logits that
+    belong to them stay zero, and so do their gradients."""
+    v = weight.shape[0]
+    if v * weight.element_size() % 16 == 0 or not (weight.is_cuda or interpreting()):
+        return weight
+    more = cdiv(v, _CLASS_MULTIPLE) * _CLASS_MULTIPLE - v
+    return torch.nn.functional.pad(weight, (0, 0, 0, more) if weight.dim() == 2 else (0, more))
 
 
 def _accumulate(dw, dlogits, x, *, last_and_only: bool):
@@ -77,8 +93,8 @@ def _accumulate(dw, dlogits, x, *, last_and_only: bool):
     return product if dw is None else dw.add_(product)
 
 
-def _rows(logits, target, class_weight, options, loss, dloss, gradient):
-    """Loss of one chunk; with ``gradient`` the chunk is overwritten by dloss/dlogits."""
+def _rows(logits, v, target, class_weight, options, loss, dloss, gradient):
+    """Loss of one chunk over the first ``v`` columns; with ``gradient`` the chunk is overwritten by dloss/dlogits."""
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
         launch_rows(
@@ -86,6 +102,7 @@ def _rows(logits, target, class_weight, options, loss, dloss, gradient):
             target,
             class_weight,
             *options,
+            classes=v,
             loss=loss,
             stats=stats,
             dloss=dloss,
@@ -93,7 +110,6 @@ def _rows(logits, target, class_weight, options, loss, dloss, gradient):
         )
         return
     ignore_index, smoothing, softcap, scale = options
-    v = logits.shape[1]
     z = logits.float() * scale if scale != 1 else logits.float()
     bent = torch.tanh(z / softcap) if softcap else None
     z = z if bent is None else softcap * bent
