@@ -91,8 +91,26 @@ class Editor:
         new._rename(name)
         self._replaced[old] = new
 
-    def change_call(self, node: fx.Node, **changes: Any) -> None:
-        """Change named arguments of a call in place; its result must keep its type."""
+    def lay_out(self, node: fx.Node, like: Any) -> fx.Node:
+        """A copy of ``node`` behind it, with the strides of the tensor ``like``; every other user reads the copy."""
+        order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+        back = sorted(range(like.dim()), key=order.__getitem__)
+        users = list(node.users)
+        with self.graph.inserting_after(node):
+            permuted = self.method("permute", (node, order), like=node)
+        with self.graph.inserting_after(permuted):
+            dense = self.method("contiguous", (permuted,), like=node)
+        with self.graph.inserting_after(dense):
+            copy = self.method("permute", (dense, back), like=node)
+        if (why := differs(like, value(copy))) is not None:
+            raise Mismatch(f"the call's result {why}")
+        for user in users:
+            user.replace_input_with(node, copy)
+        return copy
+
+    def change_call(self, node: fx.Node, *, lay_out: bool = False, **changes: Any) -> None:
+        """Change named arguments of a call in place; its result must keep its type. With ``lay_out`` a result with other
+        strides is copied into the old ones (a copy that Inductor merges with what follows)."""
         name = self.view.name(node)
         assert name is not None
         bound = signatures.bind(name, node.args, dict(node.kwargs))
@@ -106,7 +124,9 @@ class Editor:
         try:
             self._describe(node, node.target, node)
             if (why := differs(before, value(node))) is not None:
-                raise Mismatch(f"the call's result {why}")
+                if not lay_out:
+                    raise Mismatch(f"the call's result {why}")
+                self.lay_out(node, before)
         except Mismatch:
             node.args, node.kwargs = old
             node.meta["example_value"] = before

@@ -184,3 +184,22 @@ def test_only_keys_repeated():
     report.assert_fused(repeat_kv=0)
     assert "not repeated alike" in reasons(report, "repeat_kv")
     torch.testing.assert_close(result, function(q, k[:, :1], v))
+
+
+def test_a_kernel_with_another_layout_is_used_and_its_result_laid_out_as_before():
+    """A mask with three dims has no fused kernel on CPU; without it there is one, whose result lies as the queries do."""
+
+    def attend(q, k, v):
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()[None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, k, v = (torch.randn(2, 8, 3, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    expected = attend(q, k, v)
+    result, report = rewritten(attend, q, k, v)
+    assert report.count("causal_mask") == 1, str(report)
+    assert "permute" in report.graphs[0].after, "the kernels lay out alike now: this tests nothing"
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected)
+    dy = torch.randn_like(expected)
+    for ours, theirs in zip(torch.autograd.grad(result, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
+        torch.testing.assert_close(ours, theirs)
