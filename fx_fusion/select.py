@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
 from fx_fusion import measure, tables
 from fx_fusion.canonicalize import is_tensor, value
 from fx_fusion.fusion import Fusion
 from fx_fusion.legality import arguments_of
 from fx_fusion.match import Match
 from fx_fusion.options import Options
+from fx_fusion.sizes import expected
 
 
-def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
-    """Why Inductor keeps this site, or None: the fused op replaces it."""
+def why_keep(fusion: Fusion, match: Match, options: Options, *, channels_last: bool = False) -> str | None:
+    """Why Inductor keeps this site, or None: the fused op replaces it. ``channels_last``: what the graph will be."""
     if fusion.name not in options.fusions:
         return "switched off by options"
     if options.select == "always":
@@ -22,9 +25,16 @@ def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
         known, sentence = measure.why_slower(fusion, match)
         if known:
             return sentence
-    tensor = next(value(v) for v in match.inputs.values() if is_tensor(v))
+    name = next(n for n, v in match.inputs.items() if is_tensor(v))
+    tensor, spec = value(match.inputs[name]), str(fusion.inputs[name]).split()
     if tensor.device.type == "cpu" and not fusion.on_cpu:
         return "on CPU Inductor compiles this as well"
+    rows = spec[0] == "..." and len(spec) > 1 and expected(tensor.shape[-1]) > 1
+    if rows and statically_known_true(tensor.stride(-1) != 1):
+        return "its rows are no rows in memory; the kernel would need a copy"
+    images = spec[:2] == ["b", "c"] and tensor.device.type == "cuda"
+    if images and channels_last and not (fusion.kernel is not None and fusion.kernel.any_layout):
+        return "Inductor will lay out this graph's convolutions channels last; the kernel would need copies"
     if fusion.pays is not None and (sentence := fusion.pays(**arguments_of(fusion, match))) is not None:
         return sentence
-    return tables.why_slower(fusion, match)
+    return tables.why_slower(fusion, match, channels_last=images and channels_last)

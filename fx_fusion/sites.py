@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fx_fusion.canonicalize import View
+from fx_fusion.conv_layout import goes_channels_last
 from fx_fusion.fusion import Fusion
 from fx_fusion.legality import why_not
 from fx_fusion.match import Attempt, Match, NearMiss
@@ -94,6 +95,7 @@ def choose(
 ) -> tuple[list[tuple[Fusion, Match]], list[Site], set[fx.Node]]:
     """Legal matches that pay, no node in two of them; the sites of the others that nobody else took; and every node
     that some site speaks for."""
+    channels_last = goes_channels_last(view.graph)
     taken: set[fx.Node] = set()
     chosen: list[tuple[Fusion, Match]] = []
     sites: list[Site] = []
@@ -105,7 +107,7 @@ def choose(
         if candidate.reason is not None:
             later.append((candidate, "declined", candidate.reason))
             continue
-        keep = why_keep(candidate.fusion, match, options)
+        keep = why_keep(candidate.fusion, match, options, channels_last=channels_last)
         if keep is not None:
             later.append((candidate, "kept", keep))
             continue

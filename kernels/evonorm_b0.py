@@ -207,4 +207,5 @@ evonorm_b0 = fused_op(
     stats=("images", "batch"),
     constants=("var",),
     grads=("x", "v", "weight", "bias"),
+    any_layout=True,
 )

@@ -41,7 +41,7 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str, free: int = 0) -
 
 def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss):
     """Fill ``loss``; return the gradients of x, weight, bias that are needed (None for the others)."""
-    m, h, v = *x.shape, weight.shape[0]
+    (m, h), v = x.shape, weight.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
     # One chunk needs no dW in fp32, which takes as much as 2·h rows of 16-bit logits.

@@ -201,5 +201,7 @@ def test_a_kernel_with_another_layout_is_used_and_its_result_laid_out_as_before(
     assert result.stride() == expected.stride()
     torch.testing.assert_close(result, expected)
     dy = torch.randn_like(expected)
-    for ours, theirs in zip(torch.autograd.grad(result, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(result, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)

@@ -7,6 +7,7 @@ import torch
 
 import fx_fusion
 from fx_fusion import measure, tables
+from fx_fusion.conv_layout import goes_channels_last, layouts_open, undecided
 from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.testing import rewriting_backend
 
@@ -54,8 +55,8 @@ def test_every_formula_is_a_number_of_bytes():
 
 def test_the_nearest_cell_decides(monkeypatch):
     cells = (
-        tables.Cell("rms_norm", 2, False, {"m": 128, "n": 768}, 2.0, 1.0),
-        tables.Cell("rms_norm", 2, False, {"m": 65536, "n": 4096}, 1.0, 2.0),
+        tables.Cell("rms_norm", 2, False, "... n", {"m": 128, "n": 768}, 2.0, 1.0),
+        tables.Cell("rms_norm", 2, False, "... n", {"m": 65536, "n": 4096}, 1.0, 2.0),
     )
     small, large = {"m": 100.0, "n": 1000.0}, {"m": 10000.0, "n": 4096.0}
     assert min(cells, key=lambda c: c.distance(small)) is cells[0]
@@ -117,3 +118,57 @@ def test_a_cell_of_each_measured_fusion_pays_where_it_was_fastest():
     kept = {c.fusion for c in cells if c.ours > c.inductor}
     assert {"evonorm_s0", "group_norm_swish", "layer_norm", "attention", "embedding"} <= fused
     assert "swiglu" in kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "spec", "layout"),
+    [
+        ((2, 8, 5, 5), (0, 1, 2, 3), "b c ...", "b c ..."),
+        ((2, 8, 5, 5), (0, 2, 3, 1), "b c ...", "b ... c"),
+        ((2, 8, 5, 5), (0, 2, 3, 1), "b c h w", "b h w c"),
+        ((2, 8, 5, 16), (0, 2, 1, 3), "b h s d", "b s h d"),
+        ((2, 5, 16), (1, 0, 2), "... n", "... n"),
+    ],
+)
+def test_layouts_are_named_by_the_dims_of_the_declaration(shape, order, spec, layout):
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    tensor = torch.empty([shape[d] for d in order]).permute(back)
+    assert tuple(tensor.shape) == shape
+    assert tables.layout_of(spec, tensor) == layout
+
+
+def convolutions(*weights, groups=1, device="cuda"):
+    """A graph of convolutions on fake images."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        x = graph.placeholder("x")
+        x.meta["example_value"] = torch.empty(8, weights[0][1] * groups, 32, 32, device=device)
+        for i, shape in enumerate(weights):
+            w = graph.placeholder(f"w{i}")
+            w.meta["example_value"] = torch.empty(*shape, device=device)
+            x = graph.call_function(torch.conv2d, (x, w, None, 1, 1, 1, groups))
+            x.meta["example_value"] = torch.empty(8, shape[0], 32, 32, device=device)
+    return graph
+
+
+def test_which_graphs_inductor_lays_out_channels_last():
+    assert goes_channels_last(convolutions((128, 64, 3, 3), (128, 128, 3, 3)))
+    assert not goes_channels_last(convolutions((64, 64, 3, 3))), "small channels"
+    assert not goes_channels_last(convolutions((64, 128, 3, 3), (128, 64, 3, 3))), "it narrows"
+    assert goes_channels_last(convolutions((64, 128, 1, 1), (128, 64, 3, 3))), "a 1 x 1 may narrow"
+    assert not goes_channels_last(convolutions((128, 64, 3, 3), groups=2)), "grouped"
+    assert goes_channels_last(convolutions((128, 1, 3, 3), groups=128)), "depthwise"
+    assert not goes_channels_last(convolutions((128, 64, 3, 3), device="cpu"))
+    assert not goes_channels_last(torch.fx.Graph())
+
+
+def test_a_trace_knows_whether_its_layouts_are_final():
+    assert not undecided()
+    with layouts_open(convolutions((128, 64, 3, 3))):
+        assert undecided()
+        with layouts_open(torch.fx.Graph()):
+            assert not undecided()
+        assert undecided()
+    assert not undecided()
