@@ -2,69 +2,212 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "audio_vocab_size"), 128),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_size", "word_embed_proj_dim", "embedding_dim", "model_dim", "hidden_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_inner", "shared_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_hidden_dim"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k"), 2),
-    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "moe_layer_start_index", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("mamba_n_heads", "linear_num_value_heads"), 8), **dict.fromkeys(("mamba_d_head", "state_size", "mamba_d_state", "linear_key_head_dim", "linear_value_head_dim", "ssm_state_size"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8), **dict.fromkeys(("linear_num_key_heads",), 4),
-    **dict.fromkeys(("image_size",), 32), **dict.fromkeys(("patch_size",), 8),
-    **dict.fromkeys(("pad_token_id",), 0), **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1), **dict.fromkeys(("eos_token_id",), 2),
-    "use_cache": False, "rotary_dim": 8, "type_vocab_size": 2,
-}  # fmt: skip
+Inputs = dict[str, torch.Tensor]
+
+# The first expression that is the whole name of a field says how large the field may be.
+AT_MOST = {re.compile(names.replace(" ", "")): size for names, size in {
+    r"\w*vocab_size\w* | \w*hash_byte_group_vocab | prompt_types | segment_types": 128,
+    r"n_group | num_expert_group | topk_group | moe_layer_start_index | first_k_dense_replace": 1,
+    r"\w*(dense|shared)_(experts|layers) | num_(nextn|mtp)\w* | num_timestamp_prediction_layers": 1,
+    r"\w*experts_per_tok(en)? | \w*top_?k(_experts)? | moe_k | \w*(kv|key_value)_heads | kv_n_heads": 2,
+    r"depths? | block_sizes | \w*num_blocks | \w*numb_of_layers | \w*block_repeats | n_attn_blocks": 2,
+    r"\w*(num|n)_(local_|routed_)?experts | num_quantizers": 4,
+    r"mamba_(num|n)_heads | linear_num_value_heads": 8,
+    r"\w*((num|n)_(\w+_)?|attention_)heads?(_per_layer)?": 4,
+    r"(\w+_)?head_dim | d_kv | d_head | dim_head | \w*rotary_dim | mamba_d_head | attention_head_size": 8,
+    r"\w*(state_size|d_state|chunk_size|chunk_length|context_size)": 8,
+    r"\w*_rank": 16,
+    r"\w*(intermediate_size(_mlp)?|ffn\w*_(dim|size)|feed_forward_size) | d_ff | dff | dim_ff | d_inner | n_inner": 64,
+    r"mlp_dim | \w*max_(\w+_)?(positions|position_embeddings|seq_len|pos_emb) | n_positions | n_ctx | \w*window\w*": 64,
+    r"image_size | train_size | \w*entity_vocab_size": 64, r"patch_size": 8,
+    r"(\w*_)?(hidden|model|emb|embed|embedding|projection|latent|lru)_(size|dim)(_\w+)? | d_model | n_embd | dim": 32,
+    r"\w*proj_dim | codevector_dim | num_filters | num_codevectors_per_group | conv_dim | tdnn_dim": 32,
+}.items()}  # fmt: skip
+# Optional fields that the layers need all the same, and the layers themselves.
+FILLED = re.compile(r"vocab_size|head_dim|num_experts_per_tok|num_key_value_heads|n_(routed|shared)_experts")
+LAYERS = re.compile(r"(\w+_)?(num|n)_(\w+_)?layers?|(\w+_)?(en|de)coder_layers|num_blocks|num_self_attends_per_block")
+LAYER_IDS = re.compile(r"(?!out_)\w*(layers|indexes|indices|idxs|layer_ids)")
+RANDOM = re.compile(r"\w*(drop|jitter)\w*|mask_(time|feature)_prob")
+TOKENS = {"pad": 0, "bos": 1, "decoder_start": 1, "eos": 2}
 
 
-def shrunk(config_class: type, depth: int = 0) -> Any:
-    """A config of this class with small sizes and no dropout, nested configs included."""
-    default = config_class()
-    given = default.to_dict()
-    changes = {
-        name: SMALL[name]
-        for name, now in given.items()
-        if name in SMALL
-        and isinstance(now, (int, type(None)))
-        and not (now is None and name not in ("pad_token_id", "head_dim"))
-    }
-    changes.update({name: 0.0 for name, now in given.items() if isinstance(now, float) and _is_dropout(name)})
-    for name, now in vars(default).items():
-        if hasattr(now, "to_dict") and depth < 2:
-            changes[name] = shrunk(type(now), depth + 1).to_dict()
-    if "kv_lora_rank" in changes:  # latent attention has as many keys as queries
-        changes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    if "expand" in given and "num_heads" in given and "head_dim" in given:  # heads of a state-space layer fill it
-        changes["num_heads"] = SMALL["hidden_size"] * given["expand"] // SMALL["head_dim"]
-    layers = next((changes[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in changes), 2)
-    if isinstance(given.get("layer_types"), list):
-        kinds = list(dict.fromkeys(given["layer_types"]))
-        changes["layer_types"] = (kinds * layers)[:layers]
-    return config_class(**changes)
+def shrunk(config_class: type) -> Any:
+    """A config of this class with small sizes and nothing random, nested configs included."""
+    return _shrunk(config_class())
 
 
-def _is_dropout(name: str) -> bool:
-    return any(part in name for part in ("dropout", "drop_path", "layerdrop", "pdrop"))
+def _shrunk(default: Any) -> Any:
+    names = [f.name for f in dataclasses.fields(default)]  # what the class derives from its fields is no field
+    given = {name: getattr(default, name) for name in names}
+    plain = type(default)()
+    made = {n: v for n, v in given.items() if not hasattr(v, "to_dict") and v != getattr(plain, n, None)}
+    before = getattr(default, "num_hidden_layers", None)
+    per_layer = {n: _distinct(v) for n, v in given.items() if isinstance(v, (list, tuple)) and len(v) == before}
+    layers = max([2, *(len(v) for v in per_layer.values() if isinstance(v[0], str))])
+    other = 100
+    for name, now in given.items():
+        size = next((s for pattern, s in AT_MOST.items() if pattern.fullmatch(name)), None)
+        if hasattr(now, "to_dict"):
+            made[name] = _shrunk(now)
+        elif name.endswith(("_token_id", "_token_index")) and now is not None:
+            made[name] = next((i for kind, i in TOKENS.items() if name.startswith(kind)), other)
+            other += made[name] == other
+        elif name in per_layer and (isinstance(now[0], str) or any(LAYERS.fullmatch(n) for n in given)):
+            made[name] = _least((per_layer[name] * layers)[:layers], size)
+        elif LAYER_IDS.fullmatch(name) and isinstance(now, (list, tuple)) and now and type(now[0]) is int:
+            made[name] = [layers - 1]
+        elif RANDOM.fullmatch(name):
+            made[name] = _least(now, 0.0)
+        elif LAYERS.fullmatch(name) and size is None:
+            made[name] = _least(now, layers)
+        elif size is not None:
+            made[name] = size if now is None and FILLED.fullmatch(name) else _least(now, size)
+        elif isinstance(now, dict):
+            made[name] = _section(now)
+    made |= {n: v for n, v in {"use_cache": False, "apply_spec_augment": False, "hash_seed": 1}.items() if n in given}
+    made["pad_token_id"] = made.get("pad_token_id") or 0
+    if given.get("is_encoder_decoder") or "decoder_start_token_id" in given:
+        made["decoder_start_token_id"] = 1
+    for name, rule in RELATED.items():
+        if name in given:
+            try:
+                made[name] = rule(given | made, layers)
+            except (KeyError, TypeError):  # the fields of another family
+                continue
+    return type(default)(**made)
 
 
-def inputs_of(model: torch.nn.Module, kind: str) -> dict[str, torch.Tensor]:
+def _distinct(values: Any) -> list[Any]:
+    return [v for i, v in enumerate(values) if v not in values[:i]]
+
+
+def _least(now: Any, size: float | None) -> Any:
+    if isinstance(now, (list, tuple)):
+        return type(now)(_least(v, size) for v in now)
+    return min(now, size) if size is not None and isinstance(now, (int, float)) and not isinstance(now, bool) else now
+
+
+def _section(rope: dict[str, Any]) -> dict[str, Any]:
+    """What is said about rotary embeddings, for heads of eight."""
+    small = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    return {k: _section(v) if isinstance(v, dict) else small.get(k, v) for k, v in rope.items()}
+
+
+def _widths(c: dict[str, Any], name: str) -> Any:
+    """The widths of the stages in the same proportions, the common factor at most 32."""
+    unit = math.gcd(*c[name])
+    return [w // unit * min(unit, 32) for w in c[name]]
+
+
+# What one field has to be for the sake of others: of the fields, changed ones included, and the number of layers.
+RELATED: dict[str, Any] = {
+    "hidden_sizes": lambda c, _: _widths(c, "hidden_sizes"),
+    "embed_dim": lambda c, _: 16 * c["num_heads"][0],
+    "num_key_value_heads": lambda c, _: c["kv_lora_rank"] and c["num_attention_heads"],
+}
+
+
+def inputs_of(model: torch.nn.Module, kind: str) -> Inputs:
+    """The first of the forms below from which the model makes a loss."""
+    failed: Exception | None = None
+    with torch.random.fork_rng(), torch.no_grad():
+        for inputs in _forms(model, kind):
+            try:
+                if model(**inputs).loss.isfinite():
+                    return inputs
+            except Exception as error:
+                failed = failed or error
+    raise failed or ValueError("no form of inputs gives a finite loss")
+
+
+def _forms(model: torch.nn.Module, kind: str) -> Iterator[Inputs]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 100, (2, 16), generator=generator)
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    classes = torch.tensor([0, 1])
+    vocab = min(100, _find(config, "vocab_size") or 100)
+    channels = _find(config, "num_channels", "stem_num_channels") or 3
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(3, vocab, shape, generator=generator)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    size = _find(config, "image_size", "train_size") or 64
+    size = (size, size) if isinstance(size, int) else size
+    ids = tokens(2, 16)
     if kind == "image":
-        config = model.config
-        size, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
-        size = size if isinstance(size, int) else size[0]
-        images = torch.randn(2, channels, size, size, generator=generator)
-        return {"pixel_values": images, "labels": torch.tensor([0, 1])}
-    return {"input_ids": ids, "labels": ids}
+        if "spatial_shapes" in takes:  # images come as patches
+            patch = _find(config, "patch_size")
+            yield {
+                "pixel_values": noise(2, 16, channels * patch * patch), "labels": classes,
+                "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long), "spatial_shapes": torch.full((2, 2), 4),
+            }  # fmt: skip
+        for name in ("pixel_values", "inputs"):
+            if name in takes:
+                yield {name: noise(2, channels, *size), "labels": classes}
+        yield {"input_ids": ids, "labels": classes}
+    elif kind == "speech" or _audio_names(takes):
+        yield from _speech_forms(model, takes, tokens, noise)
+    if "pixel_values" in takes and not _find(config, "image_token_id", "image_token_index"):
+        yield {"pixel_values": noise(2, channels, *size), "input_ids": ids, "labels": ids}  # a prefix of the text
+    if "inputs" in takes:
+        ids = tokens(2, config.max_position_embeddings)
+        yield {"inputs": ids, "labels": ids}
+    yield {"input_ids": ids, "labels": ids}
+    books = _find(config, "num_codebooks") or 1
+    yield {"input_ids": tokens(2 * books, 16), "labels": tokens(2, 16, books)}
+    yield {"input_ids": tokens(2, 16, books + 1), "labels": ids}
+
+
+def _audio_names(takes: Any) -> list[str]:
+    return [name for name in ("input_features", "input_values") if name in takes]
+
+
+def _speech_forms(model: torch.nn.Module, takes: Any, tokens: Any, noise: Any) -> Iterator[Inputs]:
+    """Frames of a spectrogram either way round or a waveform, with classes, a text to make or a text around them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES as CLASSIFY
+
+    config = model.config
+    bins = _find(config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
+    frames = _find(config, "max_length") or 2 * (_find(config, "max_source_positions") or 64)
+    waves = [noise(2, 6400), noise(2, 1, 6400)]
+    spectra = [noise(2, bins, n) for n in (frames, 128)] if bins else []
+    spectra = [way for s in spectra for way in (s, s.transpose(1, 2).contiguous())]
+    for name in _audio_names(takes):
+        for sound in spectra + waves if name == "input_features" else waves + spectra:
+            inputs = {name: sound}
+            if type(model).__name__ in CLASSIFY.values():
+                yield {**inputs, "labels": torch.tensor([0, 1])}
+            elif "input_ids" not in takes:
+                yield {**inputs, "labels": tokens(2, 6)}
+            else:
+                masks = [n for n in takes if re.fullmatch(r"(input_)?features?_(attention_)?mask|padding_mask", n)]
+                inputs |= {n: torch.ones(2, max(sound.shape), dtype=torch.long) for n in masks}
+                try:
+                    found = model.get_audio_features(**inputs)
+                    found = getattr(found, "pooler_output", found)
+                    count = sum(f.numel() for f in found) // 2 // config.get_text_config().hidden_size
+                except Exception:
+                    continue
+                place = _find(config, "audio_token_id", "audio_token_index")
+                ids = torch.cat([torch.full((2, count), place), tokens(2, 8)], 1)
+                yield {**inputs, "input_ids": ids, "labels": ids}
+
+
+def _find(config: Any, *names: str) -> Any:
+    """The first of these fields that this config or one within it has."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    inner = (v for v in vars(config).values() if hasattr(v, "to_dict"))
+    return next((value for c in inner if (value := _find(c, *names)) is not None), None)
