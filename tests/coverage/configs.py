@@ -6,64 +6,98 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 Inputs = dict[str, torch.Tensor]
+Fields = dict[str, Any]
 
 # The first expression that is the whole name of a field says how large the field may be.
 AT_MOST = {re.compile(names.replace(" ", "")): size for names, size in {
-    r"\w*vocab_size\w* | \w*hash_byte_group_vocab | prompt_types | segment_types": 128,
-    r"n_group | num_expert_group | topk_group | moe_layer_start_index | first_k_dense_replace": 1,
-    r"\w*(dense|shared)_(experts|layers) | num_(nextn|mtp)\w* | num_timestamp_prediction_layers": 1,
+    r"\w*vocab_size\w* | \w*hash_byte_group_vocab | prompt_types | segment_types | indexer_budget": 128,
+    r"n_group | num_expert_group | topk_group | moe_layer_start_index | first_k_dense_replace | indexer_kv_heads": 1,
+    r"\w*(dense|shared)_(experts|layers) | num_(nextn|mtp)\w* | num_timestamp_\w* | num_cross_attention_heads": 1,
     r"\w*experts_per_tok(en)? | \w*top_?k(_experts)? | moe_k | \w*(kv|key_value)_heads | kv_n_heads": 2,
     r"depths? | block_sizes | \w*num_blocks | \w*numb_of_layers | \w*block_repeats | n_attn_blocks": 2,
-    r"\w*(num|n)_(local_|routed_)?experts | num_quantizers": 4,
-    r"mamba_(num|n)_heads | linear_num_value_heads": 8,
+    r"\w*(num|n)_(local_|routed_)?experts | num_quantizers | num_codebooks | indexer_compress_ratio": 4,
+    r"mamba_(num|n)_heads | linear_num_value_heads | num_filters | \w*num_groups | upsample_groups": 8,
     r"\w*((num|n)_(\w+_)?|attention_)heads?(_per_layer)?": 4,
     r"(\w+_)?head_dim | d_kv | d_head | dim_head | \w*rotary_dim | mamba_d_head | attention_head_size": 8,
-    r"\w*(state_size|d_state|chunk_size|chunk_length|context_size)": 8,
-    r"\w*_rank": 16,
+    r"\w*(state_size|d_state) | (mamba_|attention_)?chunk_size | chunk_length | context_size": 8,
+    r"\w*_rank | num_latents | patch_size": 16,
     r"\w*(intermediate_size(_mlp)?|ffn\w*_(dim|size)|feed_forward_size) | d_ff | dff | dim_ff | d_inner | n_inner": 64,
     r"mlp_dim | \w*max_(\w+_)?(positions|position_embeddings|seq_len|pos_emb) | n_positions | n_ctx | \w*window\w*": 64,
-    r"image_size | train_size | \w*entity_vocab_size": 64, r"patch_size": 8,
+    r"image_size | train_size | \w*entity_vocab_size": 64,
     r"(\w*_)?(hidden|model|emb|embed|embedding|projection|latent|lru)_(size|dim)(_\w+)? | d_model | n_embd | dim": 32,
-    r"\w*proj_dim | codevector_dim | num_filters | num_codevectors_per_group | conv_dim | tdnn_dim": 32,
+    r"\w*proj_dim | codevector_dim | num_codevectors_per_group | conv_dim | tdnn_dim | d_latents": 32,
 }.items()}  # fmt: skip
-# Optional fields that the layers need all the same, and the layers themselves.
-FILLED = re.compile(r"vocab_size|head_dim|num_experts_per_tok|num_key_value_heads|n_(routed|shared)_experts")
 LAYERS = re.compile(r"(\w+_)?(num|n)_(\w+_)?layers?|(\w+_)?(en|de)coder_layers|num_blocks|num_self_attends_per_block")
 LAYER_IDS = re.compile(r"(?!out_)\w*(layers|indexes|indices|idxs|layer_ids)")
 RANDOM = re.compile(r"\w*(drop|jitter)\w*|mask_(time|feature)_prob")
 TOKENS = {"pad": 0, "bos": 1, "decoder_start": 1, "eos": 2}
+# Optional fields that the layers need all the same, and what they read though a config may never have said it.
+FILLED = re.compile(
+    r"vocab_size|head_dim|num_experts_per_tok|num_key_value_heads|n_(routed|shared)_experts|indexer_\w+|audio_token_id"
+)
+UNSAID = {"num_key_value_heads": 4, "rope_theta": 1e4}
+SET = {"use_cache": False, "apply_spec_augment": False, "hash_seed": 1}
+# What one field has to be for the sake of others: from the fields, small ones first, and from what they were.
+RELATED: dict[str, Callable[[Fields, Fields], Any]] = {
+    "hidden_sizes": lambda c, _: _widths(c["hidden_sizes"]),
+    "embed_dim": lambda c, _: 16 * c["num_heads"][0] if isinstance(c["embed_dim"], int) else _widths(c["embed_dim"]),
+    "stem_out_channels": lambda c, _: c["hidden_sizes"][0],
+    "window_size": lambda c, _: c["depths"] and 2,  # less than the last stage has
+    "hidden_dim": lambda c, _: int(1280 * c["width_coefficient"]),
+    "qk_head_dim": lambda c, _: c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+    "head_dim": lambda c, was: c["qk_rope_head_dim"]
+    + (was["head_dim"] is not None and was["head_dim"] > was["qk_rope_head_dim"] and c["qk_nope_head_dim"]),
+    # Latent attention has as many keys as queries, and so have two stacks that share a config.
+    "num_key_value_heads": lambda c, _: c["kv_lora_rank"] and c["num_attention_heads"],
+    "encoder_num_key_value_heads": lambda c, _: c["encoder_num_attention_heads"],
+    "decoder_num_key_value_heads": lambda c, _: c["decoder_num_attention_heads"],
+    "num_heads": lambda c, _: c["hidden_size"] * c["expand"] // c["head_dim"],  # state-space heads fill the layer
+    "mamba_d_ssm": lambda c, _: c["mamba_n_heads"] * c["mamba_d_head"],
+    "num_kv_shared_layers": lambda c, was: was["num_kv_shared_layers"] and c["num_hidden_layers"] // 2,
+    "attention_types": lambda c, _: [[c["attention_types"][0][0], c["num_layers"] // 2]],
+    "layer_types": lambda c, _: c["layer_types"] or (["conv", "full_attention"] if "conv_L_cache" in c else None),
+    "rope_parameters": lambda c, _: c["rope_parameters"] or {k: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]} for k in c["layer_types"]},
+    "axial_pos_shape": lambda *_: (4, 4),  # as long as the inputs
+    "axial_pos_embds_dim": lambda c, _: (c["hidden_size"] // 2,) * 2,
+    "default_language": lambda c, _: c["languages"][0],
+    "adaptor_config": lambda c, _: _with(c["adaptor_config"], intermediate_size=c["text_config"].hidden_size // 4),
+}  # fmt: skip
 
 
-def shrunk(config_class: type) -> Any:
+def shrunk(config_class: type, kind: str = "") -> Any:
     """A config of this class with small sizes and nothing random, nested configs included."""
-    return _shrunk(config_class())
+    return _shrunk(config_class(), kind == "causal")
 
 
-def _shrunk(default: Any) -> Any:
+def _shrunk(default: Any, causal: bool = False) -> Any:
+    default.allow_global_per_layer_attribute_access = True
     names = [f.name for f in dataclasses.fields(default)]  # what the class derives from its fields is no field
-    given = {name: getattr(default, name) for name in names}
+    was = {name: getattr(default, name) for name in names}
     plain = type(default)()
-    made = {n: v for n, v in given.items() if not hasattr(v, "to_dict") and v != getattr(plain, n, None)}
+    plain.allow_global_per_layer_attribute_access = True
+    made = {n: v for n, v in was.items() if not hasattr(v, "to_dict") and v != getattr(plain, n, None)}
     before = getattr(default, "num_hidden_layers", None)
-    per_layer = {n: _distinct(v) for n, v in given.items() if isinstance(v, (list, tuple)) and len(v) == before}
+    per_layer = {n: _distinct(v) for n, v in was.items() if isinstance(v, (list, tuple)) and len(v) == before}
     layers = max([2, *(len(v) for v in per_layer.values() if isinstance(v[0], str))])
+    if was.get("num_kv_shared_layers") or any("hybrid" in kinds for kinds in per_layer.values()):
+        layers *= 2  # what later layers share with earlier ones of their kind
     other = 100
-    for name, now in given.items():
-        size = next((s for pattern, s in AT_MOST.items() if pattern.fullmatch(name)), None)
+    for name, now in was.items():
+        size = _size(name)
         if hasattr(now, "to_dict"):
             made[name] = _shrunk(now)
-        elif name.endswith(("_token_id", "_token_index")) and now is not None:
+        elif name.endswith(("_token_id", "_token_index")) and (now is not None or FILLED.fullmatch(name)):
             made[name] = next((i for kind, i in TOKENS.items() if name.startswith(kind)), other)
             other += made[name] == other
-        elif name in per_layer and (isinstance(now[0], str) or any(LAYERS.fullmatch(n) for n in given)):
+        elif name in per_layer and (isinstance(now[0], str) or any(LAYERS.fullmatch(n) for n in was)):
             made[name] = _least((per_layer[name] * layers)[:layers], size)
-        elif LAYER_IDS.fullmatch(name) and isinstance(now, (list, tuple)) and now and type(now[0]) is int:
+        elif LAYER_IDS.fullmatch(name) and size is None and isinstance(now, (list, tuple)) and now and type(now[0]) is int:
             made[name] = [layers - 1]
         elif RANDOM.fullmatch(name):
             made[name] = _least(now, 0.0)
@@ -73,17 +107,39 @@ def _shrunk(default: Any) -> Any:
             made[name] = size if now is None and FILLED.fullmatch(name) else _least(now, size)
         elif isinstance(now, dict):
             made[name] = _section(now)
-    made |= {n: v for n, v in {"use_cache": False, "apply_spec_augment": False, "hash_seed": 1}.items() if n in given}
+    made |= {name: value for name, value in SET.items() if name in was}
+    made |= {name: value for name, value in UNSAID.items() if not hasattr(default, name) and "rope_parameters" not in was}
     made["pad_token_id"] = made.get("pad_token_id") or 0
-    if given.get("is_encoder_decoder") or "decoder_start_token_id" in given:
+    if was.get("is_encoder_decoder") or "decoder_start_token_id" in was:
         made["decoder_start_token_id"] = 1
+    if causal and "is_decoder" in was:
+        made["is_decoder"] = True
+    made |= _related(was | made, was, names)
+    if overrides := default.to_dict().get("per_layer_config"):
+        kinds, made["per_layer_config"] = list(was["layer_types"]), {}
+        for i, kind in enumerate(made["layer_types"]):
+            own = {int(k): v for k, v in overrides.items()}.get(kinds.index(kind), {})
+            small = {n: _least(v, _size(n)) for n, v in own.items()}
+            made["per_layer_config"][i] = small | _related(was | made | small, was | own, own)
+    try:
+        return type(default)(**made)
+    except ValueError:  # fewer keys than queries are not for every class
+        return type(default)(**made | {"num_key_value_heads": made["num_attention_heads"]})
+
+
+def _size(name: str) -> int | None:
+    return next((size for pattern, size in AT_MOST.items() if pattern.fullmatch(name)), None)
+
+
+def _related(now: Fields, was: Fields, names: Any) -> Fields:
+    found: Fields = {}
     for name, rule in RELATED.items():
-        if name in given:
+        if name in names:
             try:
-                made[name] = rule(given | made, layers)
-            except (KeyError, TypeError):  # the fields of another family
+                found[name] = rule(now | found, was)
+            except (KeyError, TypeError):  # the fields are those of another family
                 continue
-    return type(default)(**made)
+    return found
 
 
 def _distinct(values: Any) -> list[Any]:
@@ -96,37 +152,34 @@ def _least(now: Any, size: float | None) -> Any:
     return min(now, size) if size is not None and isinstance(now, (int, float)) and not isinstance(now, bool) else now
 
 
-def _section(rope: dict[str, Any]) -> dict[str, Any]:
+def _section(rope: Fields) -> Fields:
     """What is said about rotary embeddings, for heads of eight."""
     small = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     return {k: _section(v) if isinstance(v, dict) else small.get(k, v) for k, v in rope.items()}
 
 
-def _widths(c: dict[str, Any], name: str) -> Any:
-    """The widths of the stages in the same proportions, the common factor at most 32."""
-    unit = math.gcd(*c[name])
-    return [w // unit * min(unit, 32) for w in c[name]]
+def _widths(stages: Any) -> list[int]:
+    """Widths in the same proportions, their common factor at most 32."""
+    unit = math.gcd(*stages)
+    return [width // unit * min(unit, 32) for width in stages]
 
 
-# What one field has to be for the sake of others: of the fields, changed ones included, and the number of layers.
-RELATED: dict[str, Any] = {
-    "hidden_sizes": lambda c, _: _widths(c, "hidden_sizes"),
-    "embed_dim": lambda c, _: 16 * c["num_heads"][0],
-    "num_key_value_heads": lambda c, _: c["kv_lora_rank"] and c["num_attention_heads"],
-}
+def _with(config: Any, **changes: Any) -> Any:
+    config.update(changes)
+    return config
 
 
 def inputs_of(model: torch.nn.Module, kind: str) -> Inputs:
     """The first of the forms below from which the model makes a loss."""
-    failed: Exception | None = None
+    failed = []
     with torch.random.fork_rng(), torch.no_grad():
         for inputs in _forms(model, kind):
             try:
                 if model(**inputs).loss.isfinite():
                     return inputs
             except Exception as error:
-                failed = failed or error
-    raise failed or ValueError("no form of inputs gives a finite loss")
+                failed.append(f"{ {n: tuple(v.shape) for n, v in inputs.items()} }: {type(error).__name__}: {error}"[:300])
+    raise ValueError("no form of inputs gives a finite loss\n" + "\n".join(failed))
 
 
 def _forms(model: torch.nn.Module, kind: str) -> Iterator[Inputs]:

@@ -49,7 +49,7 @@ def measure(class_name: str, kind: str, dtype: torch.dtype = torch.float32) -> d
     row: dict[str, Any] = {"class": class_name, "kind": kind, "dtype": str(dtype)[6:]}
     try:
         torch.manual_seed(0)
-        model = model_class(shrunk(model_class.config_class)).to(dtype).train()
+        model = model_class(shrunk(model_class.config_class, kind)).to(dtype).train()
         inputs = inputs_of(model, kind)
         seen: collections.Counter[str] = collections.Counter()
         hooks = [
