@@ -9,7 +9,8 @@ import torch
 
 import fx_fusion
 from fx_fusion.testing import rewriting_backend
-from tests.coverage.configs import inputs_of, shrunk
+from tests.coverage.configs import shrunk
+from tests.coverage.inputs import inputs_of
 
 NORMS = {
     "rms_norm": ("rms_norm", "add_rms_norm", "gated_rms_norm"), "layer_norm": ("layer_norm", "add_layer_norm"),
