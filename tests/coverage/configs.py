@@ -17,7 +17,7 @@ AT_MOST = {re.compile(names.replace(" ", "")): size for names, size in {
     r"n_group | num_expert_group | topk_group | moe_layer_start_index | first_k_dense_replace": 1,
     r"indexer_kv_heads | \w*_coefficient": 1,
     r"\w*(dense|shared)_(experts|layers) | num_(nextn|mtp)\w* | num_timestamp_\w* | num_cross_attention_heads": 1,
-    r"\w*experts_per_tok(en)? | \w*top_?k(_experts)? | moe_k | \w*(kv|key_value)_heads | kv_n_heads": 2,
+    r"\w*experts_per_tok(en)? | (?!index)\w*top_?k(_experts)? | moe_k | \w*(kv|key_value)_heads | kv_n_heads": 2,
     r"depths | block_sizes | \w*num_blocks | \w*numb_of_layers | \w*block_repeats | n_attn_blocks": 2,
     r"\w*(num|n)_(local_|routed_)?experts | num_quantizers | num_codebooks | indexer_compress_ratio | depth": 4,
     r"mamba_(num|n)_heads | linear_num_value_heads | num_filters | \w*num_groups | upsample_groups": 8,
