@@ -1,70 +1,192 @@
-"""Tiny random models of any transformers class: the defaults of its config, made small by what the fields are called."""
+"""Tiny random models of any transformers class: the defaults of a config made small by what its fields are called."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable
 from typing import Any
 
-import torch
+Fields = dict[str, Any]
 
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "audio_vocab_size"), 128),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_size", "word_embed_proj_dim", "embedding_dim", "model_dim", "hidden_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_inner", "shared_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_hidden_dim"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window", "window_size"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k"), 2),
-    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "moe_layer_start_index", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("mamba_n_heads", "linear_num_value_heads"), 8), **dict.fromkeys(("mamba_d_head", "state_size", "mamba_d_state", "linear_key_head_dim", "linear_value_head_dim", "ssm_state_size"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8), **dict.fromkeys(("linear_num_key_heads",), 4),
-    **dict.fromkeys(("image_size",), 32), **dict.fromkeys(("patch_size",), 8),
-    **dict.fromkeys(("pad_token_id",), 0), **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1), **dict.fromkeys(("eos_token_id",), 2),
-    "use_cache": False, "rotary_dim": 8, "type_vocab_size": 2,
+# The first expression that is the whole name of a field says how large the field may be.
+AT_MOST = {re.compile(names.replace(" ", "")): size for names, size in {
+    r"\w*vocab_size\w* | \w*hash_byte_group_vocab | prompt_types | segment_types | indexer_budget": 128,
+    r"n_group | num_expert_group | topk_group | moe_layer_start_index | first_k_dense_replace": 1,
+    r"indexer_kv_heads | \w*_coefficient": 1,
+    r"\w*(dense|shared)_(experts|layers) | num_(nextn|mtp)\w* | num_timestamp_\w* | num_cross_attention_heads": 1,
+    r"\w*experts_per_tok(en)? | (?!index)\w*top_?k(_experts)? | moe_k | \w*(kv|key_value)_heads | kv_n_heads": 2,
+    r"depths | block_sizes | \w*num_blocks | \w*numb_of_layers | \w*block_repeats | n_attn_blocks": 2,
+    r"\w*(num|n)_(local_|routed_)?experts | num_quantizers | num_codebooks | indexer_compress_ratio | depth": 4,
+    r"mamba_(num|n)_heads | linear_num_value_heads | num_filters | \w*num_groups | upsample_groups": 8,
+    r"\w*((num|n)_(\w+_)?|attention_)heads?(_per_layer)?": 4,
+    r"(\w+_)?head_dim | d_kv | d_head | dim_head | \w*rotary_dim | mamba_d_head | attention_head_size": 8,
+    r"\w*(state_size|d_state) | (mamba_|attention_)?chunk_size | context_size": 8,
+    r"\w*_rank | num_latents | patch_size": 16,
+    r"\w*(intermediate_size(_mlp)?|ffn\w*_(dim|size)|feed_forward_size) | d_ff | dff | dim_ff | d_inner | n_inner": 64,
+    r"mlp_dim | \w*max_(\w+_)?(positions|position_embeddings|seq_len|pos_emb)": 64,
+    r"n_positions | n_ctx | (?!n_)\w*window\w* | image_size | train_size": 64,
+    r"(\w*_)?(hidden|model|emb|embed|embedding|projection|latent|lru)_(size|dim)(_\w+)? | d_model | n_embd | dim": 32,
+    r"\w*proj_dim | codevector_dim | num_codevectors_per_group | conv_dim | tdnn_dim | d_latents": 32,
+}.items()}  # fmt: skip
+LAYERS = re.compile(r"(\w+_)?(num|n)_(\w+_)?layers?|(\w+_)?(en|de)coder_layers|num_blocks|num_self_attends_per_block")
+LAYER_IDS = re.compile(r"(?!out_)\w*(layers|indexes|indices|idxs|layer_ids)")
+RANDOM = re.compile(r"\w*(drop|jitter)\w*|mask_(time|feature)_prob")
+TOKENS = {"pad": 0, "bos": 1, "decoder_start": 1, "eos": 2}
+# Optional fields that the layers need all the same, and what they read though a config may never have said it.
+FILLED = re.compile(
+    r"vocab_size|head_dim|num_experts_per_tok|num_key_value_heads|n_(routed|shared)_experts|indexer_\w+|audio_token_id"
+)
+UNSAID = {"num_key_value_heads": 4, "rope_theta": 1e4}
+SET = {"use_cache": False, "apply_spec_augment": False, "hash_seed": 1, "vae_std": 0.0, "clip_qkv": 8.0}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}  # for heads of eight
+ALIKE = {"kv_lora_rank", "context_size"}
+# What one field has to be for the sake of others: from the fields, small ones first, and from what they were.
+RELATED: dict[str, Callable[[Fields, Fields], Any]] = {
+    "hidden_sizes": lambda c, _: c.get("stage_out_channels") or _widths(c["hidden_sizes"]),
+    "embed_dim": lambda c, was: _widths(was["embed_dim"]) if "depth" in was else max(16, 8 * c["num_heads"][0]),
+    "stem_out_channels": lambda c, _: c["hidden_sizes"][0],
+    "window_size": lambda c, _: c["depths"] and 2,  # less than the last stage has
+    "hidden_dim": lambda c, _: int(1280 * c["width_coefficient"]),
+    "qk_head_dim": lambda c, _: c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+    "head_dim": lambda c, was: c["qk_rope_head_dim"]
+    + (was["head_dim"] is not None and was["head_dim"] > was["qk_rope_head_dim"] and c["qk_nope_head_dim"]),
+    # Attention to latents or in blocks has as many keys as queries, and so have two stacks that share a config.
+    "num_key_value_heads": lambda c, _: c["num_attention_heads" if ALIKE & c.keys() else "num_key_value_heads"],
+    "encoder_num_key_value_heads": lambda c, _: c["encoder_num_attention_heads"],
+    "decoder_num_key_value_heads": lambda c, _: c["decoder_num_attention_heads"],
+    "attention_hidden_size": lambda c, was: c["hidden_size"] * was["attention_hidden_size"] // was["hidden_size"],
+    "attention_head_dim": lambda c, _: c["attention_hidden_size"] // c["num_attention_heads"],
+    "num_heads": lambda c, _: c["hidden_size"] * c["expand"] // c["head_dim"],  # state-space heads fill the layer
+    "mamba_d_ssm": lambda c, _: c["mamba_n_heads"] * c["mamba_d_head"],
+    "num_kv_shared_layers": lambda c, was: was["num_kv_shared_layers"] and c["num_hidden_layers"] // 2,
+    "attention_types": lambda c, _: [[c["attention_types"][0][0], c["num_layers"] // 2]],
+    "layer_types": lambda c, _: c["layer_types"] or (["conv", "full_attention"] if "conv_L_cache" in c else None),
+    "rope_parameters": lambda c, _: c["rope_parameters"] or {kind: dict(ROPE) for kind in c["layer_types"]},
+    "axial_pos_shape": lambda *_: (4, 4),  # as long as the inputs
+    "axial_pos_embds_dim": lambda c, _: (c["hidden_size"] // 2,) * 2,
+    "default_language": lambda c, _: c["languages"][0],
+    "adaptor_config": lambda c, _: _with(c["adaptor_config"], intermediate_size=c["text_config"].hidden_size // 4),
 }  # fmt: skip
 
 
-def shrunk(config_class: type, depth: int = 0) -> Any:
-    """A config of this class with small sizes and no dropout, nested configs included."""
-    default = config_class()
-    given = default.to_dict()
-    changes = {
-        name: SMALL[name]
-        for name, now in given.items()
-        if name in SMALL
-        and isinstance(now, (int, type(None)))
-        and not (now is None and name not in ("pad_token_id", "head_dim"))
-    }
-    changes.update({name: 0.0 for name, now in given.items() if isinstance(now, float) and _is_dropout(name)})
-    for name, now in vars(default).items():
-        if hasattr(now, "to_dict") and depth < 2:
-            changes[name] = shrunk(type(now), depth + 1).to_dict()
-    if "kv_lora_rank" in changes:  # latent attention has as many keys as queries
-        changes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    if "expand" in given and "num_heads" in given and "head_dim" in given:  # heads of a state-space layer fill it
-        changes["num_heads"] = SMALL["hidden_size"] * given["expand"] // SMALL["head_dim"]
-    layers = next((changes[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in changes), 2)
-    if isinstance(given.get("layer_types"), list):
-        kinds = list(dict.fromkeys(given["layer_types"]))
-        changes["layer_types"] = (kinds * layers)[:layers]
-    return config_class(**changes)
+def shrunk(config_class: type, kind: str = "") -> Any:
+    """A config of this class with small sizes and nothing random, nested configs included."""
+    return _shrunk(config_class(), kind == "causal")
 
 
-def _is_dropout(name: str) -> bool:
-    return any(part in name for part in ("dropout", "drop_path", "layerdrop", "pdrop"))
+def _shrunk(default: Any, causal: bool = False) -> Any:
+    was, plain = _fields(default), _fields(type(default)())
+    made = {n: v for n, v in was.items() if not hasattr(v, "to_dict") and v != plain[n]}  # a parent's own wishes
+    lists = {n: v for n, v in was.items() if isinstance(v, (list, tuple)) and v}
+    many = getattr(default, "num_hidden_layers", None)
+    counted = any(LAYERS.fullmatch(name) for name in was)
+    # A layer of each kind, at least two, and twice as many where later ones share with earlier ones of their kind.
+    kinds = {n: _distinct(v) for n, v in lists.items() if len(v) == many and (counted or isinstance(v[0], str))}
+    layers = max([2, *(len(v) for v in kinds.values() if isinstance(v[0], str))])
+    if was.get("num_kv_shared_layers") or any("hybrid" in v for v in kinds.values()):
+        layers *= 2
+    other = itertools.count(100)
+    for name, now in was.items():
+        size = _size(name)
+        if hasattr(now, "to_dict"):
+            made[name] = _shrunk(now)
+        elif name.endswith(("_token_id", "_token_index")):
+            if now is not None or FILLED.fullmatch(name):
+                token = next((i for start, i in TOKENS.items() if name.startswith(start)), None)
+                made[name] = next(other) if token is None else token
+        elif name in kinds:
+            made[name] = _least((kinds[name] * layers)[:layers], size)
+        elif name in lists and LAYER_IDS.fullmatch(name) and size is None and type(now[0]) is int:
+            made[name] = [layers - 1]
+        elif name in lists and name.endswith("heads"):
+            made[name] = now  # those of stages, whose widths go with them
+        elif RANDOM.fullmatch(name):
+            made[name] = _least(now, 0)
+        elif LAYERS.fullmatch(name) and size is None:
+            made[name] = _least(now, layers)
+        elif size is not None:
+            made[name] = size if now is None and FILLED.fullmatch(name) else _least(now, size)
+        elif isinstance(now, dict):
+            made[name] = _section(now)
+    made |= {name: value for name, value in SET.items() if name in was}
+    made |= {name: value for name, value in UNSAID.items() if not hasattr(default, name)}
+    if "rope_parameters" in was:
+        made.pop("rope_theta", None)
+    made["pad_token_id"] = made.get("pad_token_id") or 0
+    if was.get("is_encoder_decoder") or "decoder_start_token_id" in was:
+        made["decoder_start_token_id"] = TOKENS["decoder_start"]
+    if causal and "is_decoder" in was:
+        made["is_decoder"] = True
+    made |= _related(was | made, was, was)
+    if overrides := default.to_dict().get("per_layer_config"):
+        before, made["per_layer_config"] = list(was["layer_types"]), {}
+        for layer, kind in enumerate(made["layer_types"]):
+            own = {int(n): v for n, v in overrides.items()}.get(before.index(kind), {})  # of the first of its kind
+            small = {n: _least(v, _size(n)) for n, v in own.items()}
+            made["per_layer_config"][layer] = small | _related(was | made | small, was | own, own)
+    try:
+        return type(default)(**made)
+    except Exception:  # fewer keys than queries are not for every class
+        if not {"num_key_value_heads", "num_attention_heads"} <= made.keys():
+            raise
+        return type(default)(**made | {"num_key_value_heads": made["num_attention_heads"]})
 
 
-def inputs_of(model: torch.nn.Module, kind: str) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 100, (2, 16), generator=generator)
-    if kind == "image":
-        config = model.config
-        size, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
-        size = size if isinstance(size, int) else size[0]
-        images = torch.randn(2, channels, size, size, generator=generator)
-        return {"pixel_values": images, "labels": torch.tensor([0, 1])}
-    return {"input_ids": ids, "labels": ids}
+def _fields(config: Any) -> Fields:
+    """What the class takes: what it derives from that is no field."""
+    config.allow_global_per_layer_attribute_access = True
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _size(name: str) -> int | None:
+    return next((size for pattern, size in AT_MOST.items() if pattern.fullmatch(name)), None)
+
+
+def _related(now: Fields, was: Fields, names: Fields) -> Fields:
+    found: Fields = {}
+    for name, rule in RELATED.items():
+        if name in names:
+            try:
+                found[name] = rule(now | found, was)
+            except (KeyError, TypeError):  # the fields are those of another family
+                continue
+    return found
+
+
+def _distinct(values: Any) -> list[Any]:
+    return [v for i, v in enumerate(values) if v not in values[:i]]
+
+
+def _least(now: Any, size: float | None) -> Any:
+    if isinstance(now, (list, tuple)):
+        return type(now)(_least(v, size) for v in now)
+    number = isinstance(now, (int, float)) and not isinstance(now, bool)
+    return type(now)(min(now, size)) if number and size is not None else now
+
+
+def _section(rope: Fields) -> Fields:
+    small = {"partial_rotary_factor": 0.5, "mrope_section": ROPE["mrope_section"]}
+    return {k: _section(v) if isinstance(v, dict) else small.get(k, v) for k, v in rope.items()}
+
+
+def _widths(stages: Any) -> list[int]:
+    """Widths in the same proportions, their common factor at most 32."""
+    unit = math.gcd(*stages)
+    return [width // unit * min(unit, 32) for width in stages]
+
+
+def _with(config: Any, **changes: Any) -> Any:
+    config.update(changes)
+    return config
+
+
+def find(config: Any, *names: str) -> Any:
+    """The first of these fields that this config or one within it has."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    inner = (v for v in vars(config).values() if hasattr(v, "to_dict"))
+    return next((value for c in inner if (value := find(c, *names)) is not None), None)

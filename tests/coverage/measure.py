@@ -9,7 +9,8 @@ import torch
 
 import fx_fusion
 from fx_fusion.testing import rewriting_backend
-from tests.coverage.configs import inputs_of, shrunk
+from tests.coverage.configs import shrunk
+from tests.coverage.inputs import inputs_of
 
 NORMS = {
     "rms_norm": ("rms_norm", "add_rms_norm", "gated_rms_norm"), "layer_norm": ("layer_norm", "add_layer_norm"),
@@ -49,7 +50,7 @@ def measure(class_name: str, kind: str, dtype: torch.dtype = torch.float32) -> d
     row: dict[str, Any] = {"class": class_name, "kind": kind, "dtype": str(dtype)[6:]}
     try:
         torch.manual_seed(0)
-        model = model_class(shrunk(model_class.config_class)).to(dtype).train()
+        model = model_class(shrunk(model_class.config_class, kind)).to(dtype).train()
         inputs = inputs_of(model, kind)
         seen: collections.Counter[str] = collections.Counter()
         hooks = [

@@ -21,12 +21,12 @@ SECONDS, GIB = 120, 12
 def classes(kind: str) -> list[str]:
     from transformers.models.auto import modeling_auto as auto
 
-    names = {
-        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    mappings = {
+        "causal": ("CAUSAL_LM",), "masked": ("MASKED_LM",), "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM",),
+        "image": ("IMAGE_CLASSIFICATION",), "speech": ("CTC", "SPEECH_SEQ_2_SEQ", "AUDIO_CLASSIFICATION"),
     }[kind]  # fmt: skip
-    flat = (n for name in names.values() for n in ((name,) if isinstance(name, str) else name))
+    found = [name for m in mappings for name in getattr(auto, f"MODEL_FOR_{m}_MAPPING_NAMES").values()]
+    flat = (n for name in found for n in ((name,) if isinstance(name, str) else name))
     return sorted(dict.fromkeys(flat))
 
 
@@ -57,7 +57,7 @@ def one(name: str, kind: str, dtype: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", default="causal,masked,seq2seq,image")
+    parser.add_argument("--kind", default="causal,masked,seq2seq,image,speech")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th class, to run several at once")
