@@ -7,6 +7,7 @@ itself made dead are erased: global dead-code elimination would also drop in-pla
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -60,12 +61,19 @@ class Editor:
         example_args, example_kwargs = torch.utils._pytree.tree_map_only(fx.Node, value, (node.args, node.kwargs))
         if self.fake_mode is None:
             raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
-        with self.fake_mode, entered(self.view.effects.region[like]):
+        with self.fake_mode, self._no_guards(), entered(self.view.effects.region[like]):
             try:
                 node.meta["example_value"] = target(*example_args, **example_kwargs)
             except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
                 raise Mismatch(f"{target} does not take these operands: {str(error).splitlines()[0]}") from error
         return node
+
+    def _no_guards(self) -> Any:
+        """What an example value is made of guards nothing: AOTAutograd traces what stays in the graph once more, and a
+        replacement that was tried and declined must not cost a recompile."""
+        assert self.fake_mode is not None
+        shapes = self.fake_mode.shape_env
+        return contextlib.nullcontext() if shapes is None else shapes.suppress_guards()
 
     def cast(self, node: Any, dtype: torch.dtype, *, like: fx.Node) -> Any:
         """``node.to(dtype)``, or the node itself where it has that dtype."""

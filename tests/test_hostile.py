@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fx_fusion
+from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons, rewritten
 
 V, H = 24, 8
@@ -260,3 +262,32 @@ def test_functorch_transforms_are_left_alone():
         assert report.count("rms_norm") == 0
         assert "functorch" in reasons(report, "rms_norm")
         torch._dynamo.reset()
+
+
+def test_a_replacement_that_was_tried_leaves_no_guard(monkeypatch):
+    """An example value that looks at a size (as a kernel's choice does on some devices) must not cost a recompile."""
+    from fx_fusion.rewrite import Editor
+
+    describe = Editor._describe
+
+    def looks_at_sizes(editor, node, target, like):
+        def choosing(*args, **kwargs):
+            result = target(*args, **kwargs)
+            if isinstance(result, torch.Tensor):
+                assert all(bool(size > 3) for size in result.shape if size != 1)  # a guard on each
+                int(result.shape[0])  # pins the size
+            return result
+
+        return describe(editor, node, choosing, like)
+
+    monkeypatch.setattr(Editor, "_describe", looks_at_sizes)
+
+    def norm(x, w):
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    compiled = torch.compile(norm, backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for rows in (5, 6, 7, 8):
+            compiled(torch.randn(rows, 8), torch.ones(8))
+    assert report.count("rms_norm") >= 1, str(report)
+    assert len(report.graphs) == 1, [g.compile_id for g in report.graphs]
