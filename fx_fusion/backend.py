@@ -20,7 +20,6 @@ from torch._inductor.compile_fx import compile_fx
 from fx_fusion import debug
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
-from fx_fusion.conv_layout import layouts_open
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
@@ -63,8 +62,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     """Inductor, with the user's options and our part of the cache key."""
     tell_inductor()
     remember_accesses()
-    with layouts_open(gm.graph):
-        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+    return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
 
 
 def compile_graph(

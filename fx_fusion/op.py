@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from fx_fusion import conv_layout
 from fx_fusion.errors import DeclarationError
 from fx_fusion.kernels.launch import NotTraceable, traced
 
@@ -41,8 +40,8 @@ def interpreting() -> bool:
 class FusedOp:
     """A differentiable op. Calling it returns its outputs, without the statistics that its backward needs."""
 
-    def __init__(self, name: str, overload: torch._ops.OpOverload, outputs: Sequence[str], any_layout: bool = False):
-        self.name, self.overload, self.outputs, self.any_layout = name, overload, tuple(outputs), any_layout
+    def __init__(self, name: str, overload: torch._ops.OpOverload, outputs: Sequence[str]):
+        self.name, self.overload, self.outputs = name, overload, tuple(outputs)
         self.parameters = [a.name for a in overload._schema.arguments]
         self.reference: Callable[..., Any] | None = None  # set by the Fusion that declares this op as its kernel
 
@@ -65,7 +64,6 @@ def fused_op(
     constants: Sequence[str] = (),
     grads: Sequence[str | tuple[str, ...]],
     backward_reference: Callable[..., Any] | None = None,
-    any_layout: bool = False,
 ) -> FusedOp:
     """Define ``fx_fusion::name`` and ``fx_fusion::name_bwd`` and connect them.
 
@@ -82,11 +80,9 @@ def fused_op(
             gradient: ``(template, input, input)``, the template being the saved value that it looks like.
         backward_reference: the backward on CPU; needed only where the backward doesn't take all inputs of the forward
             (then the reference can't be differentiated).
-        any_layout: results lie as the inputs do, whatever Inductor makes of those (``conv_layout``).
     """
-    tags = (torch.Tag.flexible_layout,) if any_layout else ()
-    op = _define(name, *forward, tags)
-    bwd = _define(f"{name}_bwd", *backward, tags)
+    op = _define(name, *forward)
+    bwd = _define(f"{name}_bwd", *backward)
     parameters = [a.name for a in op._schema.arguments]
     results = [r.name for r in op._schema.returns]
     outputs = [r for r in results if r not in stats]
@@ -106,7 +102,7 @@ def fused_op(
             f"the backward of {name} doesn't take {sorted(set(parameters) - set(needed))}, so its reference can't be "
             "differentiated on CPU: take them, or give a backward_reference."
         )
-    fused = FusedOp(name, op, outputs, any_layout)
+    fused = FusedOp(name, op, outputs)
 
     def forward_reference(*args: Any) -> Any:
         assert fused.reference is not None, f"no fusion declares the op {name}"
@@ -165,8 +161,8 @@ def fused_op(
         return tuple(made) if len(made) > 1 else made[0]
 
     torch.library.register_fake(f"{NAMESPACE}::{name}_bwd", fake_backward, lib=_LIBRARY)
-    trace_launches(op, forward[1], any_layout)
-    trace_launches(bwd, backward_like_fake, any_layout)
+    trace_launches(op, forward[1])
+    trace_launches(bwd, backward_like_fake)
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         bound = {**dict(zip(parameters, inputs, strict=True)), **dict(zip(results, _as_tuple(output), strict=True))}
@@ -201,15 +197,13 @@ def plain_op(name: str, schema: str, launcher: Callable[..., Any], fake: Callabl
     return overload
 
 
-def trace_launches(op: torch._ops.OpOverload, launcher: Callable[..., Any], any_layout: bool = False) -> None:
-    """Let AOTAutograd trace the op's launcher on CUDA tensors of static size, instead of leaving a call of the op; not
-    where the layouts are still to change and the op takes any."""
+def trace_launches(op: torch._ops.OpOverload, launcher: Callable[..., Any]) -> None:
+    """Let AOTAutograd trace the op's launcher on CUDA tensors of static size, instead of leaving a call of the op."""
 
     def decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         schema = op._schema.arguments
         given = (*args, *(kwargs[a.name] for a in schema[len(args) :] if a.name in kwargs))
-        static = len(given) == len(schema) and all(_is_static_cuda(a) for a in given if isinstance(a, Tensor))
-        if static and not (any_layout and conv_layout.undecided()):
+        if len(given) == len(schema) and all(_is_static_cuda(a) for a in given if isinstance(a, Tensor)):
             try:
                 with mode, traced():
                     return launcher(*given)
@@ -228,8 +222,8 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
 
-def _define(name: str, schema: str, launcher: Callable[..., Any], tags: tuple[Any, ...] = ()) -> torch._ops.OpOverload:
-    _LIBRARY.define(name + schema, tags=tags)
+def _define(name: str, schema: str, launcher: Callable[..., Any]) -> torch._ops.OpOverload:
+    _LIBRARY.define(name + schema)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     _DEFINED.append(overload)
     return overload

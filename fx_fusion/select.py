@@ -32,9 +32,8 @@ def why_keep(fusion: Fusion, match: Match, options: Options, *, channels_last: b
     rows = spec[0] == "..." and len(spec) > 1 and expected(tensor.shape[-1]) > 1
     if rows and statically_known_true(tensor.stride(-1) != 1):
         return "its rows are no rows in memory; the kernel would need a copy"
-    images = spec[:2] == ["b", "c"] and tensor.device.type == "cuda"
-    if images and channels_last and not (fusion.kernel is not None and fusion.kernel.any_layout):
+    if channels_last and spec[:2] == ["b", "c"] and tensor.device.type == "cuda" and tensor.is_contiguous():
         return "Inductor will lay out this graph's convolutions channels last; the kernel would need copies"
     if fusion.pays is not None and (sentence := fusion.pays(**arguments_of(fusion, match))) is not None:
         return sentence
-    return tables.why_slower(fusion, match, channels_last=images and channels_last)
+    return tables.why_slower(fusion, match)

@@ -44,13 +44,12 @@ class Cell:
         return sum(abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items())
 
 
-def why_slower(fusion: Fusion, match: Match, *, channels_last: bool = False) -> str | None:
-    """Why Inductor should keep this site as far as tables and formulas know, or None. ``channels_last``: its images will
-    lie so."""
-    return why_slower_for(fusion, {name: value(v) for name, v in match.inputs.items() if is_tensor(v)}, channels_last)
+def why_slower(fusion: Fusion, match: Match) -> str | None:
+    """Why Inductor should keep this site as far as tables and formulas know, or None."""
+    return why_slower_for(fusion, {name: value(v) for name, v in match.inputs.items() if is_tensor(v)})
 
 
-def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], channels_last: bool = False) -> str | None:
+def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | None:
     """The same for the tensors of a site, by the names of the fusion's inputs."""
     tensors = list(given.values())
     floating = [t for t in tensors if t.is_floating_point()]
@@ -61,10 +60,7 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], channels_l
     forward_only = not (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
     first = fusion.tensors()[0]
-    layout = layout_of(str(fusion.inputs[first]), given[first])
-    if channels_last:
-        layout = " ".join([*(token for token in layout.split() if token != "c"), "c"])
-    kind = itemsize, forward_only, layout
+    kind = itemsize, forward_only, layout_of(str(fusion.inputs[first]), given[first])
     alike = [c for c in cells if (c.itemsize, c.forward_only, c.layout) == kind]
     if not alike:
         return _by_roofline(fusion, sizes, itemsize)

@@ -207,5 +207,4 @@ evonorm_b0 = fused_op(
     stats=("images", "batch"),
     constants=("var",),
     grads=("x", "v", "weight", "bias"),
-    any_layout=True,
 )

@@ -36,5 +36,4 @@ evonorm_s0 = fused_op(
     fake=_fake,
     stats=("stats",),
     grads=("x", "v", "weight", "bias"),
-    any_layout=True,
 )

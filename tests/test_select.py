@@ -7,7 +7,7 @@ import torch
 
 import fx_fusion
 from fx_fusion import measure, tables
-from fx_fusion.conv_layout import goes_channels_last, layouts_open, undecided
+from fx_fusion.conv_layout import goes_channels_last
 from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.testing import rewriting_backend
 
@@ -162,13 +162,3 @@ def test_which_graphs_inductor_lays_out_channels_last():
     assert goes_channels_last(convolutions((128, 1, 3, 3), groups=128)), "depthwise"
     assert not goes_channels_last(convolutions((128, 64, 3, 3), device="cpu"))
     assert not goes_channels_last(torch.fx.Graph())
-
-
-def test_a_trace_knows_whether_its_layouts_are_final():
-    assert not undecided()
-    with layouts_open(convolutions((128, 64, 3, 3))):
-        assert undecided()
-        with layouts_open(torch.fx.Graph()):
-            assert not undecided()
-        assert undecided()
-    assert not undecided()
