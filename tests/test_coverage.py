@@ -14,4 +14,5 @@ CLASSES = {
 def test_class(name):
     row = measure(name, CLASSES[name])
     assert row["status"] == "ok", row
-    assert not row["missing"], row
+    assert not row["more_graphs"], row
+    assert not any(kind["missing"] for kind in row["kinds"].values()), row
