@@ -69,7 +69,11 @@ def is_in_one_region(fusion: Fusion, match: Match, view: View) -> str | None:
     if any(isinstance(entry, str) for entry in region[match.root]):
         return f"{match.root.name} is inside a functorch transform or inference mode; ops have no rule for it"
     for node in match.nodes:
-        if region[node] != region[match.root]:
+        if region[node] == region[match.root]:
+            continue
+        # accelerate casts the results of a model behind its autocast; a cast or a view is the same in any autocast region.
+        neutral = view.transparent(node) is not None or view.name(node) in ("view", "reshape", "getitem")
+        if not (node in match.deferred and neutral and region[node][0] == region[match.root][0]):
             return f"{node.name} is in another grad-mode or autocast region than {match.root.name}"
     return None
 

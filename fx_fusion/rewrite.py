@@ -140,9 +140,10 @@ class Editor:
             node.meta["example_value"] = before
             raise
 
-    def defer(self, output: fx.Node, cuts: Iterable[fx.Node]) -> None:
-        """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read."""
-        self.deferrals.append(cut_off(output, map(self.now, cuts), self.view.effects.region[output]))
+    def defer(self, output: fx.Node, cuts: Iterable[fx.Node], *, like: fx.Node) -> None:
+        """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read, in the grad mode
+        and autocast region of ``like``."""
+        self.deferrals.append(cut_off(output, map(self.now, cuts), self.view.effects.region[like]))
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase those of ``nodes`` that nothing uses any more."""

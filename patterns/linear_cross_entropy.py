@@ -102,7 +102,7 @@ def emit(editor: Editor, match: Match, site: LossSite, seen: Logits, cuts: list[
         loss = editor.cast(loss, value(root).dtype, like=root)
         editor.replace(root, loss)
     for output in match.deferred:
-        editor.defer(output, cuts)
+        editor.defer(output, cuts, like=linear)
 
 
 def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):

@@ -59,6 +59,28 @@ def test_autocast(family, dtype, inside, device):
     assert not any(site.status == "declined" and "dtype" in site.reason for site in report.sites), str(report)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_cast_behind_autocast_stay_deferred(dtype, device):
+    """accelerate casts what a model returns to float32 outside of its autocast: still no logits in training."""
+    model = build("Llama").to(device)
+    inputs = on(device, batch())
+
+    def forward(**inputs):
+        with torch.autocast(device, dtype):
+            out = model(**inputs)
+        return out.loss.float(), out.logits.float()
+
+    loss, logits = forward(**inputs)
+    with fx_fusion.recording() as report:
+        our_loss, our_logits = torch.compile(forward, backend=rewriting_backend())(**inputs)
+    assert report.count("linear_cross_entropy") == 1, str(report)
+    assert len(report.graphs[0].deferred) == 1
+    assert our_logits.dtype == torch.float32
+    torch.testing.assert_close(our_loss, loss, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(our_logits + 0, logits, rtol=3e-2, atol=3e-2)
+    assert torch.equal((our_logits + 0).to(dtype).float(), our_logits + 0), "computed in 16 bits, as under autocast"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiling_in_place_and_layer_by_layer(family, device):
     """``module.compile()`` of every block: regional compilation, the same graph for all blocks."""
