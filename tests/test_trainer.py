@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import fx_fusion
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama
 
@@ -40,7 +39,7 @@ def train(folder, *, compiled, bf16, steps, resume=False):
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 def test_trainer(tmp_path, monkeypatch, bf16):
-    import fx_fusion.accelerate  # noqa: F401  accelerate's own list of backends is fixed
+    import fx_fusion.accelerate
 
     torch._dynamo.list_backends()  # fills the registry from the entry points
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
