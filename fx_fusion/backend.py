@@ -23,6 +23,7 @@ from fx_fusion.canonicalize import View
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
+from fx_fusion.graph_breaks import why_it_ends
 from fx_fusion.kernel_accesses import remember_accesses
 from fx_fusion.op import tell_inductor
 from fx_fusion.options import Options, parse
@@ -154,6 +155,7 @@ def _new_report(gm: fx.GraphModule) -> GraphReport:
         before=text(gm),
         nodes_before=len(gm.graph.nodes),
         compile_id=str(compile_id) if compile_id else "",
+        broke=why_it_ends(gm),
     )
 
 

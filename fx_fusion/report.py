@@ -50,6 +50,7 @@ class GraphReport:
     nodes_before: int = 0
     nodes_after: int = 0
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
+    broke: str = ""  # the graph break that it ends at, if it does
     deferred: tuple[str, ...] = ()
     assumes: tuple[str, ...] = ()
     compile_id: str = ""
@@ -100,6 +101,7 @@ class Report:
             maxcolwidths=[None, None, None, 34, 30, 60],
         )
         notes = [f"graph {g.index}: unchanged to Inductor: {g.fallback}" for g in self.graphs if g.fallback]
+        notes += [f"graph {g.index}: ends at a {g.broke}" for g in self.graphs if g.broke]
         notes += [f"graph {g.index}: deferred until read: {', '.join(g.deferred)}" for g in self.graphs if g.deferred]
         notes += [f"graph {g.index}: assumes, and checks at run time: {a}" for g in self.graphs for a in g.assumes]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)

@@ -42,7 +42,8 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         seen = read_logits(view, site, to_linear=True)
         linear = parts_of_linear(view, seen.source)
         if linear is None:
-            reason = seen.stopped or f"expected linear, found {view.term(seen.source).op} ({seen.source.name})"
+            found = "an input of this graph" if seen.source.op == "placeholder" else view.term(seen.source).op
+            reason = seen.stopped or f"expected linear, found {found} ({seen.source.name})"
             yield NearMiss("linear_cross_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), reason)
             continue
         x, lm_head, bias = linear

@@ -234,3 +234,28 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     for n in (5, 7, 9):
         run(torch.ones(n, 3))
     assert seen == [15], "one graph for all lengths: reading a size as a hint guards nothing"
+
+
+def test_a_graph_break_before_the_loss_is_named_with_its_remedy():
+    """A logger between lm_head and loss: the loss fires alone, and the report says what broke the graph, where, and how
+    to mend it."""
+    from tests.zoo import batch, build
+
+    model = build("GPT2")
+    model.loss_type = None  # transformers warns through its logger
+    with fx_fusion.recording() as report:
+        torch.compile(model, backend=rewriting_backend())(**batch())
+    report.assert_fused(cross_entropy=1, linear_cross_entropy=0)
+    broken = [g.broke for g in report.graphs if g.broke]
+    assert len(broken) == 1
+    assert broken[0].startswith("graph break at modeling_gpt2.py:")
+    assert "torch._dynamo.config.ignore_logg" in broken[0]
+    assert broken[0] in str(report)
+    near = next(s for s in report.sites if s.fusion == "linear_cross_entropy")
+    assert "expected linear, found an input of this graph" in near.reason
+
+
+def test_graphs_that_return_do_not_end_at_a_break():
+    with fx_fusion.recording() as report:
+        torch.compile(silu_mlp, backend=rewriting_backend())(x, w)
+    assert [g.broke for g in report.graphs] == [""]
