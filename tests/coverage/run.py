@@ -81,10 +81,11 @@ def main() -> None:
             file.flush()
     print(tabulate(collections.Counter((r["kind"], r["status"]) for r in rows).items(), headers=("kind, status", "classes")))
     for row in rows:
+        missing = {kind: n["missing"] for kind, n in row.get("kinds", {}).items() if n["missing"]}
         if row["status"] not in ("ok", "not built"):
             print(row["class"], row["status"], row.get("error", row.get("worst")))
-        elif row.get("missing"):
-            print(row["class"], "misses", row["missing"])
+        elif missing:
+            print(row["class"], "misses", missing)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""Rows of the coverage suite -> COVERAGE.md and its plot.
+
+python -m tests.coverage.summary bench/results/coverage.jsonl
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from tabulate import tabulate
+
+STATUSES = ("fused", "kept", "declined", "near", "missing")
+COLOURS = ("#2a9d4a", "#8ecae6", "#ffb703", "#fb8500", "#d00000")
+Row = dict[str, Any]
+
+
+def totals(rows: list[Row]) -> dict[str, collections.Counter[str]]:
+    """By kind of site: seen in eager, in a graph, and what became of those."""
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for row in rows:
+        for kind, numbers in row.get("kinds", {}).items():
+            found[kind].update(numbers)
+            found[kind]["models"] += 1
+    return found
+
+
+def explained(numbers: collections.Counter[str]) -> float:
+    """Share of the sites in graphs that are fused, kept, declined or reported as near, with a reason."""
+    return 1 - numbers["missing"] / max(1, numbers["in_graphs"])
+
+
+def page(rows: list[Row]) -> str:
+    dtypes = " and ".join(sorted({row["dtype"] for row in rows}))
+    by_status = collections.Counter((row["kind"], row["status"]) for row in rows)
+    kinds = sorted({row["kind"] for row in rows})
+    columns = ("ok", "wrong", "crash", "not captured", "not built", "timeout", "died")
+    classes = [(kind, *(by_status[kind, status] for status in columns)) for kind in kinds]
+    sites = [
+        (kind, n["models"], n["in_graphs"], *(n[status] for status in STATUSES), f"{100 * explained(n):.1f}")
+        for kind, n in totals(rows).items()
+    ]
+    more = sum(row.get("more_graphs", 0) > 0 for row in rows)
+    text = [
+        "# Coverage",
+        "",
+        f"Tiny random models of the classes of transformers, one training step each in {dtypes}, on CPU, through the rewriter",
+        'with `options={"select": "always", "strict": True}`, against eager. Made by `make coverage` and',
+        "`python -m tests.coverage.summary`; how sites are counted says `tests/coverage/measure.py`.",
+        "",
+        "*ok*: loss, logits and every gradient are within twice the error of eager against float64. *not captured*: Dynamo",
+        "itself fails on the class. *not built*: no loss by design, or a package or the network is missing.",
+        f"Classes with more graphs than without rewriting: {more}.",
+        "",
+        tabulate(classes, headers=("classes", *columns), tablefmt="github"),
+        "",
+        "## Sites",
+        "",
+        "Seen in eager by hooks and wrappers, and in a graph; *near* is reported with the node that differs. One site may be",
+        "near for two fusions. *missing*: nothing was said about it.",
+        "",
+        tabulate(
+            sites, headers=("sites", "models", "in graphs", *STATUSES, "% explained"), tablefmt="github"
+        ),
+        "",
+        "![what became of the sites](bench/results/coverage.png)",
+        "",
+        "## Why not fused",
+        "",
+        tabulate(_reasons(rows), headers=("fusion", "status", "reason", "classes"), tablefmt="github"),
+        "",
+        "## Classes",
+        "",
+        tabulate(list(map(_line, rows)), headers=("class", "kind", "dtype", "status", "fused sites", "note"), tablefmt="github"),
+        "",
+    ]  # fmt: skip
+    return "\n".join(text)
+
+
+def _reasons(rows: list[Row]) -> list[tuple[str, str, str, int]]:
+    """The most frequent reasons, without the names of nodes and files."""
+    import re
+
+    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for row in rows:
+        said = set()
+        for reason in row.get("reasons", ()):
+            head, _, text = reason.partition(": ")
+            fusion, _, status = head.partition("/")
+            text = re.sub(r"^\d+ of \d+ ops match at .*?\): |^\d+ of \d+ ops match at \S+: ", "", text)
+            text = re.sub(r"\d+", "N", re.sub(r"\b\w+_\d+\b|\bl_\w+", "…", text))
+            said.add((fusion, status, text[:90].replace("|", "/")))
+        found.update(said)
+    return [(*key, n) for key, n in found.most_common(40)]
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    fused = sum(n for site, n in row.get("sites", {}).items() if site.endswith("/fused"))
+    missing = {kind: n["missing"] for kind, n in row.get("kinds", {}).items() if n["missing"]}
+    outside = {k: n["seen"] - n["in_graphs"] for k, n in row.get("kinds", {}).items() if n["seen"] > n["in_graphs"]}
+    notes = [f"missing {missing}"] if missing else []
+    notes += [f"left in eager by Dynamo: {outside}"] if outside else []
+    notes += [row["error"].splitlines()[0][:100].replace("|", "/")] if "error" in row else []
+    return row["class"], row["kind"], row["dtype"], row["status"], str(fused), "; ".join(notes)
+
+
+def plot(rows: list[Row], out: Path) -> None:
+    found = {kind: n for kind, n in totals(rows).items() if n["in_graphs"]}
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(found) + 1.5))
+    left = [0.0] * len(found)
+    for status, colour in zip(STATUSES, COLOURS, strict=True):
+        whole = [max(1, sum(n[s] for s in STATUSES)) for n in found.values()]
+        share = [100 * n[status] / w for n, w in zip(found.values(), whole, strict=True)]
+        axes.barh(list(found), share, left=left, color=colour, label=status)
+        left = [a + b for a, b in zip(left, share, strict=True)]
+    for i, n in enumerate(found.values()):
+        axes.text(101, i, f"{n['in_graphs']}", va="center", fontsize=8)
+    axes.set_xlabel("% of sites")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=len(STATUSES), fontsize=8)
+    figure.savefig(out, dpi=130, bbox_inches="tight")
+
+
+def main() -> None:
+    rows = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    rows = list({(row["class"], row["kind"], row["dtype"]): row for row in rows}.values())
+    rows.sort(key=lambda row: (row["kind"], row["class"], row["dtype"]))
+    Path("COVERAGE.md").write_text(page(rows))
+    plot(rows, Path("bench/results/coverage.png"))
+    print(page(rows).split("## Why not fused")[0])
+
+
+if __name__ == "__main__":
+    main()
