@@ -4,6 +4,7 @@ rows, images or tokens is measured without a line here; and the cases that it de
 from __future__ import annotations
 
 from fx_fusion.fusion import Case, Fusion, case
+from fx_fusion.registry import all_fusions
 
 ROWS = (
     (128, 768), (1024, 1024), (2048, 768), (2048, 4096), (4096, 2048), (8192, 8192), (16384, 1024), (16384, 2048),
@@ -55,9 +56,11 @@ def cases_of(fusion: Fusion, *, full: bool) -> list[Case]:
         grid = [case(f"{m}x{h}x{v}", m=m, h=h, v=v, statics=statics) for m, h, v in HEADS_OF_MODELS]
     elif dims == {"m", "n", "v"}:
         grid = [case(f"{m}x{v}x{n}", m=m, v=v, n=n, statics=statics) for m, v, n in TABLES]
-    elif dims >= {"b", "h", "s", "d"} and not any(c.order for c in declared):
+    elif dims >= {"b", "h", "s", "d"} and fusion in all_fusions():
         for b, h, s, d in HEADS:
-            more = {n: size for n, size in (("g", max(1, h // 4)), ("c", d)) if n in dims}
+            more = {
+                n: size for n, size in (("g", max(1, h // 4)), ("c", d // 2 if fusion.complex_inputs else d)) if n in dims
+            }
             # As models have them: projections lie positions first.
             order = {n: spec for n, spec in fusion.inputs.items() if isinstance(spec, str) and spec.endswith("s d")}
             order = {n: _positions_first(spec) for n, spec in order.items()}

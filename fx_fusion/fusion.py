@@ -60,6 +60,7 @@ class Fusion:
             (``"... n"``, ``"b c ..."``; ``"..."`` is any number of dims, ``n|1`` a dim that may be broadcast), a number
             for a scalar (the value that tests use).
         integers: tensors of class indices: parameter to the dim that bounds them.
+        complex_inputs: tensors of complex numbers (complex64, of absolute value 1).
         variants: values of the static parameters, one mapping a variant, tried in this order.
         spellings: other functions of the same parameters, for what no canonical form can merge.
         kernel: the op that replaces it: same parameters.
@@ -81,6 +82,7 @@ class Fusion:
     inputs: Inputs
     kernel: FusedOp | None = None
     integers: Mapping[str, str] = field(default_factory=dict)
+    complex_inputs: tuple[str, ...] = ()
     variants: tuple[Mapping[str, Any], ...] = ({},)
     spellings: tuple[Callable[..., Any], ...] = ()
     guard: Callable[..., str | None] | None = None

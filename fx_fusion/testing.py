@@ -63,6 +63,9 @@ def make_inputs(
             made[name] = target
             continue
         tensor = torch.randn(shape, generator=generator, device=device)
+        if name in fusion.complex_inputs:
+            made[name] = torch.polar(torch.ones_like(tensor), tensor)
+            continue
         if name == "weight" and fusion.name.endswith("cross_entropy"):
             tensor = tensor.abs() + 0.1
         if name in case.order:

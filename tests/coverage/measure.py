@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "embedding": (r"= embedding\(", ("embedding",)),
     "loss": (r"cross_entropy\(|nll_loss\(", ("linear_cross_entropy", "cross_entropy")),
     "masked attention": (r"scaled_dot_product_attention\([^\n]*attn_mask=(?!None)", ("causal_mask",)),
-    "rotary": (None, ("rope",)),
+    "rotary": (None, ("rope", "complex_rope")),
     "gated": (None, ("swiglu", "geglu")),
 }
 _ROTARY = re.compile(r"apply_.*rot|apply_rope")

@@ -1,0 +1,121 @@
+"""Rotary position embedding written as a product of complex numbers (Llama 4, DeepSeek V2) -> kernels/rope.py.
+
+Pairs of neighbouring numbers are read as complex numbers and multiplied by ``freqs``, cos + i sin of the angles. Inductor
+leaves complex products to PyTorch's own kernels, in float32, with a copy before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.canonicalize import View, is_tensor, same_shape, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.rope import rope
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.reading import NotThis, binary
+from fx_fusion.rewrite import Editor, insertion_point
+from fx_fusion.sizes import too_small
+
+
+def rotated_as_complex(q, freqs, out):
+    pairs = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
+    y = torch.view_as_real(pairs * freqs).flatten(3)
+    return y.to(q.dtype) if out == "input" else y
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for node in view.graph.nodes:
+        if node.op == "call_function" and node.target is torch.view_as_real:
+            try:
+                yield _read(view, node)
+            except NotThis as why:
+                yield NearMiss("complex_rope", node, why.node or node, 2, 5, str(why))
+
+
+def _read(view: View, real: fx.Node) -> Match:
+    product = real.args[0]
+    a, b = binary(view, product)
+    pairs, freqs = (a, b) if _is_complex_view(a) else (b, a)
+    if not _is_complex_view(pairs) or not is_tensor(freqs) or _is_complex_view(freqs):
+        raise NotThis(product, f"{product.name} is no product of pairs of numbers and a table")
+    split = pairs.args[0]
+    if view.name(split) not in ("reshape", "view", "unflatten") or not is_tensor(split.args[0]):
+        raise NotThis(split, f"{split.name} does not split the last dim into pairs")
+    nodes = {real, product, pairs, split}
+    x = split.args[0]
+    if (below := view.transparent(x)) is not None and value(x).dtype == torch.float32:
+        nodes.add(x)
+        x = below
+    joined = next(iter(real.users), None)
+    if len(real.users) != 1 or joined is None or view.name(joined) not in ("flatten", "reshape", "view"):
+        raise NotThis(real, f"{real.name} is not put together again")
+    if not same_shape(value(joined), value(x)) or not same_shape(value(split)[..., 0, 0], value(x)[..., 0]):
+        raise NotThis(joined, f"{joined.name} has another shape than {x.name}")
+    nodes.add(joined)
+    root, out = joined, "promoted"
+    cast = next(iter(joined.users), None)
+    narrower = value(x).dtype != torch.float32
+    if len(joined.users) == 1 and narrower and view.transparent(cast) is joined and value(cast).dtype == value(x).dtype:
+        root, out = cast, "input"
+        nodes.add(cast)
+    return Match("complex_rope", (root,), frozenset(nodes), {"q": x, "freqs": freqs}, {"out": out}, emit=emit)
+
+
+def _is_complex_view(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is torch.view_as_complex
+
+
+def emit(editor: Editor, match: Match) -> None:
+    root = match.root
+    with editor.graph.inserting_before(insertion_point(match, editor)):
+        tables = editor.call(torch.view_as_real, (match.inputs["freqs"],), like=root)
+        cos, sin = (editor.method("select", (tables, -1, i), like=root) for i in range(2))
+        arguments = (match.inputs["q"], None, cos, sin, "rotate_every_two", match.statics["out"], not _keeps_layout(match))
+        y = editor.item(editor.call(rope, arguments, like=root), 0, like=root)
+        editor.check([root], [y])
+    editor.replace(root, y)
+
+
+def _keeps_layout(match: Match) -> bool:
+    root, q = value(match.root), value(match.inputs["q"])
+    return all(statically_known_true(a == b) for a, b in zip(root.stride(), torch.empty_like(q).stride(), strict=True))
+
+
+def guard(q, freqs, out):
+    if q.dim() != 4 or q.dtype.itemsize > 4:
+        return f"q is {q.dtype} of shape {tuple(q.shape)}; the kernel takes (batch, heads, length, head dim) up to float32"
+    if freqs.dtype != torch.complex64 or freqs.requires_grad:
+        return f"the table is {freqs.dtype}, gradient {freqs.requires_grad}; the kernel takes complex64 without one"
+    shape = (1,) * (4 - freqs.dim()) + tuple(freqs.shape)
+    if freqs.dim() > 4 or not statically_known_true(2 * shape[3] == q.shape[3]):
+        return f"the table has shape {tuple(freqs.shape)} for a head dim of {q.shape[-1]}"
+    if not (statically_known_true(shape[1] == 1) or statically_known_true(shape[2] == 1)):
+        return f"the table has shape {tuple(freqs.shape)}: an angle a head; the kernel shares angles between heads"
+    return None
+
+
+def pays(q, freqs, out):
+    return too_small(q)
+
+
+FUSION = Fusion(
+    name="complex_rope",
+    pattern=rotated_as_complex,
+    inputs={"q": "b h s d", "freqs": "b|1 h|1 s|1 c|1"},
+    complex_inputs=("freqs",),
+    variants=({"out": "input"}, {"out": "promoted"}),
+    find=find,
+    guard=guard,
+    pays=pays,
+    traffic=("4*b*h*s*d*bytes", "12*b*h*s*d*bytes"),
+    priority=50,
+    cases=(
+        case("odd", b=2, h=3, s=5, d=6, c=3, bench=False),
+        case("llama_4", b=1, h=40, s=4096, d=128, c=64, order={"q": "b s h d"}),
+    ),
+    source="Su et al. 2021, arXiv:2104.09864, eq. 13",
+)
