@@ -52,7 +52,11 @@ def kind_of(module: torch.nn.Module) -> str | None:
     if "RMSNorm" in name or name in ("T5LayerNorm", "MT5LayerNorm", "LlamaNorm"):
         return "rms_norm"
     children = {n for n, _ in module.named_children()}
-    return "gated" if any(names <= children for names in _GATED) else None
+    activation = next(
+        (type(getattr(module, n)).__name__.lower() for n in ("act_fn", "act", "activation_fn") if hasattr(module, n)), ""
+    )
+    gated = any(names <= children for names in _GATED) and "relu" not in activation
+    return "gated" if gated else None
 
 
 @contextlib.contextmanager
