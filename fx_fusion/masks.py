@@ -12,6 +12,7 @@ then names it, and the caller has to check it at run time.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,16 @@ class MaskProof:
     node: fx.Node | None = None
     assumes: tuple[fx.Node, ...] = ()
     nodes: tuple[fx.Node, ...] = field(default=(), repr=False)  # everything that builds the mask
+
+
+_PROVERS: weakref.WeakKeyDictionary[View, MaskProver] = weakref.WeakKeyDictionary()
+
+
+def prover_of(view: View) -> MaskProver:
+    """The prover of a graph: all who ask about its masks share what is known."""
+    if view not in _PROVERS:
+        _PROVERS[view] = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
+    return _PROVERS[view]
 
 
 class MaskProver:

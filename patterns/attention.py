@@ -23,7 +23,7 @@ from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.dtypes import keeps_values
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.masks import MaskProof, MaskProver
+from fx_fusion.masks import MaskProof, MaskProver, prover_of
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.reading import NotThis, binary
 from fx_fusion.rewrite import Editor, Mismatch
@@ -51,7 +51,7 @@ class _Scores:
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
-    prover = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
+    prover = prover_of(view)
     for node in view.graph.nodes:
         if view.name(node) != "softmax" or not is_tensor(node):
             continue

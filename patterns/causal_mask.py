@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.masks import MaskProof, MaskProver
+from fx_fusion.masks import MaskProof, prover_of
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.rewrite import Editor
 
@@ -27,7 +27,7 @@ def attention_with_mask(query, key, value):
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
-    prover = MaskProver(view, may_assume=view.assumptions.allowed)
+    prover = prover_of(view)
     for node in view.graph.nodes:
         if view.name(node) != "scaled_dot_product_attention":
             continue
