@@ -18,6 +18,12 @@ class NotThis(Exception):
         self.node = node
 
 
+def source_of(node: fx.Node) -> fx.Node | None:
+    """The tensor that a view, cast or reshape is of, given by position or by name; None if it is no node."""
+    found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    return found if isinstance(found, fx.Node) else None
+
+
 def binary(view: View, node: fx.Node) -> tuple[Any, Any]:
     """The operands of add, mul or div without ``alpha`` or ``rounding_mode``; raises NotThis for anything else."""
     name = view.name(node)

@@ -23,6 +23,7 @@ from fx_fusion.deferred import Deferral, cut_off
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
+from fx_fusion.sizes import expected
 
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
@@ -101,7 +102,7 @@ class Editor:
 
     def lay_out(self, node: fx.Node, like: Any) -> fx.Node:
         """A copy of ``node`` behind it, with the strides of the tensor ``like``; every other user reads the copy."""
-        order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+        order = sorted(range(like.dim()), key=lambda d: -expected(like.stride(d)))
         back = sorted(range(like.dim()), key=order.__getitem__)
         users = list(node.users)
         with self.graph.inserting_after(node):
@@ -114,6 +115,7 @@ class Editor:
             raise Mismatch(f"the call's result {why}")
         for user in users:
             user.replace_input_with(node, copy)
+        self._replaced[node] = copy  # what was written to the node is written to the copy
         return copy
 
     def change_call(self, node: fx.Node, *, lay_out: bool = False, **changes: Any) -> None:

@@ -49,9 +49,9 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 
 def emit(editor: Editor, match: Match, proof: MaskProof) -> None:
-    editor.view.assumptions.assume(proof.assumes)
     # Without the mask another kernel may answer, which lays its result out in another way.
     editor.change_call(match.root, lay_out=True, attn_mask=None, is_causal=proof.kind == "causal")
+    editor.view.assumptions.assume(proof.assumes)
     editor.erase(proof.nodes)
 
 

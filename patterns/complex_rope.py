@@ -16,7 +16,7 @@ from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.rope import rope
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.reading import NotThis, binary
+from fx_fusion.reading import NotThis, binary, source_of
 from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
 
@@ -37,16 +37,20 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 
 def _read(view: View, real: fx.Node) -> Match:
-    product = real.args[0]
+    product = source_of(real)
+    if product is None or view.name(product) != "mul":
+        raise NotThis(product, "no product is read as real numbers")
     a, b = binary(view, product)
     pairs, freqs = (a, b) if _is_complex_view(a) else (b, a)
     if not _is_complex_view(pairs) or not is_tensor(freqs) or _is_complex_view(freqs):
         raise NotThis(product, f"{product.name} is no product of pairs of numbers and a table")
-    split = pairs.args[0]
-    if view.name(split) not in ("reshape", "view", "unflatten") or not is_tensor(split.args[0]):
-        raise NotThis(split, f"{split.name} does not split the last dim into pairs")
+    if value(freqs).is_conj():
+        raise NotThis(freqs, f"{freqs.name} is a conjugate that was not computed yet")
+    split = source_of(pairs)
+    x = source_of(split) if split is not None and view.name(split) in ("reshape", "view", "unflatten") else None
+    if split is None or x is None or not is_tensor(x):
+        raise NotThis(split, f"{pairs.name} does not read the last dim of a tensor as pairs")
     nodes = {real, product, pairs, split}
-    x = split.args[0]
     if (below := view.transparent(x)) is not None and value(x).dtype == torch.float32:
         nodes.add(x)
         x = below

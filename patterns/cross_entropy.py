@@ -61,6 +61,7 @@ def emit(editor: Editor, match: Match, site: LossSite) -> None:
         shape = value(logits).shape
         if len(shape) != 2:
             logits = editor.method("reshape", (logits, -1, shape[-1]), like=root)
+        if value(target).dim() != 1:
             target = editor.method("reshape", (target, -1), like=root)
         statics = {**match.statics, "weight": site.weight}
         arguments = (logits, target, *(statics[name] for name in cross_entropy.parameters[2:]))

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import Term, View, is_tensor, same_shape, value
 from fx_fusion.dtypes import keeps_values
+from fx_fusion.reading import source_of
 
 NO_IGNORE = -(2**63)  # no target has this index
 
@@ -202,7 +203,9 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
             return None
         return below, [node]
     if name in ("view", "reshape", "flatten", "contiguous"):
-        below = node.args[0]
+        below = source_of(node)
+        if below is None or not is_tensor(below) or value(below).dim() == 0 or value(node).dim() == 0:
+            return None
         if not statically_known_true(value(below).shape[-1] == value(node).shape[-1]):
             seen.stopped = f"{node.name} changes the vocabulary dim"
             return None

@@ -84,7 +84,8 @@ def _together(view: View, q: Match, k: Match) -> Match | None:
     if not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")):
         return None
     a, b = value(q.inputs["q"]), value(k.inputs["q"])
-    if a.dtype != b.dtype or not all(statically_known_true(a.shape[d] == b.shape[d]) for d in (0, 3)):
+    alike = (a.dtype, a.requires_grad) == (b.dtype, b.requires_grad)
+    if not alike or not all(statically_known_true(a.shape[d] == b.shape[d]) for d in (0, 3)):
         return None
     first_use = min((view.order[u] for u in q.root.users), default=len(view.order))
     if view.order[k.inputs["q"]] >= first_use:

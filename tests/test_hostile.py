@@ -291,3 +291,97 @@ def test_a_replacement_that_was_tried_leaves_no_guard(monkeypatch):
             compiled(torch.randn(rows, 8), torch.ones(8))
     assert report.count("rms_norm") >= 1, str(report)
     assert len(report.graphs) == 1, [g.compile_id for g in report.graphs]
+
+
+def three_dim_mask(q, k):
+    """Has no fused kernel on CPU, so that the one without it lays its result out in another way."""
+    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()[None]
+
+
+def added_to(q, k, v):
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=three_dim_mask(q, k))
+    out.add_(1)
+    return F.silu(out) * out
+
+
+def scaled_logits(q, k, v):
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=three_dim_mask(q, k))
+    out.mul_(2)
+    logits = F.linear(out, torch.linspace(-1, 1, 24 * 16).view(24, 16))
+    return F.cross_entropy(logits.view(-1, 24), torch.arange(48) % 24), logits
+
+
+def residual_in_place(q, k, v):
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=three_dim_mask(q, k))
+    out.add_(q)
+    return F.layer_norm(out, (16,), torch.linspace(0.5, 1.5, 16))
+
+
+@pytest.mark.parametrize("function", [added_to, scaled_logits, residual_in_place])
+def test_writes_to_a_result_that_was_laid_out_anew(function):
+    q, k, v = (torch.randn(2, 8, 3, 16).transpose(1, 2) for _ in range(3))
+    result, report = rewritten(function, q, k, v)
+    assert report.count("causal_mask") == 1, str(report)
+    assert "permute" in report.graphs[0].after, "nothing was laid out anew: this tests nothing"
+    expected = function(q, k, v)
+    if not isinstance(expected, tuple):
+        result, expected = (result,), (expected,)
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours + 0, theirs, rtol=1e-4, atol=1e-4)
+
+
+def pairs_of(q):
+    return torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [lambda z, f: z + f, lambda z, f: z / f, lambda z, f: f / z, lambda z, f: z * f.conj(), lambda z, f: z * z],
+    ids=["sum", "quotient", "inverse", "conjugate", "square"],
+)
+def test_what_is_no_rotation_by_complex_numbers(combine):
+    freqs = torch.polar(torch.rand(5, 3) + 0.5, torch.randn(5, 3))[None, :, None]
+
+    def turned(q):
+        return torch.view_as_real(combine(pairs_of(q), freqs)).flatten(3).type_as(q)
+
+    q = torch.randn(2, 5, 3, 6)
+    result, report = rewritten(turned, q)
+    assert report.count("complex_rope") == 0, str(report)
+    torch.testing.assert_close(result, turned(q))
+
+
+def test_arguments_by_name():
+    freqs = torch.polar(torch.ones(5, 3), torch.randn(5, 3))[None, :, None]
+
+    def turned(q):
+        z = torch.view_as_complex(input=torch.reshape(input=q.float(), shape=(*q.shape[:-1], -1, 2)))
+        return torch.view_as_real(input=z * freqs).flatten(3)
+
+    q = torch.randn(2, 5, 3, 6)
+    result, report = rewritten(turned, q)
+    assert report.count("complex_rope") == 1, str(report)
+    torch.testing.assert_close(result, turned(q))
+
+    def loss(x, target):
+        logits = F.linear(x, torch.linspace(-1, 1, 24 * 8).view(24, 8))
+        return F.cross_entropy(torch.flatten(input=logits, end_dim=1), target.view(-1))
+
+    x, target = torch.randn(2, 3, 8), torch.arange(6).view(2, 3)
+    result, report = rewritten(loss, x, target)
+    assert report.count("linear_cross_entropy") == 1, str(report)
+    torch.testing.assert_close(result, loss(x, target))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2, 3)])
+def test_log_probabilities_of_flat_logits_viewed_apart(shape):
+    def loss(logits, target):
+        apart = logits.view(*shape, 24)
+        return -apart.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1).mean()
+
+    logits, target = torch.randn(6, 24, requires_grad=True), torch.arange(6).view(shape)
+    result, report = rewritten(loss, logits, target)
+    assert report.count("cross_entropy") == 1, str(report)
+    torch.testing.assert_close(result, loss(logits, target))
+    ours, theirs = (torch.autograd.grad(r, logits)[0] for r in (result, loss(logits, target)))
+    torch.testing.assert_close(ours, theirs)
