@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,10 @@ def explained(numbers: collections.Counter[str]) -> float:
 
 def page(rows: list[Row]) -> str:
     dtypes = " and ".join(sorted({row["dtype"] for row in rows}))
-    by_status = collections.Counter((row["kind"], row["status"]) for row in rows)
-    kinds = sorted({row["kind"] for row in rows})
+    by_status = collections.Counter((row["kind"], row["dtype"], row["status"]) for row in rows)
+    kinds = sorted({(row["kind"], row["dtype"]) for row in rows})
     columns = ("ok", "wrong", "crash", "not captured", "not built", "timeout", "died")
-    classes = [(kind, *(by_status[kind, status] for status in columns)) for kind in kinds]
+    classes = [(*kind, *(by_status[*kind, status] for status in columns)) for kind in kinds]
     sites = [
         (kind, n["models"], n["in_graphs"], *(n[status] for status in STATUSES), f"{100 * explained(n):.1f}")
         for kind, n in totals(rows).items()
@@ -59,7 +60,7 @@ def page(rows: list[Row]) -> str:
         "itself fails on the class. *not built*: no loss by design, or a package or the network is missing.",
         f"Classes with more graphs than without rewriting: {more}.",
         "",
-        tabulate(classes, headers=("classes", *columns), tablefmt="github"),
+        tabulate(classes, headers=("classes", "dtype", *columns), tablefmt="github"),
         "",
         "## Sites",
         "",
@@ -86,8 +87,6 @@ def page(rows: list[Row]) -> str:
 
 def _reasons(rows: list[Row]) -> list[tuple[str, str, str, int]]:
     """The most frequent reasons, without the names of nodes and files."""
-    import re
-
     found: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for row in rows:
         said = set()
