@@ -43,7 +43,7 @@ def page(rows: list[Row]) -> str:
     by_status = collections.Counter((row["kind"], row["dtype"], row["status"]) for row in rows)
     kinds = sorted({(row["kind"], row["dtype"]) for row in rows})
     columns = ("ok", "wrong", "crash", "not captured", "not built", "timeout", "died")
-    classes = [(*kind, *(by_status[*kind, status] for status in columns)) for kind in kinds]
+    classes = [(*kind, *(by_status[(*kind, status)] for status in columns)) for kind in kinds]
     sites = [
         (kind, n["models"], n["in_graphs"], *(n[status] for status in STATUSES), f"{100 * explained(n):.1f}")
         for kind, n in totals(rows).items()
