@@ -16,6 +16,7 @@ from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.rope import rope
 from fx_fusion.match import Match, NearMiss
+from fx_fusion.patterns.rope import keeps_layout
 from fx_fusion.reading import NotThis, binary, source_of
 from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
@@ -78,15 +79,10 @@ def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(insertion_point(match, editor)):
         tables = editor.call(torch.view_as_real, (match.inputs["freqs"],), like=root)
         cos, sin = (editor.method("select", (tables, -1, i), like=root) for i in range(2))
-        arguments = (match.inputs["q"], None, cos, sin, "rotate_every_two", match.statics["out"], not _keeps_layout(match))
+        arguments = (match.inputs["q"], None, cos, sin, "rotate_every_two", match.statics["out"], not keeps_layout(match))
         y = editor.item(editor.call(rope, arguments, like=root), 0, like=root)
         editor.check([root], [y])
     editor.replace(root, y)
-
-
-def _keeps_layout(match: Match) -> bool:
-    root, q = value(match.root), value(match.inputs["q"])
-    return all(statically_known_true(a == b) for a, b in zip(root.stride(), torch.empty_like(q).stride(), strict=True))
 
 
 def guard(q, freqs, out):
