@@ -113,15 +113,10 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
     rank = value(bound["input"]).dim()
     if inner is None or bound["dim"] not in (-1, rank - 1):
         return None
-    edge = view.edge(bound["index"])
-    if not isinstance(edge.base, fx.Node) or edge.roundings:
+    target = _one_class_a_row(view, bound["index"], bound["input"])
+    if target is None:
         return None
-    index = view.term(edge.base)
-    if not same_shape(value(bound["index"])[..., 0], value(bound["input"])[..., 0]):
-        return None
-    if index.op != "unsqueeze" or index.attrs != (-1,) or value(index.operands[0]).dtype != torch.int64:
-        return None
-    site = LossSite(node, inner.operands[0], index.operands[0], None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True)
+    site = LossSite(node, inner.operands[0], target, None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True)
     path: list[fx.Node] = []
     sign, above = -1, node
     while len(above.users) == 1:
@@ -142,6 +137,17 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
     return site
 
 
+def _one_class_a_row(view: View, index: fx.Node, logits: fx.Node) -> fx.Node | None:
+    """The target if ``index`` is ``target.unsqueeze(-1)``, int64, for as many rows as the logits have."""
+    edge = view.edge(index)
+    if not isinstance(edge.base, fx.Node) or edge.roundings:
+        return None
+    term = view.term(edge.base)
+    if term.op != "unsqueeze" or term.attrs != (-1,) or value(term.operands[0]).dtype != torch.int64:
+        return None
+    return term.operands[0] if same_shape(value(index)[..., 0], value(logits)[..., 0]) else None
+
+
 def _of_difference(view: View, node: fx.Node) -> LossSite | None:
     """``l.gather(-1, t.unsqueeze(-1)).squeeze(-1) - l.logsumexp(-1)``: log-probabilities without a log_softmax."""
     term = view.term(node)
@@ -160,16 +166,13 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
     over_classes = taken["dim"] in (-1, rank - 1) and tuple(dims) in ((-1,), (rank - 1,))
     if bound["input"] is not logits or not over_classes or value(squeezed).dim() != value(total).dim():
         return None
-    edge = view.edge(taken["index"])
-    index = view.term(edge.base) if isinstance(edge.base, fx.Node) and not edge.roundings else None
-    if index is None or index.op != "unsqueeze" or index.attrs != (-1,) or value(index.operands[0]).dtype != torch.int64:
-        return None
-    if not same_shape(value(taken["index"])[..., 0], value(logits)[..., 0]):
+    target = _one_class_a_row(view, taken["index"], logits)
+    if target is None:
         return None
     if not same_shape(value(node), value(squeezed)) or not same_shape(value(node), value(total)):
         return None
     nodes = {node, squeezed, chosen, total}
-    return LossSite(node, logits, index.operands[0], None, "none", NO_IGNORE, 0.0, nodes, -1, True)
+    return LossSite(node, logits, target, None, "none", NO_IGNORE, 0.0, nodes, -1, True)
 
 
 def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
