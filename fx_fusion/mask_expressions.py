@@ -84,3 +84,19 @@ def upper_bound(expression: sympy.Expr | None, sizes: dict[sympy.Symbol, sympy.E
     # size = 1 + t with t >= 0, so that sympy can see the sign.
     at_least_one = {s: 1 + sympy.Symbol(f"t_{s.name}", integer=True, nonnegative=True) for s in expression.free_symbols}
     return sympy.expand(expression.subs(at_least_one))
+
+
+def at_most_zero(relation: Any) -> sympy.Expr | None:
+    """The integer expression e with ``relation <=> e <= 0``; None where the two sides need not be integers."""
+    difference = sympy.expand(relation.lhs - relation.rhs)
+    if not difference.is_integer:
+        return None
+    if isinstance(relation, sympy.Le):
+        return difference
+    if isinstance(relation, sympy.Lt):
+        return difference + 1
+    if isinstance(relation, sympy.Ge):
+        return -difference
+    if isinstance(relation, sympy.Gt):
+        return -difference + 1
+    return None

@@ -109,6 +109,8 @@ for _names, _function in {
 
 def _compare(relation: Any, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
     """A comparison; a Piecewise of numbers against a number becomes the condition of its matching pieces."""
+    if isinstance(a, sympy.Abs) and relation in (sympy.Le, sympy.Lt):
+        return sympy.And(relation(a.args[0], b), relation(-a.args[0], b))
     for left, right, flip in ((a, b, False), (b, a, True)):
         if isinstance(left, sympy.Piecewise) and right.is_number and all(e.is_number for e, _ in left.args):
             hits = [e for e, _ in left.args if bool(relation(right, e) if flip else relation(e, right))]
@@ -133,6 +135,19 @@ for _names, _logical, _count in (
 ):
     for _n in _names:
         RULES[_n] = _logic(_logical, _count)
+
+
+@_rule("abs")
+def _abs(prover: MaskProver, node: fx.Node) -> sympy.Basic:
+    return sympy.Abs(prover.numbers(node.args[0], node))
+
+
+@_rule("floordiv", "floor_divide")
+def _floordiv(prover: MaskProver, node: fx.Node) -> sympy.Basic:
+    a, b = (prover.numbers(operand, node) for operand in node.args)
+    if not (a.is_integer and b.is_Integer and b > 0):
+        raise Opaque(node, f"{node.name} divides by {b}")
+    return sympy.floor(a / b)
 
 
 @_rule("neg")

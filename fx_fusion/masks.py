@@ -27,6 +27,7 @@ from fx_fusion.mask_expressions import (
     Opaque,
     as_number,
     as_predicate,
+    at_most_zero,
     condition_for,
     is_predicate,
     op_name,
@@ -34,17 +35,23 @@ from fx_fusion.mask_expressions import (
     upper_bound,
 )
 from fx_fusion.mask_ops import KEYWORDS, RULES
+from fx_fusion.mask_structure import Structure, counted_runs, structure_of, within_runs
 
 
 @dataclass(frozen=True)
 class MaskProof:
-    """``kind`` is ``causal``, ``none`` or ``unknown``; ``reason`` says what decided at ``node``."""
+    """What a mask is, what decided (``reason``), and at which ``node``.
+
+    ``kind``: ``causal``, ``none`` (hides nothing), ``structured`` (a window, documents, chunks: ``structure``), ``learned``
+    (a bias with a gradient), ``input`` (it depends on what the caller gives: padding), or ``unknown``.
+    """
 
     kind: str
     reason: str = ""
     node: fx.Node | None = None
     assumes: tuple[fx.Node, ...] = ()
     nodes: tuple[fx.Node, ...] = field(default=(), repr=False)  # everything that builds the mask
+    structure: Structure | None = None
 
 
 _PROVERS: weakref.WeakKeyDictionary[View, MaskProver] = weakref.WeakKeyDictionary()
@@ -65,7 +72,9 @@ class MaskProver:
         self._known: dict[fx.Node, sympy.Basic] = {}
         self._assumed: dict[fx.Node, set[fx.Node]] = {}
         self._proofs: dict[tuple[fx.Node, bool], MaskProof] = {}
-        self._open: list[set[fx.Node]] = []
+        self._labels: dict[Any, fx.Node] = {}  # functions of indices that stand for data
+        self._why: dict[Any, Opaque] = {}  # and why no more is known of it
+        self._runs: dict[Any, Any] = {}  # a label that numbers the runs in which positions rise by one: those positions
 
     def prove(self, mask: fx.Node, *, hides: bool = False) -> MaskProof:
         """What the mask of an attention call hides; ``hides``: a boolean mask that is true where it hides."""
@@ -74,7 +83,9 @@ class MaskProver:
             try:
                 self._proofs[key] = self._prove(mask, hides)
             except Opaque as opaque:
-                self._proofs[key] = MaskProof("unknown", opaque.reason, opaque.node)
+                given = opaque.node is not None and opaque.node.op == "placeholder" and not value(opaque.node).requires_grad
+                kind = "learned" if value(mask).requires_grad else "input" if given else "unknown"
+                self._proofs[key] = MaskProof(kind, opaque.reason, opaque.node)
         return self._proofs[key]
 
     def _prove(self, mask: fx.Node, hides: bool) -> MaskProof:
@@ -93,6 +104,14 @@ class MaskProver:
             return MaskProof("none", "hides nothing", mask, assumes, nodes)
         if q is not None and _is_causal(left, q, k):
             return MaskProof("causal", "k <= q", mask, assumes, nodes)
+        if q is not None:
+            left = left.subs({dim: 0 for dim, size in sizes.items() if size == 1 and dim not in (q, k)})
+            batch = sympy.Integer(0) if rank < 4 or sizes[DIMS[0]] == 1 else DIMS[0]
+            structure = structure_of(within_runs(left, self._runs), batch, q, k, self._labels)
+            if structure is not None:
+                return MaskProof("structured", str(structure), mask, assumes, nodes, structure)
+        for applied in left.atoms(sympy.core.function.AppliedUndef):
+            raise self._why[applied.func]
         return MaskProof("unknown", f"visible where {_readable(left, rank)}", mask, assumes, nodes)
 
     def _below(self, mask: fx.Node) -> tuple[fx.Node, ...]:
@@ -110,14 +129,29 @@ class MaskProver:
         """The value of a tensor node at index (i0, i1, ...)."""
         if node not in self._known:
             self._assumed[node] = set()
-            self._known[node] = self._interpret(node)
+            self._known[node] = self._read(node)
             if not is_predicate(self._known[node]) and self._known[node].has(sympy.nan):
                 raise Opaque(node, f"{node.name} is not a number")
         return self._known[node]
 
-    def _interpret(self, node: fx.Node) -> sympy.Basic:
+    def _read(self, node: fx.Node) -> sympy.Basic:
+        """What ``node`` holds; whole numbers by position that nothing is known of are a function of their indices."""
         if any(self.view.effects.mutated(w) and self._writes(w, node) for w in self.view.effects.writes):
             raise Opaque(node, f"{node.name} is written to in place")
+        try:
+            return self._interpret(node)
+        except Opaque as opaque:
+            example = value(node)
+            if example.dtype not in (torch.int32, torch.int64) or example.dim() not in (1, 2):
+                raise
+            why = opaque
+        function = sympy.Function(node.name, integer=True)
+        self._labels[function], self._why[function] = node, why
+        if op_name(node) == "cumsum" and node.args[0] in self._known:
+            self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[example.dim() - 1])
+        return function(*DIMS[: example.dim()])
+
+    def _interpret(self, node: fx.Node) -> sympy.Basic:
         if node.op == "placeholder":
             return self._input(node)
         rule = RULES.get(op_name(node))
@@ -137,7 +171,7 @@ class MaskProver:
     def _input(self, node: fx.Node) -> sympy.Basic:
         example = value(node)
         is_mask = example.dim() == 2 and not example.dtype.is_complex
-        is_index = any(op_name(u) in ("embedding", "cross_entropy", "pad") for u in node.users)
+        is_index = any(op_name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
         if not (self.may_assume and is_mask and not is_index) or example.requires_grad:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
         self._assumed[node] = {node}
@@ -189,29 +223,13 @@ def _undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: 
     if isinstance(predicate, sympy.Or):
         return sympy.Or(*(_undecided(p, sizes, node) for p in predicate.args))
     if isinstance(predicate, sympy.core.relational.Relational):
-        bound = upper_bound(_at_most_zero(predicate), sizes)
+        bound = upper_bound(at_most_zero(predicate), sizes)
         if bound is not None and bound.is_nonpositive:
             return sympy.true
-        lower = upper_bound(_negated(_at_most_zero(predicate)), sizes)
+        lower = upper_bound(_negated(at_most_zero(predicate)), sizes)
         if lower is not None and lower.is_nonpositive:
             return sympy.false
     return predicate
-
-
-def _at_most_zero(relation: Any) -> sympy.Expr | None:
-    """The integer expression e with ``relation <=> e <= 0``; None where the two sides need not be integers."""
-    difference = sympy.expand(relation.lhs - relation.rhs)
-    if not difference.is_integer:
-        return None
-    if isinstance(relation, sympy.Le):
-        return difference
-    if isinstance(relation, sympy.Lt):
-        return difference + 1
-    if isinstance(relation, sympy.Ge):
-        return -difference
-    if isinstance(relation, sympy.Gt):
-        return -difference + 1
-    return None
 
 
 def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:
@@ -222,7 +240,7 @@ def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:
 def _is_causal(predicate: Boolean, q: sympy.Symbol, k: sympy.Symbol) -> bool:
     if not isinstance(predicate, sympy.core.relational.Relational):
         return False
-    expression = _at_most_zero(predicate)
+    expression = at_most_zero(predicate)
     return expression is not None and sympy.expand(expression - (k - q)) == 0
 
 

@@ -40,6 +40,7 @@ class Match:
         pairs, edges: pattern node with graph term, and the roundings met on the way to each operand.
         deferred: matched nodes that the graph returns and that are computed only when read.
         emit: makes the replacement, given an editor; None for "call the kernel".
+        note: what the report says of the site, whatever becomes of it.
     """
 
     fusion: str
@@ -53,6 +54,7 @@ class Match:
     edges: Mapping[tuple[fx.Node, int], tuple[torch.dtype, ...]] = field(default_factory=dict)
     deferred: tuple[fx.Node, ...] = ()
     emit: Callable[[Editor, Match], None] | None = None
+    note: str = ""
 
     @property
     def root(self) -> fx.Node:

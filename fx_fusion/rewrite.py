@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Editor:
         self.view, self.graph = view, view.graph
         self.deferrals: list[Deferral] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
+        self._shared: dict[Any, Any] = {}
         # The mode that the graph was traced with: while a backend runs, the tracing context may already hold another.
         fakes = (value(n) for n in self.graph.nodes)
         self.fake_mode = next((v.fake_mode for v in fakes if isinstance(v, FakeTensor)), None)
@@ -75,6 +76,13 @@ class Editor:
         assert self.fake_mode is not None
         shapes = self.fake_mode.shape_env
         return contextlib.nullcontext() if shapes is None else shapes.suppress_guards()
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` inserts for the first site that asks with this key; the sites after it are handed the same nodes."""
+        known = self._shared.get(key)
+        if known is None or any(n._erased for n in torch.utils._pytree.tree_leaves(known) if isinstance(n, fx.Node)):
+            known = self._shared[key] = make()
+        return known
 
     def cast(self, node: Any, dtype: torch.dtype, *, like: fx.Node) -> Any:
         """``node.to(dtype)``, or the node itself where it has that dtype."""

@@ -102,7 +102,7 @@ def choose(
     later: list[tuple[Candidate, str, str]] = []
     for candidate in candidates:
         match = candidate.match
-        if taken.intersection(match.nodes):
+        if taken.intersection((*match.nodes, match.root)):
             continue
         if candidate.reason is not None:
             later.append((candidate, "declined", candidate.reason))
@@ -128,7 +128,8 @@ def replace(fusion: Fusion, match: Match, editor: Editor, fuel: Fuel) -> Site:
     if not fuel.take():
         return Site(match.fusion, "kept", "FX_FUSION_FUEL is used up", **described)
     reason = rewrite(fusion, match, editor)
-    return Site(match.fusion, "fused" if reason is None else "declined", reason or "", **described)
+    status = "fused" if reason is None else "declined"
+    return Site(match.fusion, status, _noted(reason, match), **described)
 
 
 def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
@@ -152,4 +153,10 @@ def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
 
 def site(match: Match, status: str, reason: str) -> Site:
     root = match.root
-    return Site(match.fusion, status, reason, module_of(root), location_of(root), shapes_of(dict(match.inputs)))
+    return Site(
+        match.fusion, status, _noted(reason, match), module_of(root), location_of(root), shapes_of(dict(match.inputs))
+    )
+
+
+def _noted(reason: str | None, match: Match) -> str:
+    return "; ".join(part for part in (reason, match.note) if part)

@@ -178,7 +178,7 @@ def _with_mask(view: View, prover: MaskProver, node: fx.Node, scores: _Scores) -
         if not value(mask).dtype.is_floating_point:
             raise NotThis(node, f"{node.name} adds {value(mask).dtype} numbers to the scores")
         proof = prover.prove(mask)
-        if proof.kind != "unknown":
+        if proof.kind in ("causal", "none"):
             scores.proofs.append(proof)
         elif not value(mask).requires_grad:
             # A row that is hidden entirely is uniform in eager (or NaN); a fused kernel makes something else of it.
@@ -204,7 +204,7 @@ def _fill(
     if not (fill * scores.scale <= max(lowest / 2, -1e30)):
         raise NotThis(node, f"{node.name} hides with {fill}, which a score may come near to")
     proof = prover.prove(mask, hides=hides)
-    if proof.kind == "unknown":
+    if proof.kind not in ("causal", "none"):
         raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
     scores.proofs.append(proof)
 

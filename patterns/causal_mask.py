@@ -36,8 +36,12 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             continue
         mask = bound["attn_mask"]
         proof = prover.prove(mask)
-        if proof.kind == "unknown" or not is_tensor(mask):
-            yield NearMiss("causal_mask", node, proof.node or node, 1, 2, f"the mask is not proved: {proof.reason}")
+        if proof.structure is not None:
+            continue  # block_sparse_attention speaks of it
+        if proof.kind not in ("causal", "none") or not is_tensor(mask):
+            what = {"learned": "the mask is a learned bias", "input": "the mask is an input's"}.get(proof.kind)
+            reason = f"{what or 'the mask is not proved'}: {proof.reason}"
+            yield NearMiss("causal_mask", node, proof.node or node, 1, 2, reason)
             continue
         yield Match(
             fusion="causal_mask",
@@ -45,6 +49,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             nodes=frozenset(),
             inputs={n: bound[n] for n in ("query", "key", "value")},
             emit=functools.partial(emit, proof=proof),
+            note=f"mask: {proof.kind} ({proof.reason})",
         )
 
 

@@ -39,7 +39,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
         if bound is None or bound["enable_gqa"] is True:
             continue
-        key, value = (_repeated(view, bound[name]) for name in ("key", "value"))
+        key, value = (repeated(view, bound[name]) for name in ("key", "value"))
         if key is None and value is None:
             continue
         same_heads = statically_known_true(example(bound["query"]).shape[1] == example(bound["key"]).shape[1])
@@ -52,12 +52,12 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             outputs=(node,),
             nodes=frozenset(),
             inputs={"query": bound["query"], "key": key[0], "value": value[0]},
-            crossed=frozenset((*_chain(view, bound["key"]), *_chain(view, bound["value"]))),
+            crossed=frozenset((*chain(view, bound["key"]), *chain(view, bound["value"]))),
             emit=emit,
         )
 
 
-def _repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
+def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, n)`` if ``node`` is x with each head n times in a row."""
     if not is_tensor(node) or example(node).dim() != 4:
         return None
@@ -80,7 +80,7 @@ def _repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     return (inner.operands[0], n) if fits else None
 
 
-def _chain(view: View, node: fx.Node) -> list[fx.Node]:
+def chain(view: View, node: fx.Node) -> list[fx.Node]:
     """The nodes that repeat, from the repeated tensor down to (not including) the one with few heads."""
     chain = [node]
     while view.name(chain[-1]) in ("reshape", "view", "flatten", "expand"):

@@ -1,10 +1,14 @@
 """Attention written out: the spellings that become scaled_dot_product_attention, and those that must not."""
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import fx_fusion
+from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import reasons, rewritten, statuses
 
 B, H, S, D = 2, 3, 7, 8
@@ -122,3 +126,53 @@ def test_a_near_miss_names_the_mask():
     mask = torch.zeros(B, 1, S, S, dtype=torch.bool)
     _, report = rewritten(lambda q, k, v, m: soft(scores_of(q, k).masked_fill(m, LOW), v), *qkv, mask)
     assert "depends on the input m" in reasons(report, "attention")
+
+
+def biased(q, k, v, bias, mask=None):
+    bias = bias.permute(2, 0, 1)[None]
+    bias = bias if mask is None else mask(bias)
+    for _ in range(2):
+        q = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return q
+
+
+LOWEST = torch.finfo(torch.bfloat16).min
+MASKED_BIASES = {
+    "alone": None,
+    "causal": lambda bias: torch.where(torch.ones(9, 9, dtype=torch.bool).tril(), bias, LOWEST),
+    "added": lambda bias: bias + torch.zeros(9, 9, dtype=bias.dtype).masked_fill(torch.ones(9, 9).triu(1).bool(), LOWEST),
+}
+
+
+@pytest.mark.parametrize("mask", MASKED_BIASES)
+def test_a_bias_with_strided_rows_is_copied_once(mask):
+    function = functools.partial(biased, mask=MASKED_BIASES[mask])
+    inputs = {n: torch.randn(2, 3, 9, 16, dtype=torch.bfloat16) for n in "qkv"}
+    inputs["bias"] = torch.randn(9, 9, 3, dtype=torch.bfloat16)
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+    assert report.count("dense_mask") == 2, str(report)
+    assert report.graphs[0].after.count("= .contiguous(") == 1
+    name, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)
+    assert used <= 1, name
+
+
+def test_a_bias_that_is_dense_or_may_hide_a_row_is_left_alone():
+    inputs = {n: torch.randn(2, 3, 9, 16, dtype=torch.bfloat16) for n in "qkv"}
+    dense = torch.randn(3, 9, 9, dtype=torch.bfloat16).permute(1, 2, 0)
+    with fx_fusion.recording() as report:
+        run(torch.compile(biased, backend=rewriting_backend(), dynamic=False), {**inputs, "bias": dense})
+    # run() clones; the layout is kept
+    assert report.count("dense_mask") == 0
+    padding = torch.zeros(2, 1, 1, 9, dtype=torch.bfloat16)
+    padding[0, ..., 4:] = LOWEST
+
+    def function(q, k, v, bias, padding):
+        return biased(q, k, v, bias, lambda b: b + padding)
+
+    bias = torch.randn(9, 9, 3, dtype=torch.bfloat16).requires_grad_()
+    with fx_fusion.recording() as report:
+        found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs, bias=bias, padding=padding)
+    assert report.count("dense_mask") == 0
+    assert "may hide a row entirely" in reasons(report, "dense_mask")
+    assert torch.equal(found, function(**inputs, bias=bias, padding=padding))

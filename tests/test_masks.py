@@ -47,6 +47,21 @@ NO_MASK = {
 }
 
 
+# Neither causal nor nothing: of other masks only the structure is known.
+STRUCTURED = {
+    "one_ahead": (lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None] + 1, "-1 <= q - k"),
+    "window": (
+        lambda n, m: (
+            (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 4)
+        ),
+        "causal window of 4",
+    ),
+    "anticausal": (lambda n, m: torch.arange(m)[None] >= torch.arange(n)[:, None], "q - k <= 0"),
+    "transposed": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]).t(), "q - k <= 0"),
+    "tril_diagonal": (lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(2), "-2 <= q - k"),
+}
+
+
 def one_cell(n, m):
     mask = torch.ones(n, m, dtype=torch.bool).tril()
     mask[3, 1] = False
@@ -59,16 +74,6 @@ UNPROVED = {
         lambda n, m: (torch.arange(m)[None] < torch.arange(n)[:, None]) | (torch.arange(m)[None] == 0),
         "visible where",
     ),
-    "one_ahead": (lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None] + 1, "visible where"),
-    "window": (
-        lambda n, m: (
-            (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 4)
-        ),
-        "visible where",
-    ),
-    "anticausal": (lambda n, m: torch.arange(m)[None] >= torch.arange(n)[:, None], "visible where"),
-    "transposed": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]).t(), "visible where"),
-    "tril_diagonal": (lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(2), "visible where"),
     "not_quite_minus_infinity": (lambda n, m: torch.triu(torch.full((n, m), -1e4), diagonal=1), "adds"),
     "learned": (lambda n, m: torch.tril(torch.ones(n, m)) + torch.linspace(0, 1, m), ""),
     "half_step": (lambda n, m: torch.arange(m)[None] * 2.0 <= torch.arange(n)[:, None] * 2.0 + 1.0, ""),
@@ -119,6 +124,16 @@ def test_unproved(name):
     report.assert_fused(causal_mask=0)
     assert "not proved" in reasons(report, "causal_mask")
     assert fragment in reasons(report, "causal_mask")
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_structured(name):
+    mask_of, structure = STRUCTURED[name]
+    function = attend(mask_of)
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(causal_mask=0, block_sparse_attention=0)
+    assert structure in reasons(report, "block_sparse_attention")
     torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
 
 

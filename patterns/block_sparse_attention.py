@@ -1,0 +1,155 @@
+"""A mask that is a window, packed documents, chunks, or several of these -> FlexAttention over the blocks it shows.
+
+With such a mask scaled_dot_product_attention computes every score and reads a mask of s² elements; with grouped heads it
+copies keys and values too. On an H200, forward and backward in bfloat16, FlexAttention takes 0.54 of its time at a window
+of 1024 in 2048 positions, 0.35 at 1024 in 4096, 0.18 at 1024 in 8192.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion import signatures
+from fx_fusion.canonicalize import View, is_tensor
+from fx_fusion.canonicalize import value as example
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, visible_blocks
+from fx_fusion.mask_structure import Structure
+from fx_fusion.masks import MaskProof, prover_of
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.patterns.repeat_kv import chain, repeated
+from fx_fusion.rewrite import Editor, differs
+
+_WINDOW = 1024
+
+
+def attention_in_a_window(query, key, value):
+    q = torch.arange(query.shape[-2], device=query.device)[:, None]
+    k = torch.arange(key.shape[-2], device=key.device)[None, :]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=(k <= q) & (k > q - _WINDOW))
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    prover = prover_of(view)
+    for node in view.graph.nodes:
+        if view.name(node) != "scaled_dot_product_attention":
+            continue
+        bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
+        if bound is None or not is_tensor(bound["attn_mask"]) or bound["is_causal"] is True:
+            continue
+        proof = prover.prove(bound["attn_mask"])
+        if proof.structure is None:
+            continue
+        if bound["dropout_p"] != 0:
+            yield NearMiss("block_sparse_attention", node, node, 1, 2, f"FlexAttention has no dropout ({proof.reason})")
+            continue
+        inputs = {name: bound[name] for name in ("query", "key", "value")}
+        crossed: frozenset[fx.Node] = frozenset()
+        key, value = (repeated(view, bound[name]) for name in ("key", "value"))
+        if key is not None and value is not None and statically_known_true(key[1] == value[1]):
+            inputs.update(key=key[0], value=value[0])
+            crossed = frozenset((*chain(view, bound["key"]), *chain(view, bound["value"])))
+        labels = {f"label_{i}": n for i, n in enumerate(proof.structure.labels) if isinstance(n, fx.Node)}
+        yield Match(
+            fusion="block_sparse_attention",
+            outputs=(node,),
+            nodes=frozenset([node]),
+            inputs={**inputs, **labels},
+            crossed=crossed,
+            emit=functools.partial(emit, proof=proof, scale=bound["scale"]),
+            note=f"mask: {proof.reason}",
+        )
+
+
+def guard(query, key, value):
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return "query, key and value must be (batch, heads, length, head dim)"
+    if not all(statically_known_true(t.shape[0] == query.shape[0]) for t in (key, value)):
+        return "query, key and value must have one batch size"
+    if not all(statically_known_true(t.shape[2] == query.shape[2]) for t in (key, value)):
+        return "there must be as many keys as queries"
+    if not statically_known_true(query.shape[1] % key.shape[1] == 0) or not statically_known_true(
+        key.shape[1] == value.shape[1]
+    ):
+        return f"{query.shape[1]} heads of queries can't share {key.shape[1]} of keys and {value.shape[1]} of values"
+    sizes = query.shape[3], key.shape[3], value.shape[3]
+    if not any(all(statically_known_true(size == n) for size in sizes) for n in (16, 32, 64, 128, 256)):
+        return f"the head dim must be one power of two, 16 to 256; got {sizes[0]}, {sizes[1]}, {sizes[2]}"
+    if query.device.type != "cuda":
+        return f"FlexAttention has no backward on {query.device.type}"
+    dtypes = {_computed(t) for t in (query, key, value)}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        return (
+            f"attention is computed in {', '.join(map(str, sorted(dtypes, key=str)))}; the kernels take bfloat16 or float16"
+        )
+    return None
+
+
+def pays(query, key, value):
+    if query.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "the kernels of FlexAttention are made for compute capability 8.0 and up"
+    return None
+
+
+def _computed(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which scaled_dot_product_attention computes, under autocast or not."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def emit(editor: Editor, match: Match, proof: MaskProof, scale: float | None) -> None:
+    root, structure = match.root, proof.structure
+    assert structure is not None
+    with editor.graph.inserting_before(root):
+        dtype = example(root).dtype
+        query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
+        bounds = structure.low, structure.high
+        labels, blocks = editor.once(  # the layers of a model share them
+            (structure, str(example(query).shape[2]), example(query).device),
+            lambda: _labels_and_blocks(editor, query, structure, root),
+        )
+        scale = example(query).shape[-1] ** -0.5 if scale is None else scale
+        call = editor.call(block_sparse_attention, (query, key, value, blocks, labels, *bounds, float(scale)), like=root)
+    before = example(root)
+    if differs(before, example(call)) is not None:
+        call = editor.lay_out(call, before)
+    editor.replace(root, call)
+    editor.view.assumptions.assume(proof.assumes)
+    editor.erase([root, *match.crossed, *proof.nodes])
+
+
+def _labels_and_blocks(
+    editor: Editor, query: fx.Node, structure: Structure, root: fx.Node
+) -> tuple[tuple[fx.Node, ...], fx.Node]:  # fmt: skip
+    labels = tuple(_label(editor, query, label, root) for label in structure.labels)
+    return labels, editor.call(visible_blocks, (query, labels, structure.low, structure.high), like=root)
+
+
+def _label(editor: Editor, query: fx.Node, label: fx.Node | int, root: fx.Node) -> fx.Node:
+    if isinstance(label, fx.Node):
+        return label
+    length = editor.method("size", (query, 2), like=root)
+    positions = editor.call(torch.arange, (length,), {"device": example(query).device}, like=root)
+    return editor.call(torch.floor_divide, (positions, label), like=root)
+
+
+FUSION = Fusion(
+    name="block_sparse_attention",
+    pattern=attention_in_a_window,
+    inputs={"query": "b h s d", "key": "b g s d", "value": "b g s d"},
+    find=find,
+    guard=guard,
+    pays=pays,
+    priority=11,
+    cases=(
+        case("gemma", b=4, h=8, g=8, s=2048, d=256),
+        case("mistral", b=1, h=32, g=32, s=8192, d=128),
+    ),
+    source="Dong et al. 2024, arXiv:2412.05496",
+)
