@@ -73,7 +73,7 @@ def structure_of(
 
 
 def counted_runs(summand: sympy.Basic, i: sympy.Symbol) -> Any:
-    """The positions p, if a running sum over i of this (``p[i] - p[i - 1] != 1``) counts the runs in which they rise by one."""
+    """The positions p, if a running sum over i of this (``p[i] - p[i - 1] != 1``) counts their runs of rises by one."""
     later = summand.subs(i, i + 1)  # from the second position on; what the first is compared with starts no run
     if not isinstance(later, sympy.Ne):
         return None

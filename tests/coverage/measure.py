@@ -32,10 +32,14 @@ KINDS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "group_norm": (r"\bgroup_norm\(", ("group_norm", "group_norm_swish")),
     "embedding": (r"= embedding\(", ("embedding",)),
     "loss": (r"cross_entropy\(|nll_loss\(", ("linear_cross_entropy", "cross_entropy")),
-    "masked attention": (r"scaled_dot_product_attention\([^\n]*attn_mask=(?!None)", ("causal_mask",)),
+    "masked attention": (
+        r"scaled_dot_product_attention\([^\n]*attn_mask=(?!None)",
+        ("causal_mask", "block_sparse_attention"),
+    ),
     "rotary": (None, ("rope", "complex_rope")),
     "gated": (None, ("swiglu", "geglu")),
 }
+SPREAD = 8  # runs of eager that tell how far its results spread, where one run was not enough
 _ROTARY = re.compile(r"apply_.*rot|apply_rope")
 _GATED = ({"gate_proj", "up_proj"}, {"w1", "w3"}, {"wi_0", "wi_1"}, {"gate_up_proj"})
 
@@ -205,7 +209,26 @@ def compare(
     except Exception:  # some models have operations without float64
         exact, usual = eager, dict.fromkeys(eager, 1e-3 if dtype == torch.float32 else 3e-2)
     epsilon = torch.finfo(dtype).eps
+    worst = max((_difference(found[n], exact[n]) / (2 * usual[n] + 2 * epsilon), n) for n in eager)
+    if worst[0] <= 1:
+        return worst
+    # One run of eager may be lucky: a router or a maximum that is nearly tied falls as in float64 in one rounding and not
+    # in another. Its error is the largest over runs whose weights differ by less than a rounding.
+    for seed in range(SPREAD):
+        again = step(nearby := _nudged(model, epsilon, seed), nearby, inputs)
+        usual = {n: max(usual[n], _difference(again[n], exact[n])) for n in eager}
     return max((_difference(found[n], exact[n]) / (2 * usual[n] + 2 * epsilon), n) for n in eager)
+
+
+def _nudged(model: torch.nn.Module, epsilon: float, seed: int) -> torch.nn.Module:
+    """A copy whose weights differ by up to half a rounding (as float32 sees it: some go to the next number)."""
+    generator = torch.Generator().manual_seed(seed)
+    nudged = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in nudged.parameters():
+            noise = torch.rand(weight.shape, generator=generator) - 0.5
+            weight.copy_(weight.float() * (1 + epsilon * noise))
+    return nudged
 
 
 def _difference(found: torch.Tensor, truth: torch.Tensor) -> float:
