@@ -38,27 +38,28 @@ def visible_blocks(query: Tensor, labels: Sequence[Tensor], low: int | None, hig
     first = torch.arange(n, device=device) * BLOCK
     last = first + (BLOCK - 1)
     nearest, farthest = first[:, None] - last[None, :], last[:, None] - first[None, :]  # of q - k in a pair of blocks
-    some = torch.ones(1, n, n, dtype=torch.bool, device=device)
+    some = torch.ones(1, 1, n, n, dtype=torch.bool, device=device)
     whole = last < s
-    every = (whole[:, None] & whole[None, :])[None]
+    every = (whole[:, None] & whole[None, :])[None, None]
     if low is not None:
         some, every = some & (farthest >= low), every & (nearest >= low)
     if high is not None:
         some, every = some & (nearest <= high), every & (farthest <= high)
     inside = torch.arange(n * BLOCK, device=device).clamp(max=s - 1)
     for label in labels:
-        blocks = label.reshape(-1, s)[:, inside].reshape(-1, n, BLOCK)
+        blocks = label.reshape(-1, 1, s)[:, :, inside].reshape(-1, 1, n, BLOCK)
         least, most = blocks.amin(-1), blocks.amax(-1)
-        some = some & (least[:, :, None] <= most[:, None, :]) & (least[:, None, :] <= most[:, :, None])
+        some = some & (least[..., :, None] <= most[..., None, :]) & (least[..., None, :] <= most[..., :, None])
         one = least == most
-        every = every & (one[:, :, None] & one[:, None, :]) & (least[:, :, None] == least[:, None, :])
+        every = every & (one[..., :, None] & one[..., None, :]) & (least[..., :, None] == least[..., None, :])
     return (*_listed(some & ~every), *_listed(some & every))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of a row are set, and their columns, in front."""
+    """How many blocks of a row are set, and their columns, in front. Both are made with all their dims: the kernels step
+    from one batch to the next by the stride of the dim of heads, which a view of size 1 need not have."""
     columns = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[:, None], columns.to(torch.int32)[:, None]
+    return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32)
 
 
 def block_sparse_attention(

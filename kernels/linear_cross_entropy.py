@@ -10,10 +10,10 @@ nothing is read back to the host. With ``reduction="none"`` the upstream gradien
 forward, and has to be inside the sum of dW: then, and only then, the backward computes the logits again.
 
 Shapes     x: (m, h); weight: (v, h); bias, class_weight: (v); target: (m); loss: () or (m).
-Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32, dW accumulated in fp32 over chunks and rounded once
-           (fp16: kept in fp32 until the backward has scaled it).
+Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32. dW of more than four chunks is accumulated in fp32 and
+           rounded once; of up to four in bf16, rounded after each (fp16: in fp32 until the backward has scaled it).
 Saved      dx and dW (nothing of size m·v).
-Memory     one chunk of logits, 1 GiB on a GPU or what dW in fp32 would take, and dW in fp32 if there are several chunks.
+Memory     one chunk of logits, 1 GiB on a GPU, and dW in fp32 if there are more than four chunks.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here with few large chunks, so that
            the matrix products stay efficient, and fp32 accumulation.
 """
@@ -25,28 +25,28 @@ from fx_fusion.kernels.cross_entropy import launch_rows
 from fx_fusion.kernels.launch import cdiv
 from fx_fusion.op import interpreting, plain_op, register_autograd
 
-# Every chunk reads and writes dW in fp32: 4096 rows of it (1 GiB at 128256 classes) make that some 5 % of its products.
+# Every chunk reads and writes dW: 4096 rows of it (1 GiB at 128256 classes) make that some 2 % of its products, or 5 % in
+# fp32. A sum that is rounded to bf16 four times on its way is off by 1.6 roundings in the mean, where one is off by one.
+_ROUNDED_CHUNKS = 4
 _CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 8 << 20}
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
 _CLASS_MULTIPLE = 64  # classes are padded to this where 16 bytes don't divide a row: cuBLAS is four times slower there
 
 
-def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str, free: int = 0) -> int:
-    """Rows so that a chunk of logits fits the budget; chunks of equal size rather than a small last one. Up to ``free``
-    rows are one chunk whatever they take."""
-    budget = max(_ROW_MULTIPLE, free, _CHUNK_BYTES[device] // max(1, v * itemsize))
+def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
+    """Rows so that a chunk of logits fits the budget; chunks of equal size rather than a small last one."""
+    budget = max(_ROW_MULTIPLE, _CHUNK_BYTES[device] // max(1, v * itemsize))
     chunks = cdiv(m, budget)
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
 def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss):
     """Fill ``loss``; return the gradients of x, weight, bias that are needed (None for the others)."""
-    (m, h), v = x.shape, weight.shape[0]
+    m, v = x.shape[0], weight.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
-    # One chunk needs no dW in fp32, which takes as much as 2·h rows of 16-bit logits.
-    free = 2 * h if needs_dw and x.is_cuda and x.dtype == torch.bfloat16 else 0
-    step = rows_in_a_chunk(m, v, x.element_size(), x.device.type, free)
+    step = rows_in_a_chunk(m, v, x.element_size(), x.device.type)
+    rounded = x.dtype == torch.bfloat16 and cdiv(m, step) <= _ROUNDED_CHUNKS
     weight, bias = _padded(weight), None if bias is None else _padded(bias)
     buffer = torch.empty(step, weight.shape[0], dtype=x.dtype, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
@@ -64,7 +64,7 @@ def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, lo
         if dx is not None:
             torch.mm(logits, weight, out=dx[rows])
         if needs_dw:
-            dw = _accumulate(dw, logits, x_rows, last_and_only=step >= m)
+            dw = _accumulate(dw, logits, x_rows, rounded)
         if db is not None:
             db += logits[:, :v].sum(0, dtype=torch.float32)
     return dx, None if dw is None else dw[:v], db
@@ -80,14 +80,15 @@ def _padded(weight):
     return torch.nn.functional.pad(weight, (0, 0, 0, more) if weight.dim() == 2 else (0, more))
 
 
-def _accumulate(dw, dlogits, x, *, last_and_only: bool):
-    """``dw + dlogitsᵀ · x`` in fp32, in place; a single chunk needs no accumulator but the product's own."""
+def _accumulate(dw, dlogits, x, rounded: bool):
+    """``dw + dlogitsᵀ · x``, in place, in fp32 or ``rounded`` to the dtype of the operands."""
     if dlogits.dtype == torch.float32:
+        return torch.mm(dlogits.t(), x) if dw is None else dw.addmm_(dlogits.t(), x)
+    if dlogits.is_cuda and rounded:
         return torch.mm(dlogits.t(), x) if dw is None else dw.addmm_(dlogits.t(), x)
     if dlogits.is_cuda:
         if dw is None:
-            rounds_once = last_and_only and dlogits.dtype == torch.bfloat16
-            return torch.mm(dlogits.t(), x) if rounds_once else torch.mm(dlogits.t(), x, out_dtype=torch.float32)
+            return torch.mm(dlogits.t(), x, out_dtype=torch.float32)
         return torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)
     product = torch.mm(dlogits.t().float(), x.float())
     return product if dw is None else dw.add_(product)

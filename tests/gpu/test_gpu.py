@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fx_fusion.kernels.linear_cross_entropy as linear_kernel
 import fx_fusion.registry as registry
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
-from fx_fusion.testing import make_inputs, run
+from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
 
 pytestmark = pytest.mark.gpu
 registry.all_fusions()
@@ -140,3 +141,22 @@ def test_attention_with_a_causal_mask_is_cudnns():
         out = compiled(q, k, v)
     torch.testing.assert_close(out, fusion.pattern(q, k, v), rtol=2e-2, atol=2e-2)
     assert any("cudnn" in e.key.lower() for e in profile.key_averages())
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 6])
+def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, monkeypatch):
+    """Up to four chunks dW is rounded to bfloat16 after each: still twice the error of eager at most."""
+    m, h, v = 1536, 256, 4096
+    monkeypatch.setitem(linear_kernel._CHUNK_BYTES, "cuda", m // chunks * v * 2)
+    x, weight = (torch.randn(*shape, device="cuda").to(torch.bfloat16) for shape in ((m, h), (v, h)))
+    inputs = {"x": x / 16, "weight": weight, "target": torch.randint(0, v, (m,), device="cuda")}
+
+    def fused(x, weight, target):
+        needs = [True, True, False]
+        return linear_kernel.linear_cross_entropy(x, weight, None, target, None, "mean", -100, 0.0, 0.0, 1.0, needs)[0]
+
+    def eager(x, weight, target):
+        return F.cross_entropy((x @ weight.t()).float() if x.dtype != torch.float64 else x @ weight.t(), target)
+
+    name, used = worst_excess(run(fused, inputs), run(eager, inputs), run_oracle(eager, inputs), torch.bfloat16)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
