@@ -1,4 +1,4 @@
-"""DDP on two CPU processes: same losses and gradients as without the backend, logits stay deferred."""
+"""Two CPU processes, DDP and FSDP2: same losses and gradients as without the backend, logits stay deferred."""
 
 import os
 import socket
@@ -9,35 +9,61 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def worker(rank, port, queue):
+def ddp(model, compiled):
+    from torch.nn.parallel import DistributedDataParallel
+
+    from fx_fusion.testing import rewriting_backend
+
+    wrapped = DistributedDataParallel(model)
+    return torch.compile(wrapped, backend=rewriting_backend()) if compiled else wrapped
+
+
+def fsdp2(model, compiled):
+    """Layers sharded one by one, then the rest; the whole compiled."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from fx_fusion.testing import rewriting_backend
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    return torch.compile(model, backend=rewriting_backend()) if compiled else model
+
+
+def whole(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+def worker(rank, port, queue, wrap):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    from torch.nn.parallel import DistributedDataParallel
 
     import fx_fusion
     from fx_fusion.deferred_tensor import DeferredTensor
-    from fx_fusion.testing import rewriting_backend
     from tests.helpers import tiny_llama, tokens
 
     ids = tokens()[rank : rank + 1]
     results = []
     for compiled in (False, True):
-        model = DistributedDataParallel(tiny_llama())
-        run = torch.compile(model, backend=rewriting_backend()) if compiled else model
+        model = tiny_llama()
+        run = wrap(model, compiled)
         with fx_fusion.recording() as report:
             out = run(input_ids=ids, labels=ids)
         lazy = isinstance(out.logits, DeferredTensor)
         out.loss.backward()
-        results.append(
-            (out.loss.item(), model.module.lm_head.weight.grad.clone(), lazy, report.count("linear_cross_entropy"))
-        )
-    (loss, grad, _, _), (our_loss, our_grad, lazy, fused) = results
-    queue.put((rank, abs(loss - our_loss), (grad - our_grad).abs().max().item(), lazy, fused))
+        gradients = [whole(p.grad) for p in model.parameters()]
+        fused = {name: report.count(name) for name in ("linear_cross_entropy", "rope", "swiglu")}
+        results.append((out.loss.item(), gradients, out.logits.detach() + 0, lazy, fused))
+    (loss, grads, logits, _, _), (our_loss, our_grads, our_logits, lazy, fused) = results
+    worst = max((a - b).abs().max().item() for a, b in zip((*grads, logits), (*our_grads, our_logits), strict=True))
+    queue.put((rank, abs(loss - our_loss), worst, lazy, fused))
     dist.destroy_process_group()
 
 
-def test_two_processes():
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_two_processes(wrap):
     if not dist.is_gloo_available():
         pytest.skip("no gloo")
     with socket.socket() as probe:
@@ -45,10 +71,12 @@ def test_two_processes():
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    mp.spawn(worker, args=(port, queue), nprocs=2, join=True)
+    mp.spawn(worker, args=(port, queue, wrap), nprocs=2, join=True)
     for _ in range(2):
-        _, loss_error, grad_error, lazy, fused = queue.get()
+        _, loss_error, worst, lazy, fused = queue.get()
         assert loss_error < 1e-5
-        assert grad_error < 1e-5
-        assert fused == 1
+        assert worst < 1e-5
+        assert fused["linear_cross_entropy"] == 1
+        assert fused["rope"] >= 1
+        assert fused["swiglu"] >= 1
         assert lazy
