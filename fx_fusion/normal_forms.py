@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
+from fx_fusion.dtypes import keeps_values
 from fx_fusion.terms import Term, is_tensor, negative_dim, value
 
 if TYPE_CHECKING:
@@ -218,8 +219,8 @@ def default_rms_norm_eps(dtype: torch.dtype, device: torch.device) -> float:
 @_rule("softmax", "log_softmax")
 def _softmax(view: View, node: fx.Node, bound: Bound) -> Term | None:
     dim, x, name = bound["dim"], bound["input"], view.name(node)
-    if not isinstance(dim, int) or not is_tensor(x) or name is None or value(x).dtype != value(node).dtype:
-        return None  # with dtype= it is a cast and a softmax
+    if not isinstance(dim, int) or not is_tensor(x) or name is None or not keeps_values(value(x).dtype, value(node).dtype):
+        return None  # with a narrower dtype= it is a cast and a softmax
     return Term(name, (x,), (negative_dim(dim, value(x).dim()),), (node,))
 
 

@@ -58,6 +58,7 @@ def test_every_option_of_torch_cross_entropy(reduction, smoothing, weighted, wit
 
 SPELLINGS = {
     "nll": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), dim=-1), t),
+    "nll_of_float32": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), -1, dtype=torch.float32), t),
     "nll_dim_1": lambda x, w, t: F.nll_loss(torch.log_softmax(F.linear(x, w), 1), t, reduction="sum"),
     "gather_mean": lambda x, w, t: -F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1).mean(),
     "gather_sum": lambda x, w, t: F.linear(x, w).log_softmax(-1).gather(1, t[:, None]).squeeze(1).neg().sum(),
@@ -271,3 +272,12 @@ def test_a_slice_of_logits_is_left_to_inductor():
     logits = torch.randn(2, M // 2, V, generator=generator).bfloat16()
     report = compare(loss, logits, target.view(2, -1), expect=())
     assert "slice of larger logits" in reasons(report, "cross_entropy")
+
+
+def test_a_log_softmax_that_widens_reads_logits_in_their_own_dtype():
+    def loss(logits, target):
+        return F.nll_loss(F.log_softmax(logits, -1, dtype=torch.float32), target)
+
+    logits = torch.randn(M, V, generator=generator).bfloat16()
+    report = compare(loss, logits, target, expect=("cross_entropy",))
+    assert f"float32[{M}, {V}]" not in report.graphs[0].after

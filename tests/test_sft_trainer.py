@@ -5,7 +5,6 @@ TRL computes the loss itself, in chunks, behind a graph break of its own: the re
 import pytest
 import torch
 
-import fx_fusion
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama
 
@@ -48,7 +47,7 @@ def train(folder, *, compiled, packing, loss):
 @pytest.mark.parametrize("loss", ["nll", "dft"])
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_sft_trainer(tmp_path, monkeypatch, packing, loss):
-    import fx_fusion.accelerate  # noqa: F401
+    import fx_fusion.accelerate
 
     torch._dynamo.list_backends()
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
