@@ -29,8 +29,10 @@ class Family:
     loss_of: Callable[[Any, dict[str, Any]], Tensor] = lambda out, given: out.loss
 
 
-def _transformers(model: str, config: str, **sizes: Any) -> Callable[[int, int], tuple[nn.Module, Step, int]]:
-    """A causal or masked language model: labels are the inputs."""
+def _transformers(
+    model: str, config: str, documents: int = 0, **sizes: Any
+) -> Callable[[int, int], tuple[nn.Module, Step, int]]:
+    """A causal or masked language model: labels are the inputs; ``documents`` of one length are packed into a row."""
 
     def build(batch: int, length: int) -> tuple[nn.Module, Step, int]:
         import transformers
@@ -39,7 +41,11 @@ def _transformers(model: str, config: str, **sizes: Any) -> Callable[[int, int],
         with torch.device("cuda"):
             module = getattr(transformers, model)(made)
         ids = torch.randint(0, made.vocab_size, (8, batch, length), device="cuda")
-        return module, lambda i: {"input_ids": ids[i % 8], "labels": ids[i % 8]}, batch * length
+        more = {}
+        if documents:
+            positions = torch.arange(length, device="cuda") % (length // documents)
+            more = {"position_ids": positions.expand(batch, length).contiguous()}
+        return module, lambda i: {"input_ids": ids[i % 8], "labels": ids[i % 8], **more}, batch * length
 
     return build
 
@@ -107,10 +113,26 @@ _MISTRAL = {  # 8 of its 32 layers
 }  # fmt: skip
 _MIXTRAL = {**_MISTRAL, "num_hidden_layers": 2}
 
+_GEMMA3 = {  # the 1B text model
+    "use_cache": False, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
+}  # fmt: skip
+
 FAMILIES = {
     "llama-1b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_1B), 8, 2048, liger="llama"),
     "llama-8b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_8B), 1, 4096, liger="llama"),
     "mistral": Family(_transformers("MistralForCausalLM", "MistralConfig", **_MISTRAL), 4, 4096, liger="mistral"),
+    "mistral-window": Family(
+        _transformers("MistralForCausalLM", "MistralConfig", **{**_MISTRAL, "sliding_window": 4096}),
+        2,
+        8192,
+        liger="mistral",
+    ),
+    "llama-1b-packed": Family(
+        _transformers("LlamaForCausalLM", "LlamaConfig", documents=8, **_LLAMA_1B), 2, 8192, liger="llama"
+    ),
+    "gemma3": Family(_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **_GEMMA3), 2, 4096, liger="gemma3_text"),
+    "modernbert": Family(_transformers("ModernBertForMaskedLM", "ModernBertConfig"), 8, 4096),
     "mixtral": Family(_transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL), 4, 2048, liger="mixtral"),
     "gpt2": Family(_transformers("GPT2LMHeadModel", "GPT2Config", use_cache=False), 16, 1024),
     "bert": Family(_transformers("BertForMaskedLM", "BertConfig"), 64, 512),

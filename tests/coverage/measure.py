@@ -24,6 +24,7 @@ from fx_fusion import backend
 from fx_fusion.options import parse
 from tests.coverage.configs import shrunk
 from tests.coverage.inputs import inputs_of
+from tests.coverage.others import diffusers_model, timm_model
 
 # How a kind shows in a graph (None: in no single call), and the fusions that speak for it.
 KINDS: dict[str, tuple[str | None, tuple[str, ...]]] = {
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     ),
     "rotary": (None, ("rope", "complex_rope")),
     "gated": (None, ("swiglu", "geglu")),
+    "evonorm": (None, ("evonorm_s0", "evonorm_b0")),
 }
 SPREAD = 8  # runs of eager that tell how far its results spread, where one run was not enough
 _ROTARY = re.compile(r"apply_.*rot|apply_rope")
@@ -55,6 +57,8 @@ def kind_of(module: torch.nn.Module) -> str | None:
         return "embedding"
     if "RMSNorm" in name or name in ("T5LayerNorm", "MT5LayerNorm", "LlamaNorm"):
         return "rms_norm"
+    if "EvoNorm" in name:
+        return "evonorm"
     children = {n for n, _ in module.named_children()}
     activation = next(
         (type(getattr(module, n)).__name__.lower() for n in ("act_fn", "act", "activation_fn") if hasattr(module, n)), ""
@@ -124,14 +128,10 @@ class Counted:
 
 def measure(class_name: str, kind: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The row of one class: status, differences, what there is to find and what the report says."""
-    import transformers
-
-    model_class = getattr(transformers, class_name)
     row: dict[str, Any] = {"class": class_name, "kind": kind, "dtype": str(dtype)[6:]}
     try:
         torch.manual_seed(0)
-        model = model_class(shrunk(model_class.config_class, kind)).to(dtype).train()
-        inputs = inputs_of(model, kind)
+        model, inputs = built(class_name, kind, dtype)
         with counting(model) as seen:
             eager = step(model, model, inputs)
     except Exception as error:  # the class can't be built or trained so small: not our subject, and reported as such
@@ -156,6 +156,18 @@ def measure(class_name: str, kind: str, dtype: torch.dtype = torch.float32) -> d
     return row
 
 
+def built(name: str, kind: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A small random model in training, and a call that makes it return a loss."""
+    if kind in ("timm", "diffusers"):
+        model, inputs = {"timm": timm_model, "diffusers": diffusers_model}[kind](name)
+        return model.to(dtype).train(), {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+    import transformers
+
+    model_class = getattr(transformers, name)
+    model = model_class(shrunk(model_class.config_class, kind)).to(dtype).train()
+    return model, inputs_of(model, kind)
+
+
 def counts(report: Any, runs: collections.Counter[int], seen: collections.Counter[str]) -> dict[str, Any]:
     """Sites by fusion and status; for each kind: seen in eager, in the graphs, and what the sites say of those."""
     sites: collections.Counter[str] = collections.Counter()
@@ -178,7 +190,7 @@ def counts(report: Any, runs: collections.Counter[int], seen: collections.Counte
         kinds[kind] = {"seen": seen[kind], "in_graphs": in_graphs, "missing": max(0, in_graphs - sum(said.values())), **said}
     # Where everything else that was seen is in graphs, so is what shows in no single call.
     complete = all(k["in_graphs"] >= k["seen"] for name, k in kinds.items() if KINDS[name][0] is not None)
-    for name in ("rotary", "gated"):
+    for name in ("rotary", "gated", "evonorm"):
         if complete:
             kinds[name]["in_graphs"] = kinds[name]["seen"]
             kinds[name]["missing"] = max(

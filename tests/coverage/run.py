@@ -10,6 +10,7 @@ import collections
 import json
 import multiprocessing
 import resource
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.progress import Progress
@@ -19,6 +20,10 @@ SECONDS, GIB = 120, 12
 
 
 def classes(kind: str) -> list[str]:
+    if kind in ("timm", "diffusers"):
+        from tests.coverage import others
+
+        return list({"timm": others.TIMM, "diffusers": others.DIFFUSERS}[kind]) if find_spec(kind) else []
     from transformers.models.auto import modeling_auto as auto
 
     mappings = {
@@ -57,7 +62,7 @@ def one(name: str, kind: str, dtype: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", default="causal,masked,seq2seq,image,speech")
+    parser.add_argument("--kind", default="causal,masked,seq2seq,image,speech,timm,diffusers")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th class, to run several at once")
