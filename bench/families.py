@@ -111,6 +111,7 @@ _MISTRAL = {  # 8 of its 32 layers
     "use_cache": False, "num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": None,
 }  # fmt: skip
+_WINDOW = {**_MISTRAL, "sliding_window": 4096}
 _MIXTRAL = {**_MISTRAL, "num_hidden_layers": 2}
 
 _GEMMA3 = {  # the 1B text model
@@ -122,12 +123,7 @@ FAMILIES = {
     "llama-1b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_1B), 8, 2048, liger="llama"),
     "llama-8b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_8B), 1, 4096, liger="llama"),
     "mistral": Family(_transformers("MistralForCausalLM", "MistralConfig", **_MISTRAL), 4, 4096, liger="mistral"),
-    "mistral-window": Family(
-        _transformers("MistralForCausalLM", "MistralConfig", **{**_MISTRAL, "sliding_window": 4096}),
-        2,
-        8192,
-        liger="mistral",
-    ),
+    "mistral-window": Family(_transformers("MistralForCausalLM", "MistralConfig", **_WINDOW), 2, 8192, liger="mistral"),
     "llama-1b-packed": Family(
         _transformers("LlamaForCausalLM", "LlamaConfig", documents=8, **_LLAMA_1B), 2, 8192, liger="llama"
     ),

@@ -32,7 +32,7 @@ _OPTIONS = {
 
 def visible_blocks(query: Tensor, labels: Sequence[Tensor], low: int | None, high: int | None) -> tuple[Tensor, ...]:
     """For each block of queries: how many blocks of keys are partly visible, and which; then the same for the blocks that
-    are visible entirely. Each (b or 1, 1, n[, n]), int32, the order that ``BlockMask.from_kv_blocks`` takes."""
+    are visible entirely; then all four for each block of keys. Each (b or 1, 1, n[, n]), int32, as in ``BlockMask``."""
     s, device = query.shape[-2], query.device
     n = (s + BLOCK - 1) // BLOCK
     first = torch.arange(n, device=device) * BLOCK
@@ -52,13 +52,15 @@ def visible_blocks(query: Tensor, labels: Sequence[Tensor], low: int | None, hig
         some = some & (least[..., :, None] <= most[..., None, :]) & (least[..., None, :] <= most[..., :, None])
         one = least == most
         every = every & (one[..., :, None] & one[..., None, :]) & (least[..., :, None] == least[..., None, :])
-    return (*_listed(some & ~every), *_listed(some & every))
+    lists = some & ~every, some & every
+    return tuple(t for blocks in (*lists, *(x.transpose(-1, -2) for x in lists)) for t in _listed(blocks))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of a row are set, and their columns, in front. Both are made with all their dims: the kernels step
     from one batch to the next by the stride of the dim of heads, which a view of size 1 need not have."""
-    columns = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
+    blocks = blocks.to(torch.int32, memory_format=torch.contiguous_format)
+    columns = torch.argsort(blocks, dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32)
 
 
@@ -76,7 +78,7 @@ def block_sparse_attention(
             conditions.append(_at(label, [*row, q]) == _at(label, [*row, k]))
         return functools.reduce(torch.logical_and, conditions)
 
-    mask = BlockMask.from_kv_blocks(*blocks, BLOCK, visible, (query.shape[-2], key.shape[-2]))
+    mask = BlockMask((query.shape[-2], key.shape[-2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
     options = {**_OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled()}
     out = flex_attention_operator(query, key, value, _score, mask.as_tuple(), scale, options, (), tuple(labels))
     return out[0]

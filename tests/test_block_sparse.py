@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 import fx_fusion
 from fx_fusion.kernels.block_sparse_attention import BLOCK, block_sparse_attention, visible_blocks
@@ -128,7 +129,16 @@ def test_the_blocks_that_are_visited_cover_the_mask(name):
         "documents_by_position": ((document,), 0, 63), "expanded": ((), 0, 36),
     }[name]  # fmt: skip
     spy(torch.zeros(2, 1, S, 16), *structure)
-    partly, which, wholly, these = found["blocks"]
+    partly, which, wholly, these = found["blocks"][:4]
+    theirs = BlockMask.from_kv_blocks(*found["blocks"][:4], BLOCK)
+    for ours, expected in zip(
+        found["blocks"][4:],
+        (theirs.q_num_blocks, theirs.q_indices, theirs.full_q_num_blocks, theirs.full_q_indices),
+        strict=True,
+    ):
+        assert torch.equal(ours, expected)
+        assert ours.stride() == expected.stride()
+    assert all(t.is_contiguous() for t in found["blocks"])
     mask = mask_of(IDS)
     mask = (mask if mask.dtype == torch.bool else mask == 0).expand(2, 1, S, S)[:, 0]
     n = -(-S // BLOCK)
@@ -147,10 +157,10 @@ def test_the_blocks_that_are_visited_cover_the_mask(name):
 
 
 def test_a_narrow_window_visits_few_blocks():
-    partly, _, wholly, _ = visible_blocks(torch.zeros(1, 1, 4096, 16), (), 0, 255)
+    partly, _, wholly, *_ = visible_blocks(torch.zeros(1, 1, 4096, 16), (), 0, 255)
     assert int(partly.sum() + wholly.sum()) <= 3 * 4096 // BLOCK
     document = torch.arange(4096) // 512
-    partly, _, wholly, _ = visible_blocks(torch.zeros(1, 1, 4096, 16), (document,), 0, None)
+    partly, _, wholly, *_ = visible_blocks(torch.zeros(1, 1, 4096, 16), (document,), 0, None)
     assert int(partly.sum() + wholly.sum()) == 8 * (4 * 5 // 2)
 
 
