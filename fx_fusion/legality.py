@@ -130,6 +130,9 @@ def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | Non
     for parameter in match.pattern.tensors():
         spec, shape = str(fusion.inputs[parameter]).split(), value(match.inputs[parameter]).shape
         named = [t for t in spec if t != "..."]
+        if all(_may_be_broadcast(t) for t in named) and len(shape) < len(named):
+            named = named[len(named) - len(shape) :]  # missing dims are broadcast too
+            spec = named
         if len(shape) < len(named) or ("..." not in spec and len(shape) != len(named)):
             return f"{parameter} has shape {tuple(shape)}; the kernel takes ({' '.join(spec)})"
         at = spec.index("...") if "..." in spec else 0  # any number of dims there
@@ -141,6 +144,10 @@ def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | Non
             if not statically_known_true(sizes.setdefault(dim, size) == size):
                 return f"{parameter} has shape {tuple(shape)}; its {dim} must be {sizes[dim]}"
     return None
+
+
+def _may_be_broadcast(token: str) -> bool:
+    return token.endswith("|1")
 
 
 def passes_the_guard(fusion: Fusion, match: Match, view: View) -> str | None:

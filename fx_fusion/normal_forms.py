@@ -337,7 +337,15 @@ def reading_shape(view: View, node: fx.Node, name: str) -> Term | None:
         if isinstance(dims, (tuple, list)) and all(isinstance(d, int) for d in dims):
             return Term("permute", (node.args[0],), tuple(negative_dim(d, rank) for d in dims), (node,))
         return None
-    return Term("view" if name == "reshape" else name, (node.args[0],), ("shape",), (node,)) if node.args else None
+    if not node.args:
+        return None
+    x = node.args[0]
+    if is_tensor(x) and view.name(x) == "stack":  # puts its members side by side in the last dim, whatever it is called
+        before, after = value(x).shape, value(node).shape
+        merged = (*before[:-2], before[-2] * before[-1])
+        if len(merged) == len(after) and all(statically_known_true(a == b) for a, b in zip(merged, after, strict=True)):
+            return Term("flatten", (x,), (-2, -1), (node,))
+    return Term("view" if name == "reshape" else name, (x,), ("shape",), (node,))
 
 
 @_rule("unflatten")

@@ -116,6 +116,16 @@ def every_two(x):
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
+def every_two_reshaped(x):
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+
+
+def tables_of_positions_alone(q, k, cos, sin):
+    """As timm writes it: (s, d), broadcast over batch and heads."""
+    c, s = cos[0], sin[0]
+    return q * c + every_two_reshaped(q) * s, k * c + every_two_reshaped(k) * s
+
+
 def partial(q, k, cos, sin):
     """As transformers writes it: both are rotated, then both are put together."""
     c, s = cos[:, None, :, : D // 2], sin[:, None, :, : D // 2]
@@ -157,6 +167,7 @@ ROPES = {
     "indexed_axis": lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(q) * sin[:, None], k * cos[:, None] + rotate_half(k) * sin[:, None]),
     "cast_back": lambda q, k, cos, sin: tuple((x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]).to(x.dtype) for x in (q, k)),
     "partial": partial,
+    "tables_of_positions_alone": tables_of_positions_alone,
 }  # fmt: skip
 
 

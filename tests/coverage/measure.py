@@ -57,8 +57,8 @@ def kind_of(module: torch.nn.Module) -> str | None:
         return "embedding"
     if "RMSNorm" in name or name in ("T5LayerNorm", "MT5LayerNorm", "LlamaNorm"):
         return "rms_norm"
-    if "EvoNorm" in name:
-        return "evonorm"
+    if "EvoNorm" in name:  # timm's without an activation is a scale and a shift
+        return "evonorm" if getattr(module, "apply_act", True) else None
     children = {n for n, _ in module.named_children()}
     activation = next(
         (type(getattr(module, n)).__name__.lower() for n in ("act_fn", "act", "activation_fn") if hasattr(module, n)), ""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 # Group norms, EvoNorms, gated units, layer norms of both layouts, attention with and without a bias.
 TIMM = (
     "test_efficientnet_evos", "test_efficientnet_gn", "test_efficientnet_ln", "test_resnet", "test_vit", "test_convnext",
-    "efficientnet_b0_g16_evos", "efficientnet_b0_gn", "efficientnet_b0_g8_gn", "ese_vovnet39b_evos", "regnetz_b16_evos",
+    "efficientnet_b0_gn", "efficientnet_b0_g8_gn", "ese_vovnet39b_evos", "regnetz_b16_evos",
     "resnetv2_50d_evos", "resnetv2_50d_gn", "resnet50_gn", "resnetv2_50", "poolformer_s12", "convnext_atto", "convnextv2_atto",
     "vit_tiny_patch16_224", "eva02_tiny_patch14_224", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224",
     "swinv2_cr_tiny_224", "mixer_s32_224", "gmlp_ti16_224", "levit_128s", "xcit_nano_12_p16_224", "maxvit_rmlp_pico_rw_256",
