@@ -1,0 +1,136 @@
+"""Attention under windows, packed documents and chunks, FlexAttention against the mask: ``python -m bench.windows``.
+
+Each mask at some sizes, bfloat16, forward and forward + backward, Inductor and fx_fusion, as CUDA graphs with the L2
+cleared. Results are compared with each other before they are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from tabulate import tabulate
+from torch import Tensor
+
+import fx_fusion
+from bench.models import environment
+from fx_fusion.timing import device_ms
+
+Mask = Callable[[Tensor], Tensor]  # of position ids (b, s)
+
+
+def positions(ids: Tensor) -> tuple[Tensor, Tensor]:
+    at = torch.arange(ids.shape[1], device=ids.device)
+    return at[:, None], at[None, :]
+
+
+def window(size: int) -> Mask:
+    def mask(ids: Tensor) -> Tensor:
+        q, k = positions(ids)
+        return (k <= q) & (k > q - size)
+
+    return mask
+
+
+def both_sides(size: int) -> Mask:
+    def mask(ids: Tensor) -> Tensor:
+        q, k = positions(ids)
+        return (q - k).abs() <= size
+
+    return mask
+
+
+def chunks(size: int) -> Mask:
+    def mask(ids: Tensor) -> Tensor:
+        q, k = positions(ids)
+        return (k <= q) & (q // size == k // size)
+
+    return mask
+
+
+def documents(ids: Tensor) -> Tensor:
+    number = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    q, k = positions(ids)
+    return (number[:, None, :, None] == number[:, None, None, :]) & (k <= q)
+
+
+# name, batch, heads, heads of keys, length, head dim, mask, documents in a row
+CASES: tuple[tuple[str, int, int, int, int, int, Mask, int], ...] = (
+    ("window 64", 2, 16, 16, 128, 64, window(64), 1),
+    ("window 64", 2, 16, 16, 300, 64, window(64), 1),
+    ("window 128", 32, 16, 16, 256, 64, window(128), 1),
+    ("window 256", 16, 16, 16, 512, 128, window(256), 1),
+    ("window 256", 8, 16, 16, 1024, 64, window(256), 1),
+    ("window 1024", 8, 32, 8, 2048, 64, window(1024), 1),
+    ("window 512", 4, 4, 1, 2048, 256, window(512), 1),
+    ("window 1024", 1, 8, 4, 8192, 256, window(1024), 1),
+    ("window 4096", 1, 32, 8, 8192, 128, window(4096), 1),
+    ("+-64", 32, 12, 12, 512, 64, both_sides(64), 1),
+    ("+-1500", 4, 16, 16, 2048, 64, both_sides(1500), 1),
+    ("+-64", 2, 12, 12, 8192, 64, both_sides(64), 1),
+    ("chunks of 2048", 1, 32, 8, 8192, 128, chunks(2048), 1),
+    ("4 documents", 2, 32, 8, 4096, 128, documents, 4),
+    ("8 documents", 1, 32, 8, 8192, 128, documents, 8),
+)
+
+
+def measure(name: str, b: int, h: int, g: int, s: int, d: int, mask: Mask, packed: int) -> dict:
+    given = [torch.randn(b, s, n, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (h, g, g)]
+    ids = (torch.arange(s, device="cuda") % (s // packed)).expand(b, s).contiguous()
+    dy = torch.randn(b, h, s, d, device="cuda", dtype=torch.bfloat16)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(h // g, dim=1) if g < h else t for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(ids))
+
+    row = {"mask": name, "b": b, "h": h, "g": g, "s": s, "d": d}
+    results = {}
+    for provider in ("inductor", "fx_fusion"):
+        torch._dynamo.reset()
+        options = {"select": "always", "speculate": False} if provider == "fx_fusion" else None
+        compiled = torch.compile(attend, backend=provider, dynamic=False, options=options)
+
+        def both_ways(compiled: Callable[..., Tensor] = compiled) -> list[Tensor]:
+            out = compiled(*given, ids)
+            return [out, *torch.autograd.grad(out, given, dy)]
+
+        def forward(compiled: Callable[..., Tensor] = compiled) -> Tensor:
+            with torch.no_grad():
+                return compiled(*given, ids)
+
+        with fx_fusion.recording() as report:
+            results[provider] = both_ways()
+        if provider == "fx_fusion":
+            report.assert_fused(block_sparse_attention=1)
+            for ours, theirs in zip(*results.values(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
+        row[provider] = {"forward": round(device_ms(forward), 4), "forward+backward": round(device_ms(both_ways), 4)}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="parts of names")
+    parser.add_argument("--out", default="bench/results/windows.jsonl")
+    given = parser.parse_args()
+    rows = []
+    for case in track([c for c in CASES if not given.only or any(part in c[0] for part in given.only)], "measuring"):
+        rows.append({**measure(*case), "environment": environment()})
+        with Path(given.out).open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    table = []
+    for row in rows:
+        theirs, ours = (row[p]["forward+backward"] for p in ("inductor", "fx_fusion"))
+        size = f"{row['b']} x {row['h']}({row['g']}) x {row['s']} x {row['d']}"
+        table.append([row["mask"], size, theirs, ours, round(theirs / ours, 2)])
+    print(tabulate(table, headers=["mask", "size", "Inductor ms", "fx_fusion ms", "x Inductor"]))
+
+
+if __name__ == "__main__":
+    main()
