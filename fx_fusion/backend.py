@@ -18,6 +18,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._inductor.compile_fx import compile_fx
 
 from fx_fusion import debug
+from fx_fusion.bodies import link_bodies
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
@@ -119,12 +120,12 @@ def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tupl
     sites: list[Site] = []
     deferred = None
     fuel = Fuel(options.fuel)
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        view = View(module.graph)
-        view.assumptions = assumptions if module is gm else Assumptions.none()
+    views = {module: View(module.graph) for module in gm.modules() if isinstance(module, fx.GraphModule)}
+    link_bodies(views)
+    for module, view in views.items():
+        view.assumptions = assumptions if module is gm or view.outside is not None else Assumptions.none()
         view.may_defer = options.defer_outputs and module is gm
+    for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
         matches, near = find_matches(view)
         chosen, refused, taken = choose(matches, view, options)
         editor = Editor(view)

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fx_fusion import normal_forms, signatures
+from fx_fusion.bodies import Outside
 from fx_fusion.dtypes import keeps_values, roundings
 from fx_fusion.effects import Effects, storages
 from fx_fusion.gelus import written_out_gelus
@@ -40,6 +41,7 @@ class View:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self.assumptions: Any = None  # what may be assumed and checked at run time; set by the backend
+        self.outside: Outside | None = None  # of a checkpointed body: the graph around it; set by the backend
         self.may_defer = False  # whether outputs of this graph may be deferred; set by the backend
         self._terms: dict[fx.Node, Term] = {}
         self._below: dict[fx.Node, fx.Node | None] = {}

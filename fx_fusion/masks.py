@@ -21,6 +21,7 @@ import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
+from fx_fusion.bodies import Outside
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.mask_expressions import (
     DIMS,
@@ -98,7 +99,7 @@ class MaskProver:
         # A dim of size 1 is broadcast: its index is 0 for every q.
         sizes = {dim: size_of(s) for dim, s in zip(DIMS, shape, strict=False)}
         left = _undecided(predicate, sizes, mask)
-        assumes = tuple(sorted(self._assumed.get(mask, ()), key=lambda n: self.view.order[n]))
+        assumes = tuple(sorted(self._assumed.get(mask, ()), key=lambda n: n.name))
         nodes = self._below(mask)
         if left is sympy.true:
             return MaskProof("none", "hides nothing", mask, assumes, nodes)
@@ -169,6 +170,8 @@ class MaskProver:
         return any(alias in self.view.effects.mutated(write) for alias in self.view.effects.aliases(node))
 
     def _input(self, node: fx.Node) -> sympy.Basic:
+        if self.view.outside is not None:
+            return self._from_outside(node, self.view.outside)
         example = value(node)
         is_mask = example.dim() == 2 and not example.dtype.is_complex
         is_index = any(op_name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
@@ -176,6 +179,18 @@ class MaskProver:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
         self._assumed[node] = {node}
         return sympy.true if example.dtype == torch.bool else sympy.Integer(1)
+
+    def _from_outside(self, node: fx.Node, outside: Outside) -> sympy.Basic:
+        """An input of a checkpointed body is what the graph around it hands in."""
+        operand = outside.operands[node]
+        if not isinstance(operand, fx.Node) or not is_tensor(operand):
+            raise Opaque(node, f"depends on the input {_readable_input(node)}")
+        prover = prover_of(outside.view)
+        expression = prover.expression(operand)
+        if expression.atoms(sympy.core.function.AppliedUndef):
+            raise Opaque(node, f"{node.name} depends on data from outside of the checkpointed body")
+        self._assumed[node] = set(prover._assumed[operand])
+        return expression
 
     def at(self, operand: Any, node: fx.Node, dims: list[sympy.Expr] | None = None) -> sympy.Basic:
         """An operand of ``node`` broadcast to its shape, as an expression over its indices (or over ``dims``)."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.kernels.block_sparse_attention import BLOCK, block_sparse_attention, visible_blocks
@@ -191,6 +192,23 @@ def test_layers_share_the_blocks(on_cpu):
     assert report.count("block_sparse_attention") == 3
     assert after.count("visible_blocks(") == 1
     assert "arange" not in after
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
+
+
+def test_a_window_from_outside_of_checkpointed_bodies(on_cpu):
+    def layer(query, key, value, mask):
+        return F.scaled_dot_product_attention(query.sin(), key, value, attn_mask=mask)
+
+    def function(query, key, value):
+        mask = window(S, 37)[None, None]
+        for _ in range(2):
+            query = checkpoint(layer, query, key, value, mask, use_reentrant=False)
+        return query
+
+    inputs = tensors()
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+    assert report.count("block_sparse_attention") == 2, str(report)
     assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fx_fusion
+from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons, rewritten
 
 S = 11
@@ -220,3 +222,61 @@ def test_a_kernel_with_another_layout_is_used_and_its_result_laid_out_as_before(
         torch.autograd.grad(result, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def checkpointed(mask_of, body=None):
+    """Attention in a checkpointed body, under a mask that is made outside of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    def inside(q, k, v, mask):
+        if body is not None:
+            mask = body(mask)
+        return F.scaled_dot_product_attention(q.sin(), k, v, attn_mask=mask)
+
+    def function(q, k, v, padding):
+        mask = mask_of(padding)
+        first = checkpoint(inside, q, k, v, mask, use_reentrant=False)
+        return checkpoint(inside, first, k, v, mask, use_reentrant=False)
+
+    return function
+
+
+def causal_and_padding(padding):
+    i = torch.arange(S)
+    return (i[None, :] <= i[:, None])[None, None] & padding[:, None, None, :].bool()
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["ones", "padded"])
+def test_a_mask_from_outside_of_a_checkpointed_body(full):
+    function = checkpointed(causal_and_padding)
+    padding = torch.ones(2, S, dtype=torch.int64)
+    leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+    if not full:
+        padding[0, 7:] = 0
+    with fx_fusion.recording() as report:
+        result = torch.compile(function, backend=rewriting_backend(), dynamic=False)(*leaves[0], padding)
+    assert report.count("causal_mask") >= 2, str(report)
+    assert report.graphs[0].assumes == ("padding is all ones",)
+    expected = function(*leaves[1], padding)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    for out in (result, expected):
+        out.square().sum().backward()
+    for ours, theirs in zip(*leaves, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "body"),
+    [
+        (lambda padding: causal_and_padding(padding).logical_xor(padding[:, None, :, None] == 3), None),
+        (lambda padding: (torch.arange(S)[None] <= torch.arange(S)[:, None])[None, None], lambda mask: mask.logical_xor(mask[..., :1])),
+    ],
+    ids=["data", "changed_inside"],
+)  # fmt: skip
+def test_what_is_not_proved_in_a_checkpointed_body(mask_of, body):
+    function = checkpointed(mask_of, body)
+    padding = torch.ones(2, S, dtype=torch.int64)
+    with fx_fusion.recording() as report:
+        result = torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False)(q, k, v, padding)
+    assert report.count("causal_mask") == 0
+    torch.testing.assert_close(result, function(q, k, v, padding), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,39 @@
+"""Checkpointed bodies: what their inputs are in the graph around them, so that a mask made there can be proved inside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from fx_fusion.canonicalize import View
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The graph around a body, and its operand for each placeholder of the body."""
+
+    view: View
+    operands: Mapping[fx.Node, Any]
+
+
+def link_bodies(views: Mapping[fx.GraphModule, View]) -> None:
+    """Set ``View.outside`` of every body that one checkpointed call runs."""
+    for module, view in views.items():
+        calls = [n for n in module.graph.nodes if n.target is torch.ops.higher_order.tag_activation_checkpoint]
+        uses = Counter(n.target for n in module.graph.nodes if n.op == "get_attr" for _ in n.users)
+        for call in calls:
+            attribute, *operands = call.args
+            if not isinstance(attribute, fx.Node) or attribute.op != "get_attr" or uses[attribute.target] != 1:
+                continue
+            body = views.get(module.get_submodule(str(attribute.target)))  # type: ignore[call-overload]
+            if body is None or body.outside is not None:
+                continue
+            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+            if len(inputs) == len(operands):
+                body.outside = Outside(view, dict(zip(inputs, operands, strict=True)))
