@@ -85,8 +85,9 @@ def counting(model: torch.nn.Module) -> Iterator[collections.Counter[str]]:
 def _counted(function: Callable[..., Any], seen: collections.Counter[str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        before = seen["rotary"]
         rotated = function(*args, **kwargs)
-        seen["rotary"] += len(rotated) if isinstance(rotated, tuple) else 1
+        seen["rotary"] = before + (len(rotated) if isinstance(rotated, tuple) else 1)  # not what it calls itself
         return rotated
 
     return call
