@@ -12,6 +12,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from fx_fusion.canonicalize import is_tensor, value
+from fx_fusion.dtypes import keeps_values
 from fx_fusion.mask_expressions import (
     DIMS,
     Opaque,
@@ -49,7 +50,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
@@ -78,7 +79,7 @@ def _zeros(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 @_rule("full", "new_full", "full_like")
 def _full(prover: MaskProver, node: fx.Node) -> sympy.Basic:
     position = 2 if op_name(node) == "new_full" else 1
-    filled = prover.at(_argument(node, position, "fill_value"), node)
+    filled = prover.at(argument(node, position, "fill_value"), node)
     return as_predicate(filled, node) if value(node).dtype == torch.bool else as_number(filled)
 
 
@@ -163,6 +164,8 @@ def _cast(prover: MaskProver, node: fx.Node) -> sympy.Basic:
         return as_predicate(inner, node)
     if before.is_floating_point and not after.is_floating_point:
         raise Opaque(node, f"{node.name} truncates")
+    if inner.atoms(sympy.core.function.AppliedUndef) and not keeps_values(before, after):
+        raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
     _exact_indices(node, inner)
     return as_number(inner)
 
@@ -183,7 +186,7 @@ def _same(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 @_rule("unsqueeze")
 def _unsqueeze(prover: MaskProver, node: fx.Node) -> sympy.Basic:
     rank = value(node).dim()
-    dim = _argument(node, 1, "dim") % rank
+    dim = argument(node, 1, "dim") % rank
     dims = [d for i, d in enumerate(DIMS[:rank]) if i != dim]
     return prover.at(node.args[0], node, dims)
 
@@ -246,7 +249,7 @@ def _getitem(prover: MaskProver, node: fx.Node) -> sympy.Basic:
                 raise Opaque(node, f"{node.name} may slice from the end")
             dims.append(DIMS[out] + start)
             out += 1
-        elif isinstance(item, int) and item >= 0:
+        elif isinstance(item, int) and not isinstance(item, bool) and item >= 0:
             dims.append(sympy.Integer(item))
         else:
             raise Opaque(node, f"{node.name} is indexed by {item}")
@@ -274,14 +277,14 @@ def _gather(prover: MaskProver, node: fx.Node, below: fx.Node, items: list[Any])
 
 @_rule("diff")
 def _diff(prover: MaskProver, node: fx.Node) -> sympy.Basic:
-    x, dim = node.args[0], _argument(node, 2, "dim", -1)
-    if _argument(node, 1, "n", 1) != 1 or node.kwargs.get("append") is not None:
+    x, dim = node.args[0], argument(node, 2, "dim", -1)
+    if argument(node, 1, "n", 1) != 1 or argument(node, 4, "append") is not None:
         raise Opaque(node, f"{node.name} is not a first difference")
     rank = value(x).dim()
     i = DIMS[dim % rank]
     inner = as_number(prover.expression(x))
     prover._assumed[node] |= prover._assumed[x]
-    prepend = node.kwargs.get("prepend")
+    prepend = argument(node, 3, "prepend")
     if prepend is None:
         return sympy.expand(inner.subs(i, i + 1) - inner)
     if value(prepend).shape[dim] != 1:
@@ -293,11 +296,13 @@ def _diff(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 
 @_rule("cumsum")
 def _cumsum(prover: MaskProver, node: fx.Node) -> sympy.Basic:
-    i = DIMS[_argument(node, 1, "dim") % value(node).dim()]
+    i = DIMS[argument(node, 1, "dim") % value(node).dim()]
     inner = prover.numbers(node.args[0], node)
     if inner.has(i):
         raise Opaque(node, f"{node.name} sums what changes along its dim")
-    return inner * (i + 1)
+    total = inner * (i + 1)
+    _exact_indices(node, total)
+    return total
 
 
 @_rule("where")
@@ -322,7 +327,7 @@ def _choose(prover: MaskProver, node: fx.Node, condition: Boolean, a: sympy.Basi
 @_rule("tril", "triu")
 def _triangle(prover: MaskProver, node: fx.Node) -> sympy.Basic:
     rank = value(node).dim()
-    q, k, diagonal = DIMS[rank - 2], DIMS[rank - 1], prover.at(_argument(node, 1, "diagonal", 0), node)
+    q, k, diagonal = DIMS[rank - 2], DIMS[rank - 1], prover.at(argument(node, 1, "diagonal", 0), node)
     kept = sympy.Le(k - q, diagonal) if op_name(node) == "tril" else sympy.Ge(k - q, diagonal)
     inner = prover.at(node.args[0], node)
     if value(node).dtype == torch.bool:

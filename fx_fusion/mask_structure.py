@@ -9,7 +9,7 @@ sees itself. Whatever else a predicate says, it has no structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,27 @@ from fx_fusion.mask_expressions import at_most_zero
 
 
 @dataclass(frozen=True)
+class Label:
+    """A node of shape (s) or (b, s); with ``first_row`` the row at batch 0 counts for all."""
+
+    node: fx.Node
+    first_row: bool
+
+    def __str__(self) -> str:
+        return self.node.name
+
+
+@dataclass(frozen=True)
 class Structure:
-    """``low`` and ``high``: bounds of q - k, None where there is none. ``labels``: a node of shape (s) or (b, s), or a
-    number: chunks of that many positions."""
+    """``low`` and ``high``: bounds of q - k, None where there is none. ``labels``: values by position, or a number:
+    chunks of that many positions."""
 
     low: int | None = None
     high: int | None = None
-    labels: tuple[fx.Node | int, ...] = ()
+    labels: tuple[Label | int, ...] = ()
 
     def __str__(self) -> str:
-        parts = [
-            f"documents of {label.name}" if isinstance(label, fx.Node) else f"chunks of {label}" for label in self.labels
-        ]
+        parts = [f"documents of {n}" if isinstance(n, Label) else f"chunks of {n}" for n in self.labels]
         if (self.low, self.high) == (0, None):
             parts.append("causal")
         elif self.low == 0 and self.high is not None:
@@ -51,7 +60,7 @@ def structure_of(
     """The structure of a predicate on (b, q, k), or None. ``nodes``: what the functions in it stand for."""
     low: int | None = None
     high: int | None = None
-    labels: dict[fx.Node | int, None] = {}
+    labels: dict[Label | int, None] = {}
     for condition in predicate.args if isinstance(predicate, sympy.And) else (predicate,):
         if isinstance(condition, sympy.Eq):
             label = _label(condition, b, q, k, nodes)
@@ -72,15 +81,19 @@ def structure_of(
     return Structure(low, high, tuple(labels)) if labels or low is not None or high is not None else None
 
 
-def counted_runs(summand: sympy.Basic, i: sympy.Symbol) -> Any:
-    """The positions p, if a running sum over i of this (``p[i] - p[i - 1] != 1``) counts their runs of rises by one."""
-    later = summand.subs(i, i + 1)  # from the second position on; what the first is compared with starts no run
+def counted_runs(summand: sympy.Basic, dims: Sequence[sympy.Symbol]) -> Any:
+    """The positions p, if a running sum of this along the last dim (``p[.., i] - p[.., i - 1] != 1``) counts their runs of
+    rises by one; None otherwise. What the first position is compared with starts no run of its own."""
+    i = dims[-1]
+    later = summand.subs(i, i + 1)
     if not isinstance(later, sympy.Ne):
         return None
-    for applied in later.atoms(sympy.core.function.AppliedUndef):
-        step = applied.func(*(a.subs(i, i + 1) for a in applied.args)) - applied
-        if sympy.expand(later.lhs - later.rhs - (step - 1)) == 0 or sympy.expand(later.rhs - later.lhs - (step - 1)) == 0:
-            return applied.func
+    for here in later.atoms(sympy.core.function.AppliedUndef):
+        if here.args != tuple(dims):
+            continue
+        excess = here.subs(i, i + 1) - here - 1
+        if sympy.expand(later.lhs - later.rhs - excess) == 0 or sympy.expand(later.rhs - later.lhs - excess) == 0:
+            return here.func
     return None
 
 
@@ -103,13 +116,13 @@ def within_runs(predicate: Boolean, runs: Mapping[Any, Any]) -> Boolean:
 
 def _label(
     equality: sympy.Eq, b: sympy.Basic, q: sympy.Symbol, k: sympy.Symbol, nodes: Mapping[Any, fx.Node]
-) -> fx.Node | int | None:  # fmt: skip
+) -> Label | int | None:  # fmt: skip
     """What an equality says that query and key must share."""
     ours, theirs = (equality.lhs, equality.rhs) if equality.lhs.has(q) else (equality.rhs, equality.lhs)
     if ours.has(k) or sympy.expand(ours.subs(q, k) - theirs) != 0:
         return None
-    if ours.func in nodes and ours.args in ((q,), (b, q)):
-        return nodes[ours.func]
+    if ours.func in nodes and ours.args in ((q,), (b, q), (sympy.Integer(0), q)):
+        return Label(nodes[ours.func], len(ours.args) == 2 and ours.args[0] == 0)
     if isinstance(ours, sympy.floor):
         size = 1 / sympy.expand(ours.args[0]).coeff(q)
         if size.is_Integer and size > 0 and sympy.expand(ours.args[0] - q / size) == 0:

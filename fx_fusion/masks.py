@@ -35,7 +35,7 @@ from fx_fusion.mask_expressions import (
     size_of,
     upper_bound,
 )
-from fx_fusion.mask_ops import KEYWORDS, RULES
+from fx_fusion.mask_ops import KEYWORDS, RULES, argument
 from fx_fusion.mask_structure import Structure, counted_runs, structure_of, within_runs
 
 
@@ -98,6 +98,7 @@ class MaskProver:
         q, k = (DIMS[rank - 2], DIMS[rank - 1]) if rank >= 2 else (None, DIMS[0])
         # A dim of size 1 is broadcast: its index is 0 for every q.
         sizes = {dim: size_of(s) for dim, s in zip(DIMS, shape, strict=False)}
+        predicate = predicate.subs({dim: 0 for dim, size in sizes.items() if size == 1})
         left = _undecided(predicate, sizes, mask)
         assumes = tuple(sorted(self._assumed.get(mask, ()), key=lambda n: n.name))
         nodes = self._below(mask)
@@ -106,7 +107,6 @@ class MaskProver:
         if q is not None and _is_causal(left, q, k):
             return MaskProof("causal", "k <= q", mask, assumes, nodes)
         if q is not None:
-            left = left.subs({dim: 0 for dim, size in sizes.items() if size == 1 and dim not in (q, k)})
             batch = sympy.Integer(0) if rank < 4 or sizes[DIMS[0]] == 1 else DIMS[0]
             structure = structure_of(within_runs(left, self._runs), batch, q, k, self._labels)
             if structure is not None:
@@ -120,7 +120,7 @@ class MaskProver:
         stack = [mask]
         while stack:
             node = stack.pop()
-            if node not in seen and node.op in ("call_function", "call_method"):
+            if node not in seen and op_name(node) in RULES:  # what a label comes from may draw random numbers
                 seen[node] = None
                 stack.extend(n for n in node.all_input_nodes if n in self._known)
         return tuple(seen)
@@ -148,8 +148,8 @@ class MaskProver:
             why = opaque
         function = sympy.Function(node.name, integer=True)
         self._labels[function], self._why[function] = node, why
-        if op_name(node) == "cumsum" and node.args[0] in self._known:
-            self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[example.dim() - 1])
+        if op_name(node) == "cumsum" and node.args[0] in self._known and argument(node, 1, "dim") in (-1, example.dim() - 1):
+            self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[: example.dim()])
         return function(*DIMS[: example.dim()])
 
     def _interpret(self, node: fx.Node) -> sympy.Basic:

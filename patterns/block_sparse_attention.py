@@ -9,6 +9,7 @@ quarters.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -21,7 +22,7 @@ from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.canonicalize import value as example
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, visible_blocks
-from fx_fusion.mask_structure import Structure
+from fx_fusion.mask_structure import Label, Structure
 from fx_fusion.masks import MaskProof, prover_of
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.repeat_kv import chain, repeated
@@ -53,13 +54,16 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         if bound["dropout_p"] != 0:
             yield NearMiss("block_sparse_attention", node, node, 1, 2, f"FlexAttention has no dropout ({proof.reason})")
             continue
+        if not isinstance(bound["scale"], (int, float, type(None))):
+            yield NearMiss("block_sparse_attention", node, node, 1, 2, f"the scale is not a constant ({proof.reason})")
+            continue
         inputs = {name: bound[name] for name in ("query", "key", "value")}
         crossed: frozenset[fx.Node] = frozenset()
         key, value = (repeated(view, bound[name]) for name in ("key", "value"))
         if key is not None and value is not None and statically_known_true(key[1] == value[1]):
             inputs.update(key=key[0], value=value[0])
             crossed = frozenset((*chain(view, bound["key"]), *chain(view, bound["value"])))
-        labels = {f"label_{i}": n for i, n in enumerate(proof.structure.labels) if isinstance(n, fx.Node)}
+        labels = {f"label_{i}": n.node for i, n in enumerate(proof.structure.labels) if isinstance(n, Label)}
         yield Match(
             fusion="block_sparse_attention",
             outputs=(node,),
@@ -85,6 +89,8 @@ def guard(query, key, value):
     sizes = query.shape[3], key.shape[3], value.shape[3]
     if not any(all(statically_known_true(size == n) for size in sizes) for n in (16, 32, 64, 128, 256)):
         return f"the head dim must be one power of two, 16 to 256; got {sizes[0]}, {sizes[1]}, {sizes[2]}"
+    if any(statically_known_true(n == 0) for n in query.shape):
+        return "there are no queries"
     if query.device.type != "cuda":
         return f"FlexAttention has no backward on {query.device.type}"
     return None
@@ -129,9 +135,14 @@ def _labels_and_blocks(
     return labels, editor.call(visible_blocks, (query, labels, structure.low, structure.high), like=root)
 
 
-def _label(editor: Editor, query: fx.Node, label: fx.Node | int, root: fx.Node) -> fx.Node:
-    if isinstance(label, fx.Node):
-        return label
+def _label(editor: Editor, query: fx.Node, label: Label | int, root: fx.Node) -> fx.Node:
+    """(s), or (b, s) with a row for each row of the query: what the kernel indexes."""
+    if isinstance(label, Label):
+        given, (b, _, s, _) = example(label.node).shape, example(query).shape
+        rows = () if label.first_row or len(given) == 1 else (b,)
+        if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
+            raise Mismatch(f"{label} has shape {tuple(given)}, the mask reads a part of it")
+        return editor.call(operator.getitem, (label.node, 0), like=root) if label.first_row else label.node
     length = editor.method("size", (query, 2), like=root)
     positions = editor.call(torch.arange, (length,), {"device": example(query).device}, like=root)
     return editor.call(torch.floor_divide, (positions, label), like=root)

@@ -97,7 +97,10 @@ def emit(editor: Editor, match: Match, mask: fx.Node, proofs: list[MaskProof]) -
         with editor.graph.inserting_before(root):
             return editor.method("contiguous", (mask,), like=root)
 
-    editor.change_call(root, lay_out=True, attn_mask=editor.once(("dense", mask), copied))
+    # One copy for all layers, in one grad mode, between two writes.
+    effects = editor.view.effects
+    writes = sum(editor.view.order[write] < editor.view.order[root] for write in effects.writes)
+    editor.change_call(root, lay_out=True, attn_mask=editor.once((mask, effects.region[root], writes), copied))
     for proof in proofs:
         editor.view.assumptions.assume(proof.assumes)
 

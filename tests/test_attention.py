@@ -176,3 +176,37 @@ def test_a_bias_that_is_dense_or_may_hide_a_row_is_left_alone():
     assert report.count("dense_mask") == 0
     assert "may hide a row entirely" in reasons(report, "dense_mask")
     assert torch.equal(found, function(**inputs, bias=bias, padding=padding))
+
+
+def test_a_copy_of_a_bias_is_not_shared_across_grad_modes():
+    def function(q, k, v, bias):
+        bias = bias.permute(2, 0, 1)[None]
+        with torch.no_grad():
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    inputs = {n: torch.randn(2, 3, 9, 16, dtype=torch.bfloat16) for n in "qkv"}
+    weights = [torch.ones(9, 9, 3, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+    with fx_fusion.recording() as report:
+        compiled = torch.compile(function, backend=rewriting_backend(), dynamic=False)
+        compiled(**inputs, bias=weights[0]).float().square().sum().backward()
+    assert report.count("dense_mask") == 2
+    function(**inputs, bias=weights[1]).float().square().sum().backward()
+    assert weights[1].grad.abs().max() > 0
+    torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=5e-2, atol=5e-3)
+
+
+def test_a_copy_of_a_bias_is_not_shared_across_a_write():
+    def function(q, k, v, bias):
+        with torch.no_grad():
+            mask = bias.permute(2, 0, 1)[None]
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            bias.mul_(3)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    inputs = {n: torch.randn(2, 3, 9, 16, dtype=torch.bfloat16) for n in "qkv"}
+    weights = [
+        torch.nn.Parameter(torch.randn(9, 9, 3, generator=torch.Generator().manual_seed(0)).bfloat16()) for _ in range(2)
+    ]
+    found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs, bias=weights[0])
+    torch.testing.assert_close(found, function(**inputs, bias=weights[1]), rtol=2e-2, atol=2e-2)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +74,39 @@ def attend(mask_of):
     return function
 
 
+def by_blocks(query, key, value, blocks, labels, low, high, scale):
+    """As the GPU's kernels do it, which eager FlexAttention does not: only listed blocks are visited, in whole ones the mask
+    is not asked, and both lists, of a query's and of a key's blocks, have to say the same."""
+    b, s = query.shape[0], query.shape[2]
+    n = -(-s // BLOCK)
+
+    def dense(count, columns):
+        assert count.shape[0] in (1, b)
+        row = torch.zeros(*columns.shape[:-1], n, dtype=torch.bool)
+        listed = torch.arange(n) < count[..., None]
+        row.scatter_(-1, columns.long(), listed)
+        return row
+
+    partly, wholly, partly_k, wholly_k = (dense(*blocks[i : i + 2]) for i in (0, 2, 4, 6))
+    if not isinstance(query, FakeTensor):
+        assert torch.equal(partly, partly_k.mT)
+        assert torch.equal(wholly, wholly_k.mT)
+    visible = torch.ones(1, 1, s, s, dtype=torch.bool)
+    q, k = positions(s)
+    if low is not None:
+        visible = visible & (q - k >= low)
+    if high is not None:
+        visible = visible & (q - k <= high)
+    for label in labels:
+        assert label.dim() == 1 or label.shape[0] == b
+        visible = visible & (label[..., :, None] == label[..., None, :]).view(-1, 1, s, s)
+    partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :s] for x in (partly, wholly))
+    mask = (wholly | (partly & visible)).expand(b, -1, s, s)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Without Inductor FlexAttention differentiates on CPU too."""
@@ -83,6 +117,7 @@ def on_cpu(monkeypatch):
         return None if why is not None and "no backward" in why else why
 
     monkeypatch.setattr(pattern, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(pattern, "block_sparse_attention", by_blocks)
     object.__setattr__(pattern.FUSION, "guard", lenient)
     yield
     object.__setattr__(pattern.FUSION, "guard", guard)
@@ -295,3 +330,78 @@ def test_the_function_itself_against_float64(grouped):
         *exact.values(), attn_mask=window(S, 37), scale=0.25, enable_gqa=grouped
     )  # fmt: skip
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+def by_label(label):
+    q, k = positions(label.shape[-1])
+    return (k <= q) & (label[..., :, None] == label[..., None, :])
+
+
+def lengths(*sizes):
+    return torch.cat([torch.arange(n) for n in sizes])
+
+
+TWO = torch.stack([torch.arange(S) // 77, torch.arange(S) // 41])
+RUNS = torch.stack([lengths(200, S - 199), lengths(300, S - 299)])  # one position more than there are queries
+
+
+def over_batch(ids):
+    number = (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(0)
+    return ((number[:, :, None] == number[:, None, :]) & (ids[:, None, :] <= ids[:, :, None]))[:, None]
+
+
+def without_prepend(ids):
+    number, at = (torch.diff(ids) != 1).cumsum(-1), ids[:, :-1]
+    return ((number[:, :, None] == number[:, None, :]) & (at[:, None, :] <= at[:, :, None]))[:, None]
+
+
+def runs_of_others(ids):
+    later, at = ids[:, 1:], ids[:, :-1]
+    number = (torch.diff(later, prepend=later[:, :1] - 1) != 1).cumsum(-1)
+    return ((number[:, :, None] == number[:, None, :]) & (at[:, None, :] <= at[:, :, None]))[:, None]
+
+
+TRICKY = {  # mask, ids, whether it may fire
+    "first_row": (lambda ids: by_label(ids[0]), TWO, True),
+    "first_row_of_two": (lambda ids: by_label(ids[:1])[:, None], TWO, True),
+    "one_row": (lambda ids: by_label(ids)[:, None], TWO[:1], True),
+    "three_dims": (lambda ids: by_label(ids), TWO[:1], True),
+    "one_dim": (by_label, TWO[0], True),
+    "longer": (lambda ids: by_label(ids[:, :S])[:, None], torch.cat([TWO, TWO * 9 + 4], 1), False),
+    "longer_one_dim": (lambda ids: by_label(ids[:S]), torch.cat([TWO[0], TWO[1] * 9 + 4]), False),
+    "later_part": (lambda ids: by_label(ids[:, 1:])[:, None], torch.cat([TWO[:, :1] + 5, TWO], 1), False),
+    "more_rows": (lambda ids: by_label(ids[:2])[:, None], torch.cat([TWO, TWO * 3]), False),
+    "truncated": (lambda ids: by_label(ids.int())[:, None], TWO * 2**32, True),
+    "rounded": (lambda ids: by_label(ids.float())[:, None], TWO + 2**30, False),
+    "over_batch": (over_batch, RUNS[:, :S], False),
+    "without_prepend": (without_prepend, RUNS, False),
+    "runs_of_others": (runs_of_others, RUNS, False),
+}
+
+
+@pytest.mark.parametrize("name", TRICKY)
+def test_labels_that_are_not_what_they_seem(name, on_cpu):
+    mask_of, ids, may_fire = TRICKY[name]
+    function, inputs = attend(mask_of), {**tensors(), "ids": ids}
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False), inputs)
+    assert (report.count("block_sparse_attention") == 1) == may_fire, str(report)
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
+
+
+def test_a_scale_that_becomes_a_symbol(on_cpu):
+    def function(query, key, value, scale):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=window(S, 9), scale=scale)
+
+    inputs = tensors()
+    compiled = torch.compile(function, backend=rewriting_backend())
+    for scale in (0.3, 0.4):
+        torch.testing.assert_close(compiled(**inputs, scale=scale), function(**inputs, scale=scale), rtol=1e-5, atol=1e-5)
+
+
+def test_no_batch(on_cpu):
+    inputs = {n: t[:0] for n, t in tensors().items()}
+    found = torch.compile(attend(lambda ids: by_label(ids)[:, None]), backend=rewriting_backend(), dynamic=False)(
+        **inputs, ids=TWO[:0]
+    )
+    assert found.shape == inputs["query"].shape

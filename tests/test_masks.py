@@ -88,6 +88,16 @@ UNPROVED = {
         "index from the end",
     ),
     "reversed": (lambda n, m: (m - 1 - torch.arange(m))[None] <= torch.arange(n)[:, None], "visible where"),
+    "one_row_of_a_triangle": (lambda n, m: torch.ones(1, m, dtype=torch.bool).tril(), "visible where"),
+    "prepended_by_position": (
+        lambda n, m: (torch.diff(torch.arange(m), 1, -1, torch.zeros(1, dtype=torch.long)) == 1)[None].expand(n, m),
+        "visible where",
+    ),
+    "counted_in_bytes": (
+        lambda n, m: torch.ones(m, dtype=torch.long).cumsum(0, dtype=torch.uint8)[None] <= torch.arange(1, n + 1)[:, None],
+        "can't count",
+    ),
+    "indexed_by_true": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None])[True], "indexed by True"),
     "two_documents": (
         lambda n, m: (
             (torch.arange(m)[None] <= torch.arange(n)[:, None])
