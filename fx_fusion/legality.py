@@ -130,7 +130,7 @@ def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | Non
     for parameter in match.pattern.tensors():
         spec, shape = str(fusion.inputs[parameter]).split(), value(match.inputs[parameter]).shape
         named = [t for t in spec if t != "..."]
-        if all(_may_be_broadcast(t) for t in named) and len(shape) < len(named):
+        if all(may_be_broadcast(t) for t in named) and len(shape) < len(named):
             named = named[len(named) - len(shape) :]  # missing dims are broadcast too
             spec = named
         if len(shape) < len(named) or ("..." not in spec and len(shape) != len(named)):
@@ -146,7 +146,8 @@ def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | Non
     return None
 
 
-def _may_be_broadcast(token: str) -> bool:
+def may_be_broadcast(token: str) -> bool:
+    """Whether a dim of ``Fusion.inputs`` (``s|1``) may be 1 or missing."""
     return token.endswith("|1")
 
 

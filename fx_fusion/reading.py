@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -22,6 +23,15 @@ def source_of(node: fx.Node) -> fx.Node | None:
     """The tensor that a view, cast or reshape is of, given by position or by name; None if it is no node."""
     found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
     return found if isinstance(found, fx.Node) else None
+
+
+def attention_calls(view: View) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
+    """Each call of scaled_dot_product_attention, and its arguments by name."""
+    for node in view.graph.nodes:
+        if view.name(node) == "scaled_dot_product_attention":
+            bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
+            if bound is not None:
+                yield node, bound
 
 
 def binary(view: View, node: fx.Node) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fx_fusion.backend import compile_graph
 from fx_fusion.fusion import Case, Fusion
+from fx_fusion.legality import may_be_broadcast
 from fx_fusion.options import Options, parse
 
 LEADING = 2  # "..." stands for this dim times the rest of m
@@ -53,7 +54,7 @@ def make_inputs(
                 m = case.sizes["m"]
                 shape += [LEADING, m // LEADING] if m % LEADING == 0 else [m]
             else:
-                shape.append(_table_size(token, case) if _broadcast(token) else case.sizes.get(token, 1))
+                shape.append(_table_size(token, case) if may_be_broadcast(token) else case.sizes.get(token, 1))
             dims[token.removesuffix("|1")] = list(range(start, len(shape)))
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
@@ -74,10 +75,6 @@ def make_inputs(
             tensor = tensor.permute(order).contiguous().permute(back)
         made[name] = tensor.to(dtype)
     return made
-
-
-def _broadcast(token: str) -> bool:
-    return token.endswith("|1")
 
 
 def _table_size(token: str, case: Case) -> int:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.canonicalize import value as example
 from fx_fusion.fusion import Fusion, case
@@ -26,6 +25,7 @@ from fx_fusion.mask_structure import Label, Structure
 from fx_fusion.masks import MaskProof, prover_of
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.repeat_kv import chain, repeated
+from fx_fusion.reading import attention_calls
 from fx_fusion.rewrite import Editor, Mismatch, differs
 from fx_fusion.sizes import expected
 
@@ -42,11 +42,8 @@ def attention_in_a_window(query, key, value):
 
 def find(view: View) -> Iterator[Match | NearMiss]:
     prover = prover_of(view)
-    for node in view.graph.nodes:
-        if view.name(node) != "scaled_dot_product_attention":
-            continue
-        bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
-        if bound is None or not is_tensor(bound["attn_mask"]) or bound["is_causal"] is True:
+    for node, bound in attention_calls(view):
+        if not is_tensor(bound["attn_mask"]) or bound["is_causal"] is True:
             continue
         proof = prover.prove(bound["attn_mask"])
         if proof.structure is None:

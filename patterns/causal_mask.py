@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, prover_of
 from fx_fusion.match import Match, NearMiss
+from fx_fusion.reading import attention_calls
 from fx_fusion.rewrite import Editor
 
 
@@ -28,11 +28,8 @@ def attention_with_mask(query, key, value):
 
 def find(view: View) -> Iterator[Match | NearMiss]:
     prover = prover_of(view)
-    for node in view.graph.nodes:
-        if view.name(node) != "scaled_dot_product_attention":
-            continue
-        bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
-        if bound is None or bound["attn_mask"] is None or bound["is_causal"] is True:
+    for node, bound in attention_calls(view):
+        if bound["attn_mask"] is None or bound["is_causal"] is True:
             continue
         mask = bound["attn_mask"]
         proof = prover.prove(mask)

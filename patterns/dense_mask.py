@@ -25,7 +25,7 @@ from fx_fusion.canonicalize import value as example
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, prover_of
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.reading import NotThis, binary
+from fx_fusion.reading import NotThis, attention_calls, binary
 from fx_fusion.rewrite import Editor
 
 _MOVES = ("permute", "transpose", "unsqueeze", "squeeze", "getitem", "view", "reshape", "expand", "contiguous")
@@ -36,12 +36,9 @@ def attention_with_a_bias(query, key, value, bias):
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
-    for node in view.graph.nodes:
-        if view.name(node) != "scaled_dot_product_attention":
-            continue
-        bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
-        mask = None if bound is None else bound["attn_mask"]
-        if bound is None or not is_tensor(mask) or example(mask).dim() < 2 or not example(mask).is_floating_point():
+    for node, bound in attention_calls(view):
+        mask = bound["attn_mask"]
+        if not is_tensor(mask) or example(mask).dim() < 2 or not example(mask).is_floating_point():
             continue
         strided = statically_known_true(example(mask).stride(-1) > 1) and statically_known_true(example(mask).shape[-1] > 1)
         if not strided or prover_of(view).prove(mask).kind in ("causal", "none", "structured"):

@@ -18,6 +18,7 @@ from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.canonicalize import value as example
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.match import Match, NearMiss
+from fx_fusion.reading import attention_calls
 from fx_fusion.rewrite import Editor
 
 
@@ -33,11 +34,8 @@ def attention_with_repeated_kv(query, key, value):
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
-    for node in view.graph.nodes:
-        if view.name(node) != "scaled_dot_product_attention":
-            continue
-        bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
-        if bound is None or bound["enable_gqa"] is True:
+    for node, bound in attention_calls(view):
+        if bound["enable_gqa"] is True:
             continue
         key, value = (repeated(view, bound[name]) for name in ("key", "value"))
         if key is None and value is None:
