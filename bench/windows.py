@@ -29,18 +29,10 @@ def positions(ids: Tensor) -> tuple[Tensor, Tensor]:
     return at[:, None], at[None, :]
 
 
-def window(size: int) -> Mask:
+def band(low: int, high: int) -> Mask:
     def mask(ids: Tensor) -> Tensor:
         q, k = positions(ids)
-        return (k <= q) & (k > q - size)
-
-    return mask
-
-
-def both_sides(size: int) -> Mask:
-    def mask(ids: Tensor) -> Tensor:
-        q, k = positions(ids)
-        return (q - k).abs() <= size
+        return (q - k >= low) & (q - k <= high)
 
     return mask
 
@@ -61,18 +53,18 @@ def documents(ids: Tensor) -> Tensor:
 
 # name, batch, heads, heads of keys, length, head dim, mask, documents in a row
 CASES: tuple[tuple[str, int, int, int, int, int, Mask, int], ...] = (
-    ("window 64", 2, 16, 16, 128, 64, window(64), 1),
-    ("window 64", 2, 16, 16, 300, 64, window(64), 1),
-    ("window 128", 32, 16, 16, 256, 64, window(128), 1),
-    ("window 256", 16, 16, 16, 512, 128, window(256), 1),
-    ("window 256", 8, 16, 16, 1024, 64, window(256), 1),
-    ("window 1024", 8, 32, 8, 2048, 64, window(1024), 1),
-    ("window 512", 4, 4, 1, 2048, 256, window(512), 1),
-    ("window 1024", 1, 8, 4, 8192, 256, window(1024), 1),
-    ("window 4096", 1, 32, 8, 8192, 128, window(4096), 1),
-    ("+-64", 32, 12, 12, 512, 64, both_sides(64), 1),
-    ("+-1500", 4, 16, 16, 2048, 64, both_sides(1500), 1),
-    ("+-64", 2, 12, 12, 8192, 64, both_sides(64), 1),
+    ("window 64", 2, 16, 16, 128, 64, band(0, 63), 1),
+    ("window 64", 2, 16, 16, 300, 64, band(0, 63), 1),
+    ("window 128", 32, 16, 16, 256, 64, band(0, 127), 1),
+    ("window 256", 16, 16, 16, 512, 128, band(0, 255), 1),
+    ("window 256", 8, 16, 16, 1024, 64, band(0, 255), 1),
+    ("window 1024", 8, 32, 8, 2048, 64, band(0, 1023), 1),
+    ("window 512", 4, 4, 1, 2048, 256, band(0, 511), 1),
+    ("window 1024", 1, 8, 4, 8192, 256, band(0, 1023), 1),
+    ("window 4096", 1, 32, 8, 8192, 128, band(0, 4095), 1),
+    ("+-64", 32, 12, 12, 512, 64, band(-64, 64), 1),
+    ("+-1500", 4, 16, 16, 2048, 64, band(-1500, 1500), 1),
+    ("+-64", 2, 12, 12, 8192, 64, band(-64, 64), 1),
     ("chunks of 2048", 1, 32, 8, 8192, 128, chunks(2048), 1),
     ("4 documents", 2, 32, 8, 4096, 128, documents, 4),
     ("8 documents", 1, 32, 8, 8192, 128, documents, 8),
