@@ -64,7 +64,7 @@ def _read(view: View, node: Any, proofs: list[MaskProof]) -> None:
         raise NotThis(node, f"{node} is added to the scores")
     proof = prover_of(view).prove(node)
     below, name = view.transparent(node), view.name(node)
-    if proof.kind in ("causal", "none", "structured"):
+    if _shows_every_row(proof, node):
         proofs.append(proof)
     elif below is not None:
         _read(view, below, proofs)
@@ -77,7 +77,7 @@ def _read(view: View, node: Any, proofs: list[MaskProof]) -> None:
     elif name == "masked_fill":
         bound = signatures.bind(name, node.args, dict(node.kwargs))
         hidden = None if bound is None else prover_of(view).prove(bound["mask"], hides=True)
-        if bound is None or hidden is None or hidden.kind not in ("causal", "none", "structured"):
+        if bound is None or hidden is None or not _shows_every_row(hidden, bound["mask"]):
             raise NotThis(node, f"{node.name} may hide a row entirely")
         proofs.append(hidden)
         _read(view, bound["input"], proofs)
@@ -85,6 +85,13 @@ def _read(view: View, node: Any, proofs: list[MaskProof]) -> None:
         _read(view, node.args[0], proofs)
     elif (name != "embedding" and node.op != "placeholder" and node.op != "get_attr") or not example(node).requires_grad:
         raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
+
+
+def _shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
+    """Every query sees something: key 0 in a causal mask, itself in a structured one, if there are as many keys."""
+    if proof.structure is None:
+        return proof.kind in ("causal", "none")
+    return statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
 
 
 def emit(editor: Editor, match: Match, mask: fx.Node, proofs: list[MaskProof]) -> None:

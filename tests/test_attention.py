@@ -210,3 +210,17 @@ def test_a_copy_of_a_bias_is_not_shared_across_a_write():
     ]
     found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs, bias=weights[0])
     torch.testing.assert_close(found, function(**inputs, bias=weights[1]), rtol=2e-2, atol=2e-2)
+
+
+def test_a_bias_under_a_window_over_fewer_keys_may_hide_a_row():
+    def function(q, k, v, bias):
+        at_q, at_k = torch.arange(9)[:, None], torch.arange(5)[None, :]
+        bias = torch.where((at_k <= at_q) & (at_k > at_q - 3), bias.permute(2, 0, 1)[None], LOWEST)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    inputs = {n: torch.randn(2, 3, 9 if n == "q" else 5, 16, dtype=torch.bfloat16) for n in "qkv"}
+    bias = torch.randn(9, 5, 3, dtype=torch.bfloat16).requires_grad_()
+    with fx_fusion.recording() as report:
+        torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs, bias=bias)
+    assert report.count("dense_mask") == 0, str(report)
+    assert "may hide a row entirely" in reasons(report, "dense_mask")
