@@ -15,8 +15,6 @@ import fcntl
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from bench.families import FAMILIES
+from bench.process import environment, give, measured
 
 VARIANTS = ("eager", "inductor", "liger", "fx_fusion")
 
@@ -98,18 +97,6 @@ def measure(given: argparse.Namespace, variant: str) -> dict:
     }  # fmt: skip
 
 
-def environment() -> dict:
-    import torch
-    import transformers
-    import triton
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
-        "triton": triton.__version__, "transformers": transformers.__version__, "commit": commit.stdout.strip(),
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=FAMILIES)
@@ -125,7 +112,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        print("ROW " + json.dumps(measure(given, given.variants)), flush=True)
+        give(measure(given, given.variants))
         return
     rows = []
     for mask in given.mask.split(","):
@@ -155,22 +142,13 @@ def main() -> None:
 
 def _in_a_process(given: argparse.Namespace, variant: str, mask: str) -> dict:
     command = [
-        sys.executable, "-m", "bench.models", given.family, "--inside", "--variants", variant, "--mask", mask,
+        "bench.models", given.family, "--inside", "--variants", variant, "--mask", mask,
         "--steps", str(given.steps), "--options", given.options,
     ]  # fmt: skip
     for name in ("batch", "length", "lock"):
         if (value := getattr(given, name)) is not None:
             command += [f"--{name}", str(value)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=given.timeout)
-    except subprocess.TimeoutExpired as late:
-        print((late.stderr or b"")[-3000:], file=sys.stderr)
-        return {"variant": variant, "mask": mask, "error": f"no result after {given.timeout} s"}
-    row = next((line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")), None)
-    if row is None:
-        print(done.stderr[-3000:], file=sys.stderr)
-        return {"variant": variant, "mask": mask, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:90]}
-    return {"variant": variant, "mask": mask, **json.loads(row)}
+    return {"variant": variant, "mask": mask, **measured(command, given.timeout)}
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from tabulate import tabulate
 import fx_fusion
 from bench.composites import COMPOSITES
 from bench.grid import cases_of
-from bench.models import environment
 from bench.peers import liger
+from bench.process import environment
 from fx_fusion import timing
 from fx_fusion.fusion import Case, Fusion
 from fx_fusion.pattern import reference_of

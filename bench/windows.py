@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 import fx_fusion
-from bench.models import environment
+from bench.process import environment
 from fx_fusion.timing import device_ms
 
 Mask = Callable[[Tensor], Tensor]  # of position ids (b, s)
