@@ -97,7 +97,9 @@ def measure(name: str, b: int, h: int, g: int, s: int, d: int, mask: Mask, packe
                 return compiled(*given, ids)
 
         with fx_fusion.recording() as report:
-            results[provider] = both_ways()
+            made = both_ways()
+        results[provider] = [result.detach() for result in made]  # a kept graph would tie later ones to its stream
+        del made
         if provider == "fx_fusion":
             report.assert_fused(block_sparse_attention=1)
             for ours, theirs in zip(*results.values(), strict=True):

@@ -54,5 +54,12 @@ def roundings(chain: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
     return tuple(lost)
 
 
+def computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """What a matrix product or attention computes with this tensor in: autocast's dtype where that is on."""
+    device = tensor.device.type
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else tensor.dtype
+
+
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.dtypes import name
+from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
 
@@ -154,7 +155,8 @@ def may_be_broadcast(token: str) -> bool:
 def passes_the_guard(fusion: Fusion, match: Match, view: View) -> str | None:
     if fusion.guard is None:
         return None
-    return fusion.guard(**arguments_of(fusion, match))
+    with entered(view.effects.region[match.root]):
+        return fusion.guard(**arguments_of(fusion, match))
 
 
 def arguments_of(fusion: Fusion, match: Match) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import fx
 
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
+from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.legality import why_not
 from fx_fusion.match import Attempt, Match, NearMiss
@@ -107,7 +108,8 @@ def choose(
         if candidate.reason is not None:
             later.append((candidate, "declined", candidate.reason))
             continue
-        keep = why_keep(candidate.fusion, match, options, channels_last=channels_last)
+        with entered(view.effects.region[match.root]):
+            keep = why_keep(candidate.fusion, match, options, channels_last=channels_last)
         if keep is not None:
             later.append((candidate, "kept", keep))
             continue

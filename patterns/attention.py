@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, value
-from fx_fusion.dtypes import keeps_values
+from fx_fusion.dtypes import computed_in, keeps_values
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, MaskProver, prover_of
 from fx_fusion.match import Match, NearMiss
@@ -221,8 +221,8 @@ def _emit(editor: Editor, match: Match, scores: _Scores, *, transposed: bool, dr
             bias = added if bias is None else editor.call(torch.add, (bias, added), like=root)
         if bias is not None and causal:  # one mask, not two
             bias, causal = _with_causal(editor, bias, q, k, root), False
-        if bias is not None and value(bias).dtype != _compute_dtype(value(q)):
-            raise Mismatch(f"the bias is {value(bias).dtype}, attention is computed in {_compute_dtype(value(q))}")
+        if bias is not None and value(bias).dtype != computed_in(value(q)):
+            raise Mismatch(f"the bias is {value(bias).dtype}, attention is computed in {computed_in(value(q))}")
         three = value(q).dim() == 3
         if three:
             q, k, v = (editor.method("unsqueeze", (t, 0), like=root) for t in (q, k, v))
@@ -248,11 +248,6 @@ def _with_causal(editor: Editor, bias: fx.Node, q: fx.Node, k: fx.Node, root: fx
     visible = editor.method("tril", (ones,), like=root)
     low = editor.call(torch.full, ((), float("-inf")), {"dtype": dtype, "device": device}, like=root)
     return editor.call(torch.where, (visible, bias, low), like=root)
-
-
-def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def guard(q, k, v):

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.canonicalize import value as example
+from fx_fusion.dtypes import computed_in
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, prover_of
 from fx_fusion.match import Match, NearMiss
@@ -99,18 +100,20 @@ def emit(editor: Editor, match: Match, mask: fx.Node, proofs: list[MaskProof]) -
 
     def copied() -> fx.Node:
         with editor.graph.inserting_before(root):
-            return editor.method("contiguous", (mask,), like=root)
+            cast = editor.cast(mask, example(root).dtype, like=root)  # as autocast would, at each call
+            return editor.method("contiguous", (cast,), like=root)
 
     # One copy for all layers, in one grad mode, between two writes.
     effects = editor.view.effects
     writes = sum(editor.view.order[write] < editor.view.order[root] for write in effects.writes)
-    editor.change_call(root, lay_out=True, attn_mask=editor.once((mask, effects.region[root], writes), copied))
+    dense = editor.once((mask, example(root).dtype, effects.region[root], writes), copied)
+    editor.change_call(root, lay_out=True, attn_mask=dense)
     for proof in proofs:
         editor.view.assumptions.assume(proof.assumes)
 
 
 def guard(query, key, value, bias):
-    if query.dtype.itemsize != 2 or query.dtype != bias.dtype:
+    if computed_in(query).itemsize != 2 or computed_in(query) != computed_in(bias):
         return f"query is {query.dtype}, the bias {bias.dtype}; the fused kernels take one 16-bit dtype"
     return None
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.canonicalize import value as example
+from fx_fusion.dtypes import computed_in
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.reading import attention_calls
@@ -94,9 +95,8 @@ def emit(editor: Editor, match: Match) -> None:
 def pays(query, key, value):
     if query.device.type == "cpu":
         return None
-    ambient = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    if ambient not in (torch.bfloat16, torch.float16):
-        return f"attention in {ambient} has no fused kernel with grouped heads"
+    if (dtype := computed_in(query)) not in (torch.bfloat16, torch.float16):
+        return f"attention in {dtype} has no fused kernel with grouped heads"
     if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
         return f"head dims {query.shape[-1]} and {value.shape[-1]} have no fused kernel with grouped heads"
     return None

@@ -1,5 +1,6 @@
 """Attention written out: the spellings that become scaled_dot_product_attention, and those that must not."""
 
+import contextlib
 import functools
 import math
 
@@ -154,6 +155,28 @@ def test_a_bias_with_strided_rows_is_copied_once(mask):
     assert report.count("dense_mask") == 2, str(report)
     assert report.graphs[0].after.count("= .contiguous(") == 1
     name, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)
+    assert used <= 1, name
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["ambient", "inside"])
+def test_a_strided_bias_is_copied_in_the_dtype_of_autocast(inside):
+    """Queries are 16-bit and the bias float32, as in T5 under Trainer's bf16: autocast casts it at every call."""
+
+    def around():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    def function(q, k, v, bias):
+        with around() if inside else contextlib.nullcontext():
+            return biased(q, k, v, bias)
+
+    inputs = {n: torch.randn(2, 3, 9, 16, dtype=torch.bfloat16) for n in "qkv"}
+    inputs["bias"] = torch.randn(9, 9, 3)
+    with fx_fusion.recording() as report, contextlib.nullcontext() if inside else around():
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+        eager = run(function, inputs)
+    assert report.count("dense_mask") == 2, str(report)
+    assert report.graphs[0].after.count("= .contiguous(") == 1
+    name, used = worst_excess(fused, eager, run_oracle(biased, inputs), torch.bfloat16)
     assert used <= 1, name
 
 

@@ -5,13 +5,16 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
+import fx_fusion
 import fx_fusion.kernels.linear_cross_entropy as linear_kernel
 import fx_fusion.registry as registry
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
+from tests.zoo import batch, build
 
 pytestmark = pytest.mark.gpu
 registry.all_fusions()
@@ -43,6 +46,20 @@ def test_cross_entropy_of_more_than_2_to_the_31_logits():
     row = logits.detach()[-1:].float().requires_grad_()
     F.cross_entropy(row, target[-1:], reduction="sum").backward()
     torch.testing.assert_close(logits.grad[-1:].float(), row.grad, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_generation_that_transformers_compiles(family, mode):
+    model = build(family).cuda().eval()
+    ids = batch()["input_ids"].cuda()
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "cache_implementation": "static"}
+    expected = model.generate(ids, **options, disable_compile=True)
+    chosen = transformers.CompileConfig(backend="fx_fusion", mode=mode, fullgraph=False)
+    with fx_fusion.recording() as report:
+        for _ in range(3):
+            assert torch.equal(model.generate(ids, **options, compile_config=chosen), expected)
+    assert report.graphs
 
 
 def test_cuda_graphs_through_reduce_overhead():
