@@ -1,4 +1,5 @@
-"""Checkpointed bodies: what their inputs are in the graph around them, so that a mask made there can be proved inside."""
+"""Checkpointed bodies: what their inputs are in the graph around them, so that a mask made there can be proved inside, and
+how a value from there comes in."""
 
 from __future__ import annotations
 
@@ -16,10 +17,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outside:
-    """The graph around a body, and its operand for each placeholder of the body."""
+    """The graph around a body, the call that runs it, and the call's operand for each placeholder of the body."""
 
     view: View
-    operands: Mapping[fx.Node, Any]
+    call: fx.Node
+    operands: dict[fx.Node, Any]
+
+
+def carried_in(view: View, node: fx.Node) -> fx.Node:
+    """``node`` of this graph or of one around it, in this graph: the body takes it as one more operand if it has to. The
+    node must exist where the body is called."""
+    if node.graph is view.graph:
+        return node
+    outside = view.outside
+    if outside is None:
+        raise ValueError(f"{node.name} is in no graph around this one")
+    operand = carried_in(outside.view, node)
+    for placeholder, given in outside.operands.items():
+        if given is operand:
+            return placeholder
+    with view.graph.inserting_after(list(outside.operands)[-1]):
+        placeholder = view.graph.placeholder(f"{operand.name}_from_outside")
+    placeholder.meta["example_value"] = operand.meta["example_value"]
+    outside.call.args = (*outside.call.args, operand)
+    outside.operands[placeholder] = operand
+    return placeholder
 
 
 def link_bodies(views: Mapping[fx.GraphModule, View]) -> None:
@@ -36,4 +58,4 @@ def link_bodies(views: Mapping[fx.GraphModule, View]) -> None:
                 continue
             inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
             if len(inputs) == len(operands):
-                body.outside = Outside(view, dict(zip(inputs, operands, strict=True)))
+                body.outside = Outside(view, call, dict(zip(inputs, operands, strict=True)))

@@ -146,7 +146,7 @@ class MaskProver:
             if example.dtype not in (torch.int32, torch.int64) or example.dim() not in (1, 2):
                 raise
             why = opaque
-        function = sympy.Function(node.name, integer=True)
+        function = sympy.Function(node.name + "'" * self._depth(), integer=True)
         self._labels[function], self._why[function] = node, why
         if op_name(node) == "cumsum" and node.args[0] in self._known and argument(node, 1, "dim") in (-1, example.dim() - 1):
             self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[: example.dim()])
@@ -187,10 +187,21 @@ class MaskProver:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
         prover = prover_of(outside.view)
         expression = prover.expression(operand)
-        if expression.atoms(sympy.core.function.AppliedUndef):
-            raise Opaque(node, f"{node.name} depends on data from outside of the checkpointed body")
+        for known, theirs in (
+            (self._labels, prover._labels),
+            (self._why, prover._why),
+            (self._runs, prover._runs),
+        ):
+            known.update(theirs)  # type: ignore[arg-type]
         self._assumed[node] = set(prover._assumed[operand])
         return expression
+
+    def _depth(self) -> int:
+        """How many graphs are around this one: two functions of one name would be the same to sympy."""
+        depth, outside = 0, self.view.outside
+        while outside is not None:
+            depth, outside = depth + 1, outside.view.outside
+        return depth
 
     def at(self, operand: Any, node: fx.Node, dims: list[sympy.Expr] | None = None) -> sympy.Basic:
         """An operand of ``node`` broadcast to its shape, as an expression over its indices (or over ``dims``)."""

@@ -191,7 +191,7 @@ def rewrite(fusion: Fusion, match: Match, editor: Editor) -> str | None:
     except Mismatch as mismatch:
         known = set(before)
         for node in reversed(list(editor.graph.nodes)):
-            if node not in known:
+            if node not in known and node.op != "placeholder":  # a body keeps the operand that it was given
                 editor.graph.erase_node(node)
         return str(mismatch)
     editor.erase(match.nodes)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fx_fusion.bodies import carried_in
 from fx_fusion.canonicalize import View, is_tensor
 from fx_fusion.canonicalize import value as example
 from fx_fusion.fusion import Fusion, case
@@ -139,7 +140,8 @@ def _label(editor: Editor, query: fx.Node, label: Label | int, root: fx.Node) ->
         rows = () if label.first_row or len(given) == 1 else (b,)
         if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
             raise Mismatch(f"{label} has shape {tuple(given)}, the mask reads a part of it")
-        return editor.call(operator.getitem, (label.node, 0), like=root) if label.first_row else label.node
+        node = carried_in(editor.view, label.node)
+        return editor.call(operator.getitem, (node, 0), like=root) if label.first_row else node
     length = editor.method("size", (query, 2), like=root)
     positions = editor.call(torch.arange, (length,), {"device": example(query).device}, like=root)
     return editor.call(torch.floor_divide, (positions, label), like=root)

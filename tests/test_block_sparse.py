@@ -247,6 +247,33 @@ def test_a_window_from_outside_of_checkpointed_bodies(on_cpu):
     assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["once", "nested"])
+def test_documents_from_outside_of_checkpointed_bodies(on_cpu, nested):
+    """The number of a document is an operand more of the body; one by that name inside is another."""
+
+    def layer(query, key, value, mask, ids):
+        document = (ids % 3 == 1).cumsum(-1)
+        own = (document[:, None, :, None] == document[:, None, None, :]) & mask
+        query = F.scaled_dot_product_attention(query.sin(), key, value, attn_mask=mask)
+        return F.scaled_dot_product_attention(query.sin(), key, value, attn_mask=own)
+
+    def twice(query, *more):
+        query = checkpoint(layer, query, *more, use_reentrant=False)
+        return checkpoint(layer, query, *more, use_reentrant=False)
+
+    def function(query, key, value, ids):
+        mask = documents(ids)
+        if nested:
+            return checkpoint(twice, query, key, value, mask, ids, use_reentrant=False)
+        return twice(query, key, value, mask, ids)
+
+    inputs = {**tensors(), "ids": IDS}
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+    assert report.count("block_sparse_attention") == 4, str(report)
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
+
+
 def test_any_length_with_symbolic_sizes(on_cpu):
     def function(query, key, value):
         query, key, value = (t.view(2, 4, -1, 16) for t in (query, key, value))

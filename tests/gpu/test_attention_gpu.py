@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.testing import run, run_oracle, worst_excess
@@ -108,6 +109,24 @@ def test_lengths_without_recompiling():
             assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)[1] <= 1
     assert len(report.graphs) == 2
     assert report.count("block_sparse_attention") == 2
+
+
+@pytest.mark.parametrize("mask_of", [window, documents])
+def test_a_mask_from_outside_of_checkpointed_bodies(mask_of):
+    def layer(query, key, value, mask):
+        return F.scaled_dot_product_attention(query.sin(), key, value, attn_mask=mask)
+
+    def function(query, key, value, ids):
+        mask = mask_of(ids)[None] if mask_of is window else mask_of(ids)
+        for _ in range(2):
+            query = checkpoint(layer, query, key, value, mask, use_reentrant=False)
+        return query
+
+    inputs = inputs_of(500, torch.bfloat16)
+    with fx_fusion.recording() as report:
+        fused = run(compiled(function), inputs)
+    assert report.count("block_sparse_attention") == 2, str(report)
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)[1] <= 1
 
 
 def test_a_strided_bias():
