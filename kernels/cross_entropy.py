@@ -37,17 +37,9 @@ def _tanh(x):
 
 
 @triton.jit
-def _block_of_z(row, start, lanes, skip, v, scale, softcap, SOFTCAP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of z, and dz/dl. ``row`` points ``skip`` columns before the first one, where a wide load may start; only
-    blocks at the ends of such a row are masked, since a mask that starts anywhere makes loads narrow."""
-    at = start + lanes
-    if ALIGN == 1:
-        z = tl.load(row + at, at < v, 0.0)
-    elif (start == 0) | (start + BLOCK > v + skip):
-        z = tl.load(row + at, (at >= skip) & (at < v + skip), 0.0)
-    else:
-        z = tl.load(row + at)
-    z = z.to(tl.float32) * scale
+def _z(pointers, live, scale, softcap, SOFTCAP: tl.constexpr):
+    """z of the logits at ``pointers``, and dz/dl."""
+    z = tl.load(pointers, live, 0.0).to(tl.float32) * scale
     slope = scale
     if SOFTCAP:
         bent = _tanh(z / softcap)
@@ -57,15 +49,11 @@ def _block_of_z(row, start, lanes, skip, v, scale, softcap, SOFTCAP: tl.constexp
 
 
 @triton.jit
-def _store_block(row, values, start, lanes, skip, v, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
-    at = start + lanes
-    values = values.to(row.dtype.element_ty)
-    if ALIGN == 1:
-        tl.store(row + at, values, at < v)
-    elif (start == 0) | (start + BLOCK > v + skip):
-        tl.store(row + at, values, (at >= skip) & (at < v + skip))
-    else:
-        tl.store(row + at, values)
+def _ends(width, head, body, ALIGN: tl.constexpr):
+    """The columns before and behind the part of a row that wide loads read: fewer than ALIGN each."""
+    e = tl.arange(0, 2 * ALIGN)
+    cols = tl.where(e < ALIGN, e, head + body + e - ALIGN)
+    return cols, tl.where(e < ALIGN, e < head, cols < width)
 
 
 @triton.jit
@@ -79,13 +67,28 @@ def _fold(tops, sums, z, LANES: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _weights(weight_ptr, cols, v, HAS_WEIGHT: tl.constexpr):
-    live = (cols >= 0) & (cols < v)
+def _weights(weight_ptr, cols, live, HAS_WEIGHT: tl.constexpr):
     if HAS_WEIGHT:
         w = tl.load(weight_ptr + cols, live, 0.0).to(tl.float32)
     else:
         w = tl.where(live, 1.0, 0.0)
     return w
+
+
+@triton.jit
+def _dz(
+    z, slope, top, pull, hit, target, smoothing, v, cols, live, weight_ptr, dloss,
+    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some logits of a row."""
+    dz = tl.exp(z - top) * pull
+    dz = tl.where(cols == target, dz - hit, dz)
+    if SMOOTH:
+        dz -= smoothing / v * _weights(weight_ptr, cols, live, HAS_WEIGHT)
+    dz *= slope * dloss
+    if PADDED:
+        dz = tl.where(cols < v, dz, 0.0)
+    return dz
 
 
 @triton.jit
@@ -98,25 +101,35 @@ def _rows_kernel(
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
-    and a sum of its own; lanes meet once a row."""
+    and a sum of its own; lanes meet once a row.
+
+    A row of odd length starts anywhere: wide loads and stores take its ``body``, from the first multiple of ALIGN behind
+    its start, and what is left at both ends is read apart (ALIGN > 1)."""
     smoothing = tl.cast(smoothing, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     scale = tl.cast(scale, tl.float32)
     lanes = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0).to(tl.int64), m, programs):
         target = tl.load(target_ptr + row)
-        # Rows of odd length start anywhere. The blocks of a row start ``skip`` columns early, where a wide load may.
-        skip = (row * l_stride % ALIGN).to(tl.int32)
-        l_row = l_ptr + tl.multiple_of(row * l_stride - skip, ALIGN)
-        dl_row = dl_ptr + tl.multiple_of(row * dl_stride - skip, ALIGN)
+        head = 0
+        body = width
+        if ALIGN > 1:
+            head = tl.minimum((ALIGN - (row * l_stride % ALIGN).to(tl.int32)) % ALIGN, width)
+            body = tl.multiple_of((width - head) // ALIGN * ALIGN, ALIGN)
+        l_row = l_ptr + tl.multiple_of(row * l_stride + head, ALIGN)  # column ``head``
+        dl_row = dl_ptr + tl.multiple_of(row * dl_stride + head, ALIGN)
         if target == ignore_index:
             if not STATS_GIVEN:
                 tl.store(loss_ptr + row, 0.0)
                 tl.store(stats_ptr + row, 0.0)
                 tl.store(stats_ptr + m + row, 1.0)
             if GRADIENT:
-                for start in range(0, width + skip, BLOCK):
-                    _store_block(dl_row, tl.zeros((BLOCK,), tl.float32), start, lanes, skip, width, ALIGN, BLOCK)
+                nothing = tl.zeros((BLOCK,), dl_ptr.dtype.element_ty)
+                for start in range(0, body, BLOCK):
+                    tl.store(dl_row + start + lanes, nothing, start + lanes < body)
+                if ALIGN > 1:
+                    end_cols, end_live = _ends(width, head, body, ALIGN)
+                    tl.store(dl_row - head + end_cols, tl.zeros((2 * ALIGN,), dl_ptr.dtype.element_ty), end_live)
         else:
             valid = (target >= 0) & (target < v)
             w_target = 1.0
@@ -132,23 +145,32 @@ def _rows_kernel(
                 tops = tl.full((BLOCK // EACH,), -float("inf"), tl.float32)
                 sums = tl.zeros((BLOCK // EACH,), tl.float32)
                 smooth = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, width + skip, BLOCK):
-                    cols = start + lanes - skip
-                    z, _ = _block_of_z(l_row, start, lanes, skip, width, scale, softcap, SOFTCAP, ALIGN, BLOCK)
+                for start in range(0, body, BLOCK):
+                    at = start + lanes
+                    cols = head + at
+                    z, _ = _z(l_row + at, at < body, scale, softcap, SOFTCAP)
+                    live = (at < body) & (cols < v)
                     if SMOOTH:
-                        smooth += _weights(weight_ptr, cols, v, HAS_WEIGHT) * z
-                    z = tl.where((cols >= 0) & (cols < v), z, -float("inf"))
+                        smooth += _weights(weight_ptr, cols, live, HAS_WEIGHT) * z
+                    z = tl.where(live, z, -float("inf"))
                     tops, sums = _fold(tops, sums, z, BLOCK // EACH, EACH)
                 top = tl.max(tops, 0)
+                spread = tl.sum(smooth, 0)
+                if ALIGN > 1:
+                    end_cols, end_live = _ends(width, head, body, ALIGN)
+                    end_z, _ = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
+                    if SMOOTH:
+                        spread += tl.sum(_weights(weight_ptr, end_cols, end_live, HAS_WEIGHT) * end_z, 0)
+                    end_z = tl.where(end_live, end_z, -float("inf"))
+                    top = tl.maximum(top, tl.max(end_z, 0))
                 # A row of -inf only: NaN, as in PyTorch.
                 total = tl.sum(sums * tl.exp(tops - top), 0)
-                z_target = tl.load(l_row + skip + target, valid, 0.0).to(tl.float32) * scale
-                if SOFTCAP:
-                    z_target = softcap * _tanh(z_target / softcap)
+                if ALIGN > 1:
+                    total += tl.sum(tl.exp(end_z - top), 0)
+                z_target, _ = _z(l_row - head + target, valid, scale, softcap, SOFTCAP)
                 loss = w_target * (tl.log(total) + (top - z_target))
                 if SMOOTH:
-                    spread = (top + tl.log(total)) * w_sum - tl.sum(smooth, 0)
-                    loss = (1.0 - smoothing) * loss + smoothing / v * spread
+                    loss = (1.0 - smoothing) * loss + smoothing / v * ((top + tl.log(total)) * w_sum - spread)
                 tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
                 tl.store(stats_ptr + row, top)
                 tl.store(stats_ptr + m + row, total)
@@ -163,17 +185,22 @@ def _rows_kernel(
                 if SMOOTH:
                     pull += smoothing / v * w_sum
                 pull = pull / total
-                for start in range(0, width + skip, BLOCK):
-                    cols = start + lanes - skip
-                    z, slope = _block_of_z(l_row, start, lanes, skip, width, scale, softcap, SOFTCAP, ALIGN, BLOCK)
-                    dz = tl.exp(z - top) * pull
-                    dz = tl.where(cols == target, dz - hit, dz)
-                    if SMOOTH:
-                        dz -= smoothing / v * _weights(weight_ptr, cols, v, HAS_WEIGHT)
-                    dz *= slope * dloss
-                    if PADDED:
-                        dz = tl.where(cols < v, dz, 0.0)
-                    _store_block(dl_row, dz, start, lanes, skip, width, ALIGN, BLOCK)
+                for start in range(0, body, BLOCK):
+                    at = start + lanes
+                    z, slope = _z(l_row + at, at < body, scale, softcap, SOFTCAP)
+                    dz = _dz(
+                        z, slope, top, pull, hit, target, smoothing, v, head + at, (at < body) & (head + at < v),
+                        weight_ptr, dloss, HAS_WEIGHT, SMOOTH, PADDED,
+                    )  # fmt: skip
+                    tl.store(dl_row + at, dz.to(dl_ptr.dtype.element_ty), at < body)
+                if ALIGN > 1:
+                    end_cols, end_live = _ends(width, head, body, ALIGN)
+                    end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
+                    end_dz = _dz(
+                        end_z, end_slope, top, pull, hit, target, smoothing, v, end_cols, end_live, weight_ptr, dloss,
+                        HAS_WEIGHT, SMOOTH, PADDED,
+                    )  # fmt: skip
+                    tl.store(dl_row - head + end_cols, end_dz.to(dl_ptr.dtype.element_ty), end_live)
 
 
 def launch_rows(

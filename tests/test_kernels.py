@@ -117,6 +117,26 @@ def test_rows_of_infinities(device):
     torch.testing.assert_close(loss, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("v", [1, 3, 7, 9, 15, 17, 31, 4099])
+def test_rows_that_start_anywhere(v, dtype, device):
+    """Rows of odd length: each starts at another offset from a multiple of 16 bytes; targets at both ends of them."""
+    m = 18
+    logits = torch.randn(m, v, device=device).to(dtype).requires_grad_()
+    target = torch.tensor([0, v - 1, v // 2] * (m // 3), device=device)
+    target[4] = -100
+    weight = torch.rand(v, device=device)
+    dloss = torch.randn(m, device=device)
+    loss = cross_entropy(logits, target, weight, -100, 0.1, 0.0, 1.0)
+    (dlogits,) = torch.autograd.grad(loss, logits, dloss)
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, target, weight.double(), label_smoothing=0.1, reduction="none")
+    (gradient,) = torch.autograd.grad(expected, exact, dloss.double())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(dlogits.double(), gradient, rtol=eps, atol=1e-6)
+
+
 def test_chunks_are_few_and_equal():
     assert rows_in_a_chunk(16384, 128256, 2, "cuda") == 4096
     assert rows_in_a_chunk(16384, 32000, 2, "cuda") == 16384
