@@ -1,9 +1,7 @@
 """Whether Inductor will lay out the convolutions of a graph channels last, and everything around them with them.
 
-It does so for most convolutional networks on a GPU, while the graph it is given still says channels first. A kernel whose
-launch is traced with those strides forces copies on both sides of it: timm's resnetv2_50d_evos ran at 0.70 of Inductor's
-speed (H200), and at 0.62 with ops that take any layout but are called from Python, seven launches a layer. So in such a
-graph norms of images are Inductor's.
+It does so for most convolutional networks on a GPU, while the graph it is given still says channels first. Norms of images
+in such a graph run channels last too (``layouts``).
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ import torch
 import torch._inductor.config
 from torch import fx
 
+from fx_fusion.fusion import Fusion
+from fx_fusion.match import Match
 from fx_fusion.terms import is_tensor, value
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)  # those of torch.nn.functional are the same objects
@@ -40,6 +40,15 @@ def goes_channels_last(graph: fx.Graph) -> bool:
     narrowing = any(2 * w.shape[0] <= w.shape[1] and w.shape[2] > 1 for w in weights)
     small = all(w.shape[0] <= 64 and w.shape[1] <= 64 for w in weights)
     return not (grouped or narrowing or small)
+
+
+def goes_with_convolutions(fusion: Fusion, match: Match) -> bool:
+    """Whether the kernel of a match works on images that convolutions of two dims would hand on."""
+    first = fusion.tensors()[0]
+    if str(fusion.inputs[first]).split()[:2] != ["b", "c"] or not is_tensor(match.inputs.get(first)):
+        return False
+    images = value(match.inputs[first])
+    return images.dim() == 4 and images.is_contiguous()
 
 
 def _convolution(node: fx.Node) -> dict[str, Any] | None:

@@ -161,7 +161,7 @@ def passes_the_guard(fusion: Fusion, match: Match, view: View) -> str | None:
 
 def arguments_of(fusion: Fusion, match: Match) -> dict[str, Any]:
     """Example values and statics by parameter, for a guard or a cost rule; None for what the match has not."""
-    bound = {n: value(v) for n, v in match.inputs.items() if n in fusion.inputs}
+    bound = {n: match.example(n) for n in match.inputs if n in fusion.inputs}
     return {**dict.fromkeys((*fusion.inputs, *fusion.statics())), **bound, **match.statics}
 
 

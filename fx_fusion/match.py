@@ -19,6 +19,7 @@ from torch import fx
 
 from fx_fusion.canonicalize import Edge, Term, View, is_scalar, is_tensor, symmetric, value
 from fx_fusion.dtypes import roundings
+from fx_fusion.layouts import to_channels_last
 from fx_fusion.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Match:
         deferred: matched nodes that the graph returns and that are computed only when read.
         emit: makes the replacement, given an editor; None for "call the kernel".
         note: what the report says of the site, whatever becomes of it.
+        channels_last: Inductor lays this graph out channels last, and the kernel is to run so.
     """
 
     fusion: str
@@ -55,10 +57,24 @@ class Match:
     deferred: tuple[fx.Node, ...] = ()
     emit: Callable[[Editor, Match], None] | None = None
     note: str = ""
+    channels_last: bool = False
 
     @property
     def root(self) -> fx.Node:
         return self.outputs[0]
+
+    def example(self, parameter: str) -> Any:
+        """The example value of an input, laid out as the kernel will get it."""
+        known = value(self.inputs[parameter])
+        if not self.is_relaid(parameter):
+            return known
+        with known.fake_mode:
+            return to_channels_last(known).requires_grad_(known.requires_grad)
+
+    def is_relaid(self, parameter: str) -> bool:
+        """Whether an input goes to the kernel channels last: the images do, what belongs to channels does not."""
+        bound = self.inputs[parameter]
+        return self.channels_last and is_tensor(bound) and value(bound).shape == value(self.root).shape
 
 
 @dataclass

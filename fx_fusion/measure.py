@@ -30,7 +30,7 @@ from fx_fusion.match import Match
 from fx_fusion.pattern import reference_of
 from fx_fusion.registry import fusion_named
 from fx_fusion.sizes import expected
-from fx_fusion.terms import is_tensor, value
+from fx_fusion.terms import is_tensor
 
 _SECONDS = 300  # for one site, compilers included
 _SEEN: dict[str, dict[str, float] | str] = {}
@@ -58,7 +58,7 @@ def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
             if name not in match.statics or match.statics[name] is None:
                 inputs[name] = None
             continue
-        example = value(bound)
+        example = match.example(name)
         if not is_tensor(bound):
             inputs[name] = expected(example) if isinstance(example, torch.SymInt) else example
             if not isinstance(inputs[name], (int, float)):

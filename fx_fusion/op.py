@@ -30,6 +30,7 @@ NAMESPACE = "fx_fusion"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _DEVICES = ("CPU", "CUDA")
 _DEFINED: list[torch._ops.OpOverload] = []
+_LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def interpreting() -> bool:
@@ -188,9 +189,19 @@ def fused_op(
     return fused
 
 
-def plain_op(name: str, schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """An op without a gradient of its own (``fx_fusion::name``), for launchers that an autograd formula calls."""
+def plain_op(
+    name: str,
+    schema: str,
+    launcher: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    lowering: Callable[..., Any] | None = None,
+) -> torch._ops.OpOverload:
+    """An op without a gradient of its own (``fx_fusion::name``), for launchers that an autograd formula calls.
+    ``lowering``: what Inductor makes of it, from its IR, instead of a call."""
     overload = _define(name, schema, launcher)
+    if lowering is not None:
+        _LOWERINGS[overload] = lowering
     for device in _DEVICES:
         _LIBRARY.impl(overload._opname, _guarded(launcher), device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
@@ -230,14 +241,18 @@ def _define(name: str, schema: str, launcher: Callable[..., Any]) -> torch._ops.
 
 
 def tell_inductor() -> None:
-    """Register every op as a call that Inductor leaves as it is, exactly as Inductor does by itself when it first
-    meets one. Only, torch 2.11 then formats a log line with all operands, each printed with all of its operands: the
-    time for that line doubles with every layer of a model (16 layers of a Llama: no end in sight)."""
-    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    """Register every op without a lowering of its own as a call that Inductor leaves as it is, exactly as Inductor does by
+    itself when it first meets one. Only, torch 2.11 then formats a log line with all operands, each printed with all of
+    its operands: the time for that line doubles with every layer of a model (16 layers of a Llama: no end in sight)."""
+    from torch._inductor.lowering import lowerings, make_fallback, register_lowering, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag
 
     for overload in _DEFINED:
-        if overload not in lowerings:
+        if overload in lowerings:
+            continue
+        if overload in _LOWERINGS:
+            register_lowering(overload, type_promotion_kind=None)(_LOWERINGS[overload])
+        else:
             tag = get_layout_constraint_tag(overload, with_default=True)
             make_fallback(overload, layout_constraint=tag_to_layout_constraint(tag), warn=False)
 

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
-from fx_fusion.canonicalize import View, value
+from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.deferred import Deferral, cut_off
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
+from fx_fusion.layouts import any_layout, channels_last, is_channels_last
 from fx_fusion.match import Match
 from fx_fusion.sizes import expected
 
@@ -203,17 +204,29 @@ def call_kernel(fusion: Fusion, editor: Editor, match: Match) -> None:
     kernel = fusion.kernel
     assert kernel is not None, f"fusion {fusion.name} has neither a kernel nor emit"
     bound = {**match.inputs, **match.statics}
-    arguments = tuple(bound[parameter] for parameter in kernel.parameters)
     with editor.graph.inserting_before(insertion_point(match, editor)):
+        for parameter, node in match.inputs.items():
+            if match.is_relaid(parameter):
+                bound[parameter] = editor.call(channels_last, (node,), like=match.root)
+            elif is_tensor(node) and value(node).dim() > 1 and len(str(fusion.inputs[parameter]).split()) == 1:
+                bound[parameter] = editor.method("reshape", (node, -1), like=match.root)  # (1, c, 1, 1): one a channel
+        arguments = tuple(bound.get(parameter) for parameter in kernel.parameters)
         call = editor.call(kernel.overload, arguments, like=match.root)
-        results = value(call)
-        if not isinstance(results, (tuple, list)):
-            new = [call]
-        else:
-            new = [editor.item(call, i, like=output) for i, output in enumerate(match.outputs)]
+        several = isinstance(value(call), (tuple, list))
+        made = [editor.item(call, i, like=o) if several else call for i, o in enumerate(match.outputs)]
+        new = [_as_the_graph_has_it(editor, node, o) for node, o in zip(made, match.outputs, strict=True)]
         editor.check(match.outputs, new)
     for output, node in zip(match.outputs, new, strict=True):
         editor.replace(output, node)
+
+
+def _as_the_graph_has_it(editor: Editor, node: fx.Node, output: fx.Node) -> fx.Node:
+    """A result of a kernel in the shape and layout of what it replaces."""
+    if value(node).dim() < value(output).dim():
+        node = editor.method("view", (node, *value(output).shape), like=output)
+    if is_channels_last(value(node)) and value(output).is_contiguous():
+        node = editor.call(any_layout, (node,), like=output)
+    return node
 
 
 def insertion_point(match: Match, editor: Editor) -> fx.Node:

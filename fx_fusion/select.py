@@ -13,8 +13,8 @@ from fx_fusion.options import Options
 from fx_fusion.sizes import expected
 
 
-def why_keep(fusion: Fusion, match: Match, options: Options, *, channels_last: bool = False) -> str | None:
-    """Why Inductor keeps this site, or None: the fused op replaces it. ``channels_last``: what the graph will be."""
+def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
+    """Why Inductor keeps this site, or None: the fused op replaces it."""
     if fusion.name not in options.fusions:
         return "switched off by options"
     if options.select == "always":
@@ -32,8 +32,6 @@ def why_keep(fusion: Fusion, match: Match, options: Options, *, channels_last: b
     rows = spec[0] == "..." and len(spec) > 1 and expected(tensor.shape[-1]) > 1
     if rows and statically_known_true(tensor.stride(-1) != 1):
         return "its rows are no rows in memory; the kernel would need a copy"
-    if channels_last and spec[:2] == ["b", "c"] and tensor.device.type == "cuda" and tensor.is_contiguous():
-        return "Inductor will lay out this graph's convolutions channels last; the kernel would need copies"
     if fusion.pays is not None and (sentence := fusion.pays(**arguments_of(fusion, match))) is not None:
         return sentence
     return tables.why_slower(fusion, match)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
 from fx_fusion.canonicalize import View
-from fx_fusion.conv_layout import goes_channels_last
+from fx_fusion.conv_layout import goes_channels_last, goes_with_convolutions
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.legality import why_not
@@ -103,13 +104,15 @@ def choose(
     later: list[tuple[Candidate, str, str]] = []
     for candidate in candidates:
         match = candidate.match
+        if channels_last and goes_with_convolutions(candidate.fusion, match):
+            match = dataclasses.replace(match, channels_last=True)
         if taken.intersection((*match.nodes, match.root)):
             continue
         if candidate.reason is not None:
             later.append((candidate, "declined", candidate.reason))
             continue
         with entered(view.effects.region[match.root]):
-            keep = why_keep(candidate.fusion, match, options, channels_last=channels_last)
+            keep = why_keep(candidate.fusion, match, options)
         if keep is not None:
             later.append((candidate, "kept", keep))
             continue

@@ -22,7 +22,7 @@ import torch
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
 from fx_fusion.sizes import expected
-from fx_fusion.terms import is_tensor, value
+from fx_fusion.terms import is_tensor
 
 _FOLDER = Path(__file__).parent / "tables"
 TOLERANCE = 1.0  # how much of Inductor's time the fused kernels may take
@@ -46,7 +46,7 @@ class Cell:
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:
     """Why Inductor should keep this site as far as tables and formulas know, or None."""
-    return why_slower_for(fusion, {name: value(v) for name, v in match.inputs.items() if is_tensor(v)})
+    return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)})
 
 
 def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | None:

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.launch import cdiv, column_sums, launch, multiprocessors, next_power_of_2
+from fx_fusion.layouts import is_channels_last
 
 GROUP_NORM, GROUP_NORM_SWISH, EVONORM_S0 = 0, 1, 2
 _RESIDENT = 16384  # elements of a (padded) group that one program keeps in registers
@@ -389,23 +390,17 @@ def _group_sums_kernel(
 # -- launchers --------------------------------------------------------------------------------------------------------
 def as_images(x):
     """x itself if it lies in memory as images or channels last; else a contiguous copy."""
-    return x if x.is_contiguous() or channels_last(x) else x.contiguous()
-
-
-def channels_last(x) -> bool:
-    """Whether channels are innermost and positions dense behind them (any number of spatial dims)."""
-    order = [0, *range(2, x.dim()), 1]
-    return not x.is_contiguous() and x.permute(order).is_contiguous()
+    return x if x.is_contiguous() or is_channels_last(x) else x.contiguous()
 
 
 def image_strides(x) -> tuple[int, int]:
     """From channel to channel and from position to position."""
-    return (1, x.shape[1]) if channels_last(x) else (math.prod(x.shape[2:]), 1)
+    return (1, x.shape[1]) if is_channels_last(x) else (math.prod(x.shape[2:]), 1)
 
 
-def empty_images(x, *, preserve: bool = True):
-    """A result for x: channels last where x is (and it is to be preserved), else contiguous."""
-    if not preserve or not channels_last(x):
+def empty_images(x):
+    """A result for x: channels last where x is, else contiguous."""
+    if not is_channels_last(x):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
@@ -418,7 +413,7 @@ class Tiles:
         self.size = math.prod(x.shape[2:])
         self.strides = image_strides(x)
         warp = 512 // x.element_size()  # elements that a warp loads at once
-        if channels_last(x):
+        if is_channels_last(x):
             self.bc = min(64, next_power_of_2(self.c))
             self.bs = min(next_power_of_2(self.size), max(1, 8 * warp // self.bc))
         else:  # a warp walks along a channel: sums over positions stay inside it

@@ -19,13 +19,11 @@ from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
     affine_end,
     deviation,
-    flat,
     only_user,
     other_operand,
     per_channel,
 )
 from fx_fusion.reading import NotThis, binary
-from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
 
 
@@ -94,7 +92,7 @@ def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
                 outputs.append(of_batch.var)
     if eps != of_image.eps:
         raise NotThis(larger, f"eps is {eps} for the batch and {of_image.eps} for an image")
-    return Match("evonorm_b0", tuple(outputs), frozenset(nodes | more), {**inputs, "eps": eps}, emit=emit)
+    return Match("evonorm_b0", tuple(outputs), frozenset(nodes | more), {**inputs, "eps": eps})
 
 
 def _product_with(view: View, total: Any, base: Any) -> fx.Node | None:
@@ -131,20 +129,6 @@ def _running(view: View, node: fx.Node, channels: Any) -> tuple[fx.Node, Any, se
     if source.op not in ("placeholder", "get_attr") or value(source).requires_grad:
         return None
     return running, eps, nodes | {root, total}
-
-
-def emit(editor: Editor, match: Match) -> None:
-    bound = {"running_var": None, **match.inputs}
-    with editor.graph.inserting_before(insertion_point(match, editor)):
-        flat(editor, bound, ("v", "weight", "bias", "running_var"), match.root)
-        call = editor.call(evonorm_b0.overload, tuple(bound[p] for p in evonorm_b0.parameters), like=match.root)
-        results = [editor.item(call, i, like=root) for i, root in enumerate(match.outputs)]
-        if len(results) > 1 and value(match.outputs[1]).dim() != 1:
-            shape = tuple(value(match.outputs[1]).shape)
-            results[1] = editor.method("view", (results[1], *shape), like=match.root)
-        editor.check(match.outputs, results)
-    for old, new in zip(match.outputs, results, strict=True):
-        editor.replace(old, new)
 
 
 def guard(x, v, weight, bias, running_var, eps):

@@ -15,13 +15,11 @@ from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
     affine_end,
     deviation,
-    flat,
     only_user,
     other_operand,
     per_channel,
 )
 from fx_fusion.reading import NotThis, binary
-from fx_fusion.rewrite import Editor, insertion_point
 from fx_fusion.sizes import too_small
 
 
@@ -71,17 +69,7 @@ def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
         "x": x, "groups": found.groups, "v": v, "weight": end.weight, "bias": end.bias, "eps": found.eps,
         "correction": found.correction,
     }  # fmt: skip
-    return Match("evonorm_s0", (end.root,), frozenset(nodes | found.nodes | end.nodes), inputs, emit=emit)
-
-
-def emit(editor: Editor, match: Match) -> None:
-    bound = dict(match.inputs)
-    with editor.graph.inserting_before(insertion_point(match, editor)):
-        flat(editor, bound, ("v", "weight", "bias"), match.root)
-        call = editor.call(evonorm_s0.overload, tuple(bound[p] for p in evonorm_s0.parameters), like=match.root)
-        y = editor.item(call, 0, like=match.root)
-        editor.check([match.root], [y])
-    editor.replace(match.root, y)
+    return Match("evonorm_s0", (end.root,), frozenset(nodes | found.nodes | end.nodes), inputs)
 
 
 def guard(x, groups, v, weight, bias, eps, correction):

@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import View, is_scalar, is_tensor, same_shape, value
 from fx_fusion.reading import NotThis, binary
-from fx_fusion.rewrite import Editor
 
 _SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "view_as", "squeeze")
 
@@ -184,10 +183,3 @@ def _ends_in_place(view: View, path: list[fx.Node], reduced: Any, dims: Any, who
 
 def _equal(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
-
-
-def flat(editor: Editor, bound: dict[str, Any], names: tuple[str, ...], like: fx.Node) -> None:
-    """Parameters with dims of size 1 around their channels become vectors."""
-    for name in names:
-        if bound[name] is not None and value(bound[name]).dim() != 1:
-            bound[name] = editor.method("reshape", (bound[name], -1), like=like)

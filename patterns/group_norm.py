@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
-from fx_fusion.kernels.channel_norm import channels_last
 from fx_fusion.kernels.group_norm import group_norm
+from fx_fusion.layouts import is_channels_last
 from fx_fusion.sizes import elements, too_small
 
 VARIANTS: tuple[dict[str, None], ...] = ({}, {"weight": None, "bias": None})
@@ -28,7 +28,7 @@ def pays(x, groups, weight, bias, eps):
 
 
 def alone_pays(x, groups, weight, bias, eps):
-    if x.device.type == "cuda" and channels_last(x) and elements(x) >= 2**26:
+    if x.device.type == "cuda" and is_channels_last(x) and elements(x) >= 2**26:
         return "in channels last Inductor is as good from 2^26 elements on (0.66 ms against 0.72 at 16 x 512 x 128 x 128)"
     return too_small(x)
 

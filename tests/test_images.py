@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fx_fusion import sites
 from fx_fusion.testing import run, run_oracle, worst_excess
 from tests.helpers import reasons, rewritten, statuses
 
@@ -89,6 +90,37 @@ def test_evonorm_s0_with_parameters_of_four_dims():
         return x * (x * v).sigmoid() / group_deviation(x, G) * w + b
 
     compare(norm, "evonorm_s0", images(), *(column(p).clone() for p in parameters()))
+
+
+NORMS = {
+    "group_norm": lambda x, v, w, b: F.group_norm(x, G, w, b),
+    "group_norm_swish": lambda x, v, w, b: F.silu(F.group_norm(x, G, w, b)),
+    "evonorm_s0": lambda x, v, w, b: x * (x * column(v)).sigmoid() / group_deviation(x, G) * column(w) + column(b),
+    "evonorm_b0": lambda x, v, w, b: b0(x, (column(batch_var(x)) + 1e-3).sqrt(), v, w, b),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_that_inductor_lays_out_channels_last(name, dtype, monkeypatch):
+    """The kernel runs channels last; the graph around it, results and gradients included, sees nothing of that."""
+    monkeypatch.setattr(sites, "goes_channels_last", lambda graph: True)
+    seen = []
+
+    def network(x, v, w, b):
+        y = NORMS[name](x * 2, v, w, b)
+        seen.append(y.stride())
+        return y.view(N, -1).sin()
+
+    inputs = dict(zip("xvwb", (images(dtype=dtype), *parameters(dtype=dtype)), strict=True))
+    fused = run(lambda **named: rewritten(network, *named.values())[0], inputs)
+    _, report = rewritten(network, *inputs.values())
+    assert report.count(name) == 1, str(report)
+    after = report.graphs[-1].after
+    assert after.count("fx_fusion.channels_last") == after.count("fx_fusion.any_layout") == 1
+    named, used = worst_excess(fused, run(network, inputs), run_oracle(network, inputs), dtype)
+    assert used <= 1, f"{named} uses {used:.2f} times the allowed error"
+    assert set(seen) == {images().stride()}
 
 
 class EvoNormB0(torch.nn.Module):
