@@ -110,18 +110,18 @@ class Editor:
         new._rename(name)
         self._replaced[old] = new
 
-    def lay_out(self, node: fx.Node, like: Any) -> fx.Node:
-        """A copy of ``node`` behind it, with the strides of the tensor ``like``; every other user reads the copy."""
-        order = sorted(range(like.dim()), key=lambda d: -expected(like.stride(d)))
-        back = sorted(range(like.dim()), key=order.__getitem__)
+    def lay_out(self, node: fx.Node, wanted: Any, *, like: fx.Node) -> fx.Node:
+        """A copy of ``node`` behind it, with the strides of the tensor ``wanted``; every other user reads the copy."""
+        order = sorted(range(wanted.dim()), key=lambda d: -expected(wanted.stride(d)))
+        back = sorted(range(wanted.dim()), key=order.__getitem__)
         users = list(node.users)
         with self.graph.inserting_after(node):
-            permuted = self.method("permute", (node, order), like=node)
+            permuted = self.method("permute", (node, order), like=like)
         with self.graph.inserting_after(permuted):
-            dense = self.method("contiguous", (permuted,), like=node)
+            dense = self.method("contiguous", (permuted,), like=like)
         with self.graph.inserting_after(dense):
-            copy = self.method("permute", (dense, back), like=node)
-        if (why := differs(like, value(copy))) is not None:
+            copy = self.method("permute", (dense, back), like=like)
+        if (why := differs(wanted, value(copy))) is not None:
             raise Mismatch(f"the call's result {why}")
         for user in users:
             user.replace_input_with(node, copy)
@@ -146,7 +146,7 @@ class Editor:
             if (why := differs(before, value(node))) is not None:
                 if not lay_out:
                     raise Mismatch(f"the call's result {why}")
-                self.lay_out(node, before)
+                self.lay_out(node, before, like=node)
         except Mismatch:
             node.args, node.kwargs = old
             node.meta["example_value"] = before

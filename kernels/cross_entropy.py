@@ -25,6 +25,7 @@ from fx_fusion.op import fused_op
 
 _BLOCK, _GRADIENT_BLOCK = 4096, 16384  # logits in one step of a program
 _WARPS = 64  # warps a multiprocessor for the sums
+_ALIGN = 128  # bytes: whole lines of the cache
 _EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
 
 
@@ -218,7 +219,7 @@ def launch_rows(
     out = logits if dlogits is None else dlogits
     # The sums are bound by instructions and latency: many small programs. The gradient is bound by the bandwidth: few rows
     # in flight.
-    align = 16 // logits.element_size()
+    align = _ALIGN // logits.element_size()
     few_rows = m <= 2 * multiprocessors(logits)
     block = min(next_power_of_2(v), _BLOCK if dlogits is None and not few_rows else _GRADIENT_BLOCK)
     warps = max(4, min(32, block // 512))
@@ -229,7 +230,7 @@ def launch_rows(
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
         STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, EACH=min(_EACH, block),
-        ALIGN=align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1, PADDED=width > v,
+        ALIGN=align if logits.stride(0) * logits.element_size() % 16 and logits.stride(0) == out.stride(0) else 1, PADDED=width > v,
         num_warps=warps,
     )  # fmt: skip
 

@@ -120,7 +120,7 @@ def emit(editor: Editor, match: Match, proof: MaskProof, scale: float | None) ->
         call = editor.call(block_sparse_attention, (query, key, value, blocks, labels, *bounds, float(scale)), like=root)
     before = example(root)
     if differs(before, example(call)) is not None:
-        call = editor.lay_out(call, before)
+        call = editor.lay_out(call, before, like=root)
     editor.replace(root, call)
     editor.view.assumptions.assume(proof.assumes)
     editor.erase([root, *match.crossed, *proof.nodes])

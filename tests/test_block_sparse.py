@@ -230,6 +230,19 @@ def test_layers_share_the_blocks(on_cpu):
     assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
 
 
+def test_a_result_that_lies_otherwise_is_laid_out_anew(on_cpu, monkeypatch):
+    def by_blocks_positions_first(*given):
+        return by_blocks(*given).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(pattern, "block_sparse_attention", by_blocks_positions_first)
+    function, inputs = attend(MASKS["window"][0]), {**tensors(), "ids": IDS}
+    expected = function(**inputs).contiguous()
+    with fx_fusion.recording() as report:
+        found = torch.compile(lambda **given: function(**given).contiguous(), backend=rewriting_backend())(**inputs)
+    assert report.count("block_sparse_attention") == 1, str(report)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_window_from_outside_of_checkpointed_bodies(on_cpu):
     def layer(query, key, value, mask):
         return F.scaled_dot_product_attention(query.sin(), key, value, attn_mask=mask)
