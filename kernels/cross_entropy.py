@@ -25,7 +25,6 @@ from fx_fusion.op import fused_op
 
 _BLOCK, _GRADIENT_BLOCK = 4096, 16384  # logits in one step of a program
 _WARPS = 64  # warps a multiprocessor for the sums
-_ALIGN = 128  # bytes: whole lines of the cache
 _EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
 
 
@@ -50,9 +49,9 @@ def _z(pointers, live, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _ends(width, head, body, ALIGN: tl.constexpr):
-    """The columns before and behind the part of a row that wide loads read: fewer than ALIGN each."""
-    e = tl.arange(0, 2 * ALIGN)
+def _ends(width, head, body, ALIGN: tl.constexpr, LANES: tl.constexpr):
+    """The columns before and behind the part of a row that wide loads read: fewer than ALIGN each, a lane for each."""
+    e = tl.arange(0, LANES)
     cols = tl.where(e < ALIGN, e, head + body + e - ALIGN)
     return cols, tl.where(e < ALIGN, e < head, cols < width)
 
@@ -110,6 +109,7 @@ def _rows_kernel(
     softcap = tl.cast(softcap, tl.float32)
     scale = tl.cast(scale, tl.float32)
     lanes = tl.arange(0, BLOCK)
+    LANES: tl.constexpr = BLOCK // EACH
     for row in range(tl.program_id(0).to(tl.int64), m, programs):
         target = tl.load(target_ptr + row)
         head = 0
@@ -129,8 +129,8 @@ def _rows_kernel(
                 for start in range(0, body, BLOCK):
                     tl.store(dl_row + start + lanes, nothing, start + lanes < body)
                 if ALIGN > 1:
-                    end_cols, end_live = _ends(width, head, body, ALIGN)
-                    tl.store(dl_row - head + end_cols, tl.zeros((2 * ALIGN,), dl_ptr.dtype.element_ty), end_live)
+                    end_cols, end_live = _ends(width, head, body, ALIGN, LANES)
+                    tl.store(dl_row - head + end_cols, tl.zeros((LANES,), dl_ptr.dtype.element_ty), end_live)
         else:
             valid = (target >= 0) & (target < v)
             w_target = 1.0
@@ -143,9 +143,17 @@ def _rows_kernel(
                 top = tl.load(stats_ptr + row)
                 total = tl.load(stats_ptr + m + row)
             else:
-                tops = tl.full((BLOCK // EACH,), -float("inf"), tl.float32)
-                sums = tl.zeros((BLOCK // EACH,), tl.float32)
+                tops = tl.full((LANES,), -float("inf"), tl.float32)
+                sums = tl.zeros((LANES,), tl.float32)
                 smooth = tl.zeros((BLOCK,), tl.float32)
+                spread = 0.0
+                if ALIGN > 1:  # what a lane begins with
+                    end_cols, end_live = _ends(width, head, body, ALIGN, LANES)
+                    end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
+                    if SMOOTH:
+                        spread += tl.sum(_weights(weight_ptr, end_cols, end_live, HAS_WEIGHT) * end_z, 0)
+                    tops = tl.where(end_live, end_z, tops)
+                    sums = tl.where(tops == -float("inf"), 0.0, 1.0)
                 for start in range(0, body, BLOCK):
                     at = start + lanes
                     cols = head + at
@@ -154,23 +162,14 @@ def _rows_kernel(
                     if SMOOTH:
                         smooth += _weights(weight_ptr, cols, live, HAS_WEIGHT) * z
                     z = tl.where(live, z, -float("inf"))
-                    tops, sums = _fold(tops, sums, z, BLOCK // EACH, EACH)
+                    tops, sums = _fold(tops, sums, z, LANES, EACH)
                 top = tl.max(tops, 0)
-                spread = tl.sum(smooth, 0)
-                if ALIGN > 1:
-                    end_cols, end_live = _ends(width, head, body, ALIGN)
-                    end_z, _ = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
-                    if SMOOTH:
-                        spread += tl.sum(_weights(weight_ptr, end_cols, end_live, HAS_WEIGHT) * end_z, 0)
-                    end_z = tl.where(end_live, end_z, -float("inf"))
-                    top = tl.maximum(top, tl.max(end_z, 0))
                 # A row of -inf only: NaN, as in PyTorch.
                 total = tl.sum(sums * tl.exp(tops - top), 0)
-                if ALIGN > 1:
-                    total += tl.sum(tl.exp(end_z - top), 0)
                 z_target, _ = _z(l_row - head + target, valid, scale, softcap, SOFTCAP)
                 loss = w_target * (tl.log(total) + (top - z_target))
                 if SMOOTH:
+                    spread += tl.sum(smooth, 0)
                     loss = (1.0 - smoothing) * loss + smoothing / v * ((top + tl.log(total)) * w_sum - spread)
                 tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
                 tl.store(stats_ptr + row, top)
@@ -195,7 +194,7 @@ def _rows_kernel(
                     )  # fmt: skip
                     tl.store(dl_row + at, dz.to(dl_ptr.dtype.element_ty), at < body)
                 if ALIGN > 1:
-                    end_cols, end_live = _ends(width, head, body, ALIGN)
+                    end_cols, end_live = _ends(width, head, body, ALIGN, LANES)
                     end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
                     end_dz = _dz(
                         end_z, end_slope, top, pull, hit, target, smoothing, v, end_cols, end_live, weight_ptr, dloss,
@@ -219,9 +218,10 @@ def launch_rows(
     out = logits if dlogits is None else dlogits
     # The sums are bound by instructions and latency: many small programs. The gradient is bound by the bandwidth: few rows
     # in flight.
-    align = _ALIGN // logits.element_size()
+    align = 16 // logits.element_size()
+    align = align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1
     few_rows = m <= 2 * multiprocessors(logits)
-    block = min(next_power_of_2(v), _BLOCK if dlogits is None and not few_rows else _GRADIENT_BLOCK)
+    block = min(max(next_power_of_2(v), 2 * align * _EACH), _BLOCK if dlogits is None and not few_rows else _GRADIENT_BLOCK)
     warps = max(4, min(32, block // 512))
     programs = min(m, multiprocessors(logits) * (_WARPS // warps if dlogits is None else max(1, 32 // warps)))
     launch(_rows_kernel, (programs,), 
@@ -230,8 +230,7 @@ def launch_rows(
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
         STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, EACH=min(_EACH, block),
-        ALIGN=align if logits.stride(0) * logits.element_size() % 16 and logits.stride(0) == out.stride(0) else 1, PADDED=width > v,
-        num_warps=warps,
+        ALIGN=align, PADDED=width > v, num_warps=warps,
     )  # fmt: skip
 
 
