@@ -36,9 +36,14 @@ class Options:
     fuel: int | None
     inductor: Mapping[str, Any]
 
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether Inductor captures CUDA graphs, so that the host's time counts for nothing."""
+        return bool(self.inductor.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
     def key(self) -> tuple[Any, ...]:
         """What decides about our rewrite, for the compile cache."""
-        return (self.select, tuple(sorted(self.fusions)), self.defer_outputs, self.speculate, self.fuel)
+        return (self.select, tuple(sorted(self.fusions)), self.defer_outputs, self.speculate, self.cuda_graphs, self.fuel)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion import measure, tables
+from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
+from fx_fusion.options import parse
 from fx_fusion.registry import all_fusions, fusion_named
+from fx_fusion.sites import choose, find_matches
 from fx_fusion.testing import rewriting_backend
 
 
@@ -151,6 +155,24 @@ def convolutions(*weights, groups=1, device="cuda"):
             x = graph.call_function(torch.conv2d, (x, w, None, 1, 1, 1, groups))
             x.meta["example_value"] = torch.empty(8, shape[0], 32, 32, device=device)
     return graph
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "fused"),
+    [(None, {}, False), ("reduce-overhead", {}, True), (None, {"select": "always"}, True)],
+    ids=["auto", "cuda_graphs", "always"],
+)
+def test_norms_between_convolutions_that_go_channels_last(mode, options, fused):
+    graph = convolutions((128, 64, 3, 3), (128, 128, 3, 3))
+    last = list(graph.nodes)[-1]
+    norm = graph.call_function(F.group_norm, (last, 32))
+    norm.meta["example_value"] = torch.empty_like(last.meta["example_value"])
+    graph.output((norm,))
+    view = View(graph)
+    chosen, sites, _ = choose(find_matches(view)[0], view, parse(mode, options))
+    assert [match.channels_last for _, match in chosen] == ([True] if fused else [])
+    if not fused:
+        assert "reduce-overhead" in sites[0].reason
 
 
 def test_which_graphs_inductor_lays_out_channels_last():
