@@ -5,6 +5,8 @@
     loss = (1 − ε) · w_t · (lse − z_t) + (ε / V) · Σ_c w_c (lse − z_c)        w = 1 without class weights; t the target
     dz_c = dloss · ( p_c · ((1 − ε) w_t + (ε / V) Σ w) − (1 − ε) w_t [c = t] − (ε / V) w_c )
     dl   = dz · scale · (1 − (z / c)²)        the last factor with a softcap only
+    H    = −Σ_c p_c log p_c = log total − Σ_c p_c (z_c − top)        where asked for; then also
+    dz_c = … − dH · p_c · (z_c − top − Σ p (z − top))
 
 Shapes     logits: (m, v), unit stride along v; target: (m); weight: (v); loss: (m); stats: (2, m), top and total.
 Dtypes     logits bf16 | fp16 | fp32, gradient alike; arithmetic, loss and stats in fp32. target int64. p is made of
@@ -23,6 +25,7 @@ import triton.language as tl
 from fx_fusion.kernels.launch import launch, multiprocessors, next_power_of_2
 from fx_fusion.op import fused_op
 
+NO_IGNORE = -(2**63)  # no target has this index
 _BLOCK, _GRADIENT_BLOCK = 4096, 16384  # logits in one step of a program
 _WARPS = 64  # warps a multiprocessor for the sums
 _EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
@@ -67,6 +70,19 @@ def _fold(tops, sums, z, LANES: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
+def _fold_products(tops, sums, products, z, LANES: tl.constexpr, EACH: tl.constexpr):
+    """As ``_fold``, and sums of exp(z - top) · (z - top) beside it."""
+    z = tl.reshape(z, (LANES, EACH))
+    above = tl.maximum(tops, tl.max(z, 1))
+    base = tl.where(above == -float("inf"), 0.0, above)
+    scaled = sums * tl.exp(tops - base)
+    products = products * tl.exp(tops - base) + tl.where(scaled > 0, (tops - base) * scaled, 0.0)
+    e = tl.exp(z - base[:, None])
+    products += tl.sum(tl.where(e > 0, e * (z - base[:, None]), 0.0), 1)
+    return above, scaled + tl.sum(e, 1), products
+
+
+@triton.jit
 def _weights(weight_ptr, cols, live, HAS_WEIGHT: tl.constexpr):
     if HAS_WEIGHT:
         w = tl.load(weight_ptr + cols, live, 0.0).to(tl.float32)
@@ -77,15 +93,18 @@ def _weights(weight_ptr, cols, live, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _dz(
-    z, slope, top, pull, hit, target, smoothing, v, cols, live, weight_ptr, dloss,
-    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, PADDED: tl.constexpr,
+    z, slope, top, pull, hit, target, smoothing, v, cols, live, weight_ptr, dloss, dentropy, mean,
+    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some logits of a row."""
-    dz = tl.exp(z - top) * pull
+    """The gradient of some logits of a row. ``dentropy`` is divided by the total."""
+    e = tl.exp(z - top)
+    dz = e * pull
     dz = tl.where(cols == target, dz - hit, dz)
     if SMOOTH:
         dz -= smoothing / v * _weights(weight_ptr, cols, live, HAS_WEIGHT)
     dz *= slope * dloss
+    if ENTROPY:
+        dz -= tl.where(e > 0, e * (z - top - mean), 0.0) * (dentropy * slope)
     if PADDED:
         dz = tl.where(cols < v, dz, 0.0)
     return dz
@@ -93,11 +112,11 @@ def _dz(
 
 @triton.jit
 def _rows_kernel(
-    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr,
+    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr, dentropy_ptr,
     m, v, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, BLOCK: tl.constexpr,
-    EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
+    STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
@@ -146,6 +165,7 @@ def _rows_kernel(
                 tops = tl.full((LANES,), -float("inf"), tl.float32)
                 sums = tl.zeros((LANES,), tl.float32)
                 smooth = tl.zeros((BLOCK,), tl.float32)
+                products = tl.zeros((LANES,), tl.float32)
                 spread = 0.0
                 if ALIGN > 1:  # what a lane begins with
                     end_cols, end_live = _ends(width, head, body, ALIGN, LANES)
@@ -162,10 +182,18 @@ def _rows_kernel(
                     if SMOOTH:
                         smooth += _weights(weight_ptr, cols, live, HAS_WEIGHT) * z
                     z = tl.where(live, z, -float("inf"))
-                    tops, sums = _fold(tops, sums, z, LANES, EACH)
+                    if ENTROPY:
+                        tops, sums, products = _fold_products(tops, sums, products, z, LANES, EACH)
+                    else:
+                        tops, sums = _fold(tops, sums, z, LANES, EACH)
                 top = tl.max(tops, 0)
                 # A row of -inf only: NaN, as in PyTorch.
                 total = tl.sum(sums * tl.exp(tops - top), 0)
+                mean = 0.0
+                if ENTROPY:  # of z - top
+                    shifted = tl.where(sums > 0, (products + (tops - top) * sums) * tl.exp(tops - top), 0.0)
+                    mean = tl.sum(shifted, 0) / total
+                    tl.store(entropy_ptr + row, tl.log(total) - mean)
                 z_target, _ = _z(l_row - head + target, valid, scale, softcap, SOFTCAP)
                 loss = w_target * (tl.log(total) + (top - z_target))
                 if SMOOTH:
@@ -178,7 +206,12 @@ def _rows_kernel(
                 dloss = 1.0
                 if HAS_DLOSS:
                     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
-                if not STATS_GIVEN:
+                dentropy = 0.0
+                if ENTROPY:
+                    dentropy = tl.load(dentropy_ptr + row) / total
+                if STATS_GIVEN:
+                    mean = 0.0
+                else:
                     tl.debug_barrier()  # the target's logit is read before any lane overwrites it
                 hit = (1.0 - smoothing) * w_target
                 pull = hit
@@ -190,7 +223,7 @@ def _rows_kernel(
                     z, slope = _z(l_row + at, at < body, scale, softcap, SOFTCAP)
                     dz = _dz(
                         z, slope, top, pull, hit, target, smoothing, v, head + at, (at < body) & (head + at < v),
-                        weight_ptr, dloss, HAS_WEIGHT, SMOOTH, PADDED,
+                        weight_ptr, dloss, dentropy, mean, HAS_WEIGHT, SMOOTH, ENTROPY, PADDED,
                     )  # fmt: skip
                     tl.store(dl_row + at, dz.to(dl_ptr.dtype.element_ty), at < body)
                 if ALIGN > 1:
@@ -198,18 +231,19 @@ def _rows_kernel(
                     end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
                     end_dz = _dz(
                         end_z, end_slope, top, pull, hit, target, smoothing, v, end_cols, end_live, weight_ptr, dloss,
-                        HAS_WEIGHT, SMOOTH, PADDED,
+                        dentropy, mean, HAS_WEIGHT, SMOOTH, ENTROPY, PADDED,
                     )  # fmt: skip
                     tl.store(dl_row - head + end_cols, end_dz.to(dl_ptr.dtype.element_ty), end_live)
 
 
 def launch_rows(
     logits, target, weight, ignore_index, label_smoothing, softcap, scale, *,
-    classes=None, loss=None, stats, dloss=None, dlogits=None,
+    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None,
 ):  # fmt: skip
     """Run the kernel over 2-D logits. ``loss`` given: write it and ``stats``; else ``stats`` are read. ``dlogits`` given:
     write the gradient (``dlogits is logits`` overwrites), for the upstream gradient ``dloss`` (m), or 1. Columns from
-    ``classes`` on are padding: no logits, their gradient is zero."""
+    ``classes`` on are padding: no logits, their gradient is zero. ``entropy`` given, with ``loss``: write that too, and add
+    its part for the upstream gradient ``dentropy`` (m, fp32, contiguous) to the gradient."""
     m, width = logits.shape
     v = width if classes is None else classes
     if m == 0 or v == 0:
@@ -224,13 +258,14 @@ def launch_rows(
     block = min(max(next_power_of_2(v), 2 * align * _EACH), _BLOCK if dlogits is None and not few_rows else _GRADIENT_BLOCK)
     warps = max(4, min(32, block // 512))
     programs = min(m, multiprocessors(logits) * (_WARPS // warps if dlogits is None else max(1, 32 // warps)))
-    launch(_rows_kernel, (programs,), 
+    launch(_rows_kernel, (programs,),
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
-        stats if given else loss, stats, stats if dloss is None else dloss, m, v, width, logits.stride(0), out.stride(0),
-        0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
+        stats if given else loss, stats, stats if dloss is None else dloss,
+        stats if entropy is None else entropy, stats if dentropy is None else dentropy, m, v, width, logits.stride(0),
+        out.stride(0), 0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
-        STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, BLOCK=block, EACH=min(_EACH, block),
-        ALIGN=align, PADDED=width > v, num_warps=warps,
+        STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None,
+        BLOCK=block, EACH=min(_EACH, block), ALIGN=align, PADDED=width > v, num_warps=warps,
     )  # fmt: skip
 
 

@@ -39,6 +39,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         kernel[grid](*args, **options)
 
 
+def refuse_tracing() -> None:
+    """A launcher whose host does more than launch: its op stays a call."""
+    if _traced:
+        raise NotTraceable
+
+
 def as_rows(x: Tensor) -> Tensor:
     """``(..., n) -> (m, n)`` with unit stride along n; copies only where no view of it is possible."""
     n = x.shape[-1]
@@ -58,8 +64,7 @@ def write_back(x: Tensor, rows: Tensor, order: list[int]) -> None:
     laid_out = x.permute(order)
     if laid_out.is_contiguous():
         return
-    if _traced:
-        raise NotTraceable
+    refuse_tracing()
     if rows.data_ptr() != x.data_ptr():
         laid_out.copy_(rows.view(laid_out.shape))
 

@@ -40,8 +40,8 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
-def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss):
-    """Fill ``loss``; return the gradients of x, weight, bias that are needed (None for the others)."""
+def each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss, entropy=None, dentropy=None):
+    """Fill ``loss`` (and ``entropy``); return the gradients of x, weight, bias that are needed (None for the others)."""
     m, v = x.shape[0], weight.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
@@ -59,8 +59,8 @@ def _each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, lo
             torch.mm(x_rows, weight.t(), out=logits)
         else:
             torch.addmm(bias, x_rows, weight.t(), out=logits)
-        upstream = None if dloss is None else dloss[rows]
-        _rows(logits, v, target[rows], class_weight, options, loss[rows], upstream, gradient)
+        upstream, h, dh = (None if t is None else t[rows] for t in (dloss, entropy, dentropy))
+        _rows(logits, v, target[rows], class_weight, options, loss[rows], upstream, gradient, h, dh)
         if dx is not None:
             torch.mm(logits, weight, out=dx[rows])
         if needs_dw:
@@ -94,7 +94,7 @@ def _accumulate(dw, dlogits, x, rounded: bool):
     return product if dw is None else dw.add_(product)
 
 
-def _rows(logits, v, target, class_weight, options, loss, dloss, gradient):
+def _rows(logits, v, target, class_weight, options, loss, dloss, gradient, entropy, dentropy):
     """Loss of one chunk over the first ``v`` columns; with ``gradient`` the chunk is overwritten by dloss/dlogits."""
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -108,6 +108,8 @@ def _rows(logits, v, target, class_weight, options, loss, dloss, gradient):
             stats=stats,
             dloss=dloss,
             dlogits=logits if gradient else None,
+            entropy=entropy,
+            dentropy=dentropy,
         )
         return
     ignore_index, smoothing, softcap, scale = options
@@ -169,7 +171,7 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     now = needs if reduction != "none" else [False] * 3
-    dx, dw, db = _each_chunk(x, weight, bias, target, class_weight, options, None, now, loss)
+    dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, None, now, loss)
     coefficient = _coefficient(target, class_weight, reduction, ignore_index)
     reduced = _reduce(loss, target, class_weight, coefficient, reduction, ignore_index)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -207,7 +209,7 @@ def _bwd_rows(dloss, x, weight, bias, target, class_weight, ignore_index, label_
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     upstream = dloss.float().contiguous()
-    made = _each_chunk(x, weight, bias, target, class_weight, options, upstream, needs, loss)
+    made = each_chunk(x, weight, bias, target, class_weight, options, upstream, needs, loss)
     like = (x, weight, x if bias is None else bias)
     return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(made, like, strict=True))
 

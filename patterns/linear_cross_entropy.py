@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
 
 from fx_fusion.canonicalize import View, value
 from fx_fusion.deferred import deferrable_outputs
@@ -20,9 +19,9 @@ from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
-from fx_fusion.patterns.loss_site import Logits, LossSite, find_losses, parts_of_linear, read_logits
+from fx_fusion.patterns.entropy_site import entropy_of
+from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_small
 from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import elements, expected
 
 
 def linear_then_loss(
@@ -39,23 +38,17 @@ def linear_then_loss(
 
 def find(view: View) -> Iterator[Match | NearMiss]:
     for site in find_losses(view):
-        seen = read_logits(view, site, to_linear=True)
-        linear = parts_of_linear(view, seen.source)
-        if linear is None:
-            found = "an input of this graph" if seen.source.op == "placeholder" else view.term(seen.source).op
-            reason = seen.stopped or f"expected linear, found {found} ({seen.source.name})"
-            yield NearMiss("linear_cross_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), reason)
+        if entropy_of(view, site) is not None:
+            continue  # both are token_log_probs'
+        head = head_of(view, site, "linear_cross_entropy")
+        if isinstance(head, NearMiss):
+            yield head
             continue
-        x, lm_head, bias = linear
-        if bias is not None and seen.bias is not None:
-            yield NearMiss("linear_cross_entropy", site.root, seen.source, 1, 2, "two biases follow each other")
-            continue
-        bias = bias if bias is not None else seen.bias
-        chain = [seen.source, *seen.nodes]
-        cuts = [n for n in (x, lm_head, bias) if n is not None]
-        deferred, inside = deferrable_outputs(view, chain, {*site.nodes, *chain}, cuts)
-        inputs = {"x": x, "lm_head": lm_head, "target": site.target}
-        inputs.update({k: v for k, v in (("bias", bias), ("weight", site.weight)) if v is not None})
+        given, chain = head.inputs, head.chain
+        deferred, inside = deferrable_outputs(view, chain, {*site.nodes, *chain}, list(given.values()))
+        inputs = {{"weight": "lm_head"}.get(n, n): node for n, node in given.items()} | {"target": site.target}
+        if site.weight is not None:
+            inputs["weight"] = site.weight
         yield Match(
             fusion="linear_cross_entropy",
             outputs=(site.root,),
@@ -65,32 +58,20 @@ def find(view: View) -> Iterator[Match | NearMiss]:
                 "reduction": site.reduction,
                 "ignore_index": site.ignore_index,
                 "label_smoothing": site.label_smoothing,
-                "softcap": seen.softcap,
-                "scale": seen.scale,
+                "softcap": head.seen.softcap,
+                "scale": head.seen.scale,
             },
             deferred=deferred,
-            emit=functools.partial(emit, site=site, seen=seen, cuts=cuts),
+            emit=functools.partial(emit, site=site, head=head),
         )
 
 
-def emit(editor: Editor, match: Match, site: LossSite, seen: Logits, cuts: list[fx.Node]) -> None:
-    root, linear = site.root, seen.source
-    x, lm_head, bias = match.inputs["x"], match.inputs["lm_head"], match.inputs.get("bias")
-    dtype = value(linear).dtype  # under autocast not the dtype of its inputs
-    grad = editor.view.effects.region[linear][0]
-    needs = [bool(grad and n is not None and value(n).requires_grad) for n in (x, lm_head, bias)]
+def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
+    root, seen = site.root, head.seen
+    grad = editor.view.effects.region[seen.source][0]
+    needs = [bool(grad and n is not None and value(n).requires_grad) for n in (head.x, head.weight, head.bias)]
     with editor.graph.inserting_before(root):
-        for cut in reversed(seen.row_slices):
-            x = editor.call(cut.target, (x, cut.args[1]), like=linear)
-        x = editor.method("reshape", (x, -1, value(lm_head).shape[1]), like=linear)
-        x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, lm_head))
-        if bias is not None:
-            if value(bias).dim() != 1:
-                bias = editor.method("reshape", (bias, -1), like=linear)
-            bias = editor.cast(bias, dtype, like=linear)
-        target = site.target
-        if value(target).dim() != 1:
-            target = editor.method("reshape", (target, -1), like=root)
+        x, lm_head, bias, target = operands(editor, head, site.target, root)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs,
         )  # fmt: skip
@@ -103,7 +84,7 @@ def emit(editor: Editor, match: Match, site: LossSite, seen: Logits, cuts: list[
         loss = editor.cast(loss, value(root).dtype, like=root)
         editor.replace(root, loss)
     for output in match.deferred:
-        editor.defer(output, cuts, like=linear)
+        editor.defer(output, head.inputs.values(), like=seen.source)
 
 
 def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
@@ -111,12 +92,7 @@ def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoot
 
 
 def pays(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
-    classes, rows = expected(lm_head.shape[0]), elements(target)
-    if classes < 4096:
-        return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
-    if x.device.type == "cuda" and rows * classes < 2**26:
-        return f"{rows:.0f} x {classes} logits fit beside everything else; Inductor needs fewer launches"
-    return None
+    return why_small(x, lm_head, target)
 
 
 FUSION = Fusion(

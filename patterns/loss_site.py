@@ -18,9 +18,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import Term, View, is_tensor, same_shape, value
 from fx_fusion.dtypes import keeps_values
+from fx_fusion.kernels.cross_entropy import NO_IGNORE
+from fx_fusion.match import NearMiss
 from fx_fusion.reading import source_of
-
-NO_IGNORE = -(2**63)  # no target has this index
+from fx_fusion.rewrite import Editor
+from fx_fusion.sizes import elements, expected
 
 
 @dataclass
@@ -281,11 +283,64 @@ def _keeps_last_dim(node: fx.Node) -> bool:
     return not covers_all or index[-1] == slice(None)
 
 
-def parts_of_linear(view: View, node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """``(x, weight, bias)`` if the node is a linear layer on a 2-D weight."""
-    if not isinstance(node, fx.Node) or view.name(node) != "linear":
-        return None
-    bound = signatures.bind("linear", node.args, dict(node.kwargs))
+@dataclass
+class Head:
+    """The linear layer that makes the logits of a loss, and what lies between."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    seen: Logits
+
+    @property
+    def chain(self) -> list[fx.Node]:
+        """From the linear layer to the loss."""
+        return [self.seen.source, *self.seen.nodes]
+
+    @property
+    def inputs(self) -> dict[str, fx.Node]:
+        """What a linear layer needs, without what it has not."""
+        given = {"x": self.x, "weight": self.weight, "bias": self.bias}
+        return {name: node for name, node in given.items() if node is not None}
+
+
+def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
+    """The linear layer under a loss, or how far it got."""
+    seen = read_logits(view, site, to_linear=True)
+    node, matched = seen.source, 1 + len(seen.nodes)
+    bound = signatures.bind("linear", node.args, dict(node.kwargs)) if view.name(node) == "linear" else None
     if bound is None or not is_tensor(bound["weight"]) or value(bound["weight"]).dim() != 2:
-        return None
-    return bound["input"], bound["weight"], bound["bias"]
+        found = "an input of this graph" if node.op == "placeholder" else view.term(node).op
+        reason = seen.stopped or f"expected linear, found {found} ({node.name})"
+        return NearMiss(fusion, site.root, node, matched, matched + 1, reason)
+    if bound["bias"] is not None and seen.bias is not None:
+        return NearMiss(fusion, site.root, node, matched, matched + 1, "two biases follow each other")
+    return Head(bound["input"], bound["weight"], bound["bias"] if seen.bias is None else seen.bias, seen)
+
+
+def why_small(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> str | None:
+    """Why logits need not be made in chunks, or None."""
+    classes, rows = expected(weight.shape[0]), elements(target)
+    if classes < 4096:
+        return f"{weight.shape[0]} classes: the logits are no larger than their input"
+    if x.device.type == "cuda" and rows * classes < 2**26:
+        return f"{rows:.0f} x {classes} logits fit beside everything else; Inductor needs fewer launches"
+    return None
+
+
+def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tuple[Any, Any, Any, Any]:
+    """x (m, h), weight, bias (v) and target (m) of an op that makes the logits itself, inserted where the loss is."""
+    linear = head.seen.source
+    dtype = value(linear).dtype  # under autocast not the dtype of its inputs
+    x, bias = head.x, head.bias
+    for cut in reversed(head.seen.row_slices):
+        x = editor.call(cut.target, (x, cut.args[1]), like=linear)
+    x = editor.method("reshape", (x, -1, value(head.weight).shape[1]), like=linear)
+    x, weight = (editor.cast(n, dtype, like=linear) for n in (x, head.weight))
+    if bias is not None:
+        if value(bias).dim() != 1:
+            bias = editor.method("reshape", (bias, -1), like=linear)
+        bias = editor.cast(bias, dtype, like=linear)
+    if value(target).dim() != 1:
+        target = editor.method("reshape", (target, -1), like=root)
+    return x, weight, bias, target

@@ -1,0 +1,93 @@
+"""The entropy of rows of logits, beside the log-probabilities that were gathered from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fx_fusion import signatures
+from fx_fusion.canonicalize import View, is_tensor, same_shape, value
+from fx_fusion.normal_forms import inner_term, is_same
+from fx_fusion.patterns.loss_site import LossSite
+from fx_fusion.reading import NotThis, binary
+
+
+@dataclass
+class EntropySite:
+    """``root`` is ``sign`` times the entropy of each row (shaped as the rows); ``nodes`` make it, from the logits on."""
+
+    root: fx.Node
+    sign: int
+    nodes: set[fx.Node]
+
+
+def entropy_of(view: View, site: LossSite) -> EntropySite | None:
+    """The first entropy of the logits that a site gathers from, in the grad mode of the site."""
+    if not site.gathered:
+        return None
+    region = view.effects.region
+    candidates = (n for n in view.graph.nodes if n.name != site.root.name and region[n] == region[site.root])
+    return next((found for node in candidates if (found := _at(view, node, site.logits)) is not None), None)
+
+
+def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
+    """``sum(p · log p)``, the negative entropy, or ``logsumexp(l) - sum(p · l)``."""
+    if view.name(node) == "sub":
+        term = view.term(node)
+        if term.op != "sub" or not all(isinstance(o, fx.Node) and is_tensor(o) for o in term.operands):
+            return None
+        total, expected = term.operands
+        found = _sum_of_products(view, expected, logits)
+        if found is None or found[0] != {"p", "logits"} or not _is_over_classes(view, total, "logsumexp"):
+            return None
+        fits = is_same(view, total.args[0], logits) and same_shape(value(total), value(expected))
+        return EntropySite(node, 1, {node, total, expected, *found[1]}) if fits else None
+    found = _sum_of_products(view, node, logits)
+    return EntropySite(node, -1, {node, *found[1]}) if found is not None and found[0] == {"p", "log_p"} else None
+
+
+def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
+    """Whether a node reduces the last dim of its input, without keeping it or changing the dtype."""
+    bound = signatures.bind(name, node.args, dict(node.kwargs)) if view.name(node) == name else None
+    if bound is None or not is_tensor(bound["input"]) or bound["keepdim"] or bound.get("dtype") is not None:
+        return False
+    dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
+    return tuple(dims) in ((-1,), (value(bound["input"]).dim() - 1,))
+
+
+def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[str], set[fx.Node]] | None:
+    """What two factors are summed over classes, ``p``, ``log_p`` or ``logits``, and the nodes that make the products."""
+    if not _is_over_classes(view, node, "sum"):
+        return None
+    product = node.args[0] if node.args else node.kwargs["input"]
+    if not isinstance(product, fx.Node) or view.name(product) != "mul":
+        return None
+    nodes = {product}
+    try:
+        kinds = {kind for factor in binary(view, product) for kind in _kind(view, factor, logits, nodes)}
+    except NotThis:
+        return None
+    return kinds, nodes
+
+
+def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> Iterator[str]:
+    if not is_tensor(factor):
+        return
+    if is_same(view, factor, logits):
+        yield "logits"
+        return
+    for op, kind in (("softmax", "p"), ("log_softmax", "log_p"), ("exp", "p")):
+        term = inner_term(view, factor, op)
+        if term is None:
+            continue
+        nodes.update(term.nodes)
+        if op == "exp":
+            below = inner_term(view, term.operands[0], "log_softmax")
+            if below is None or below.attrs != (-1,) or not is_same(view, below.operands[0], logits):
+                return
+            nodes.update(below.nodes)
+            yield kind
+        elif term.attrs == (-1,) and is_same(view, term.operands[0], logits):
+            yield kind

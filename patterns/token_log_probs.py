@@ -1,0 +1,104 @@
+"""lm_head, log-probabilities of given tokens and the entropy of every row -> kernels/token_log_probs.py.
+
+Without the entropy it is ``linear_cross_entropy`` that takes the site; this is for both from the same logits, as policies
+are trained with: -Σ p log p with p written as exp(log_softmax) or as softmax, or logsumexp - Σ p · logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.deferred import deferrable_outputs
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.guards import wrong_dtype
+from fx_fusion.kernels.token_log_probs import token_log_probs
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.patterns.entropy_site import EntropySite, entropy_of
+from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_small
+from fx_fusion.rewrite import Editor, Mismatch
+
+
+def log_probs_and_entropy(x, weight, bias, target, softcap, scale):
+    z = F.linear(x, weight, bias).float() * scale
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    log_p = torch.log_softmax(z, dim=-1)
+    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for site in find_losses(view):
+        entropy = entropy_of(view, site)
+        if entropy is None:
+            continue
+        together = dataclasses.replace(site, nodes={*site.nodes, *entropy.nodes})
+        head = head_of(view, together, "token_log_probs")
+        if isinstance(head, NearMiss):
+            yield head
+            continue
+        inside = {*together.nodes, *head.chain}
+        deferred, following = deferrable_outputs(view, head.chain, inside, list(head.inputs.values()))
+        yield Match(
+            fusion="token_log_probs",
+            outputs=(site.root, entropy.root),
+            nodes=frozenset((*inside, *following)),
+            inputs={**head.inputs, "target": site.target},
+            statics={"softcap": head.seen.softcap, "scale": head.seen.scale},
+            deferred=deferred,
+            emit=functools.partial(emit, site=site, entropy=entropy, head=head),
+        )
+
+
+def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite, head: Head) -> None:
+    roots = match.outputs
+    first = min(roots, key=lambda n: editor.view.order[n])
+    if editor.view.order[site.target] > editor.view.order[first]:
+        raise Mismatch(f"{site.target.name} does not exist yet where {first.name} is needed")
+    with editor.graph.inserting_before(first):
+        arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
+        call = editor.call(token_log_probs.overload, arguments, like=site.root)
+        for i, (root, sign) in enumerate(zip(roots, (-site.sign, entropy.sign), strict=True)):
+            result = editor.item(call, i, like=root)
+            result = result if sign > 0 else editor.method("neg", (result,), like=root)
+            result = editor.method("view", (result, *value(root).shape), like=root)
+            editor.replace(root, editor.cast(result, value(root).dtype, like=root))
+    for output in match.deferred:
+        editor.defer(output, head.inputs.values(), like=head.seen.source)
+
+
+def guard(x, weight, bias, target, softcap, scale):
+    return wrong_dtype(x=x, weight=weight)
+
+
+def pays(x, weight, bias, target, softcap, scale):
+    if x.device.type == "cuda":  # 8·m·h·v FLOPs where Inductor has 6 and several passes over the logits
+        return why_small(x, weight, target) or "not timed on a GPU yet; it saves the logits and their probabilities"
+    return why_small(x, weight, target)
+
+
+FUSION = Fusion(
+    name="token_log_probs",
+    pattern=log_probs_and_entropy,
+    inputs={"x": "m h", "weight": "v h", "bias": "v", "target": "m"},
+    integers={"target": "v"},
+    variants=({"softcap": 0.0, "scale": 1.0, "bias": None}, {"softcap": 0.0, "scale": 0.5}, {"softcap": 30.0, "scale": 1.0}),
+    find=find,
+    kernel=token_log_probs,
+    guard=guard,
+    pays=pays,
+    priority=110,
+    on_cpu=True,
+    cases=(
+        case("one_class", m=3, h=4, v=1, bench=False),
+        case("odd", m=37, h=19, v=781, bench=False),
+        case("chunks", m=300, h=16, v=8500, bench=False),
+        case("llama_1b", m=8192, h=2048, v=128256),
+        case("llama_2", m=16384, h=4096, v=32000),
+    ),
+    source="Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax), in chunks as linear_cross_entropy",
+)
