@@ -18,13 +18,11 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fx_fusion.op import PLAIN_FUNCTIONS
 from fx_fusion.options import Options
 
 _SLOT = "post_grad_custom_pre_pass"
-_TRACED = "unsafe_marked_cacheable_functions"
-_TRACED_NAMES = tuple(
-    f"fx_fusion.kernels.block_sparse_attention.{name}" for name in ("visible_blocks", "block_sparse_attention")
-)
+_CACHEABLE = "unsafe_marked_cacheable_functions"
 
 
 class _NoOpPass(CustomGraphPass):
@@ -62,9 +60,8 @@ def config_patches(options: Options) -> dict[str, Any]:
     patches = dict(options.inductor)
     given = patches.get(_SLOT, getattr(inductor_config, _SLOT))
     ours = _NoOpPass(key_of(options))
-    # Functions of ours that AOTAutograd traces through: what they do is in the key of the pass.
-    known = dict(patches.get(_TRACED, getattr(inductor_config, _TRACED)) or {})
-    patches[_TRACED] = {**known, **dict.fromkeys(_TRACED_NAMES, source_hash())}
+    known = dict(patches.get(_CACHEABLE, getattr(inductor_config, _CACHEABLE)) or {})
+    patches[_CACHEABLE] = {**known, **dict.fromkeys(PLAIN_FUNCTIONS, source_hash())}
     if given is None:
         patches[_SLOT] = ours
     elif isinstance(given, CustomGraphPass):

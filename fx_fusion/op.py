@@ -30,12 +30,20 @@ NAMESPACE = "fx_fusion"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _DEVICES = ("CPU", "CUDA")
 _DEFINED: list[torch._ops.OpOverload] = []
+PLAIN_FUNCTIONS: list[str] = []
 _LOWERINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's own ops that rewritten graphs call. AOTAutograd's cache takes graphs with it because it is
+    named here (``PLAIN_FUNCTIONS``): what it does is in our part of the key."""
+    PLAIN_FUNCTIONS.append(f"{function.__module__}.{function.__qualname__}")
+    return function
 
 
 class FusedOp:

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
 from torch.nn.attention.flex_attention import BlockMask
 
+from fx_fusion.op import plain_function
+
 BLOCK = 128
 # What the operator's lowering expects to be told. Every query sees itself, but not in every block that is visited.
 _OPTIONS = {
@@ -30,6 +32,7 @@ _OPTIONS = {
 }  # fmt: skip
 
 
+@plain_function
 def visible_blocks(query: Tensor, labels: Sequence[Tensor], low: int | None, high: int | None) -> tuple[Tensor, ...]:
     """For each block of queries: how many blocks of keys are partly visible, and which; then the same for the blocks that
     are visible entirely; then all four for each block of keys. Each (b or 1, 1, n[, n]), int32, as in ``BlockMask``."""
@@ -64,6 +67,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32)
 
 
+@plain_function
 def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor],
     low: int | None, high: int | None, scale: float,
