@@ -26,6 +26,7 @@ from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
 from fx_fusion.graph_breaks import why_it_ends
 from fx_fusion.kernel_accesses import remember_accesses
+from fx_fusion.layouts import without_donated_buffers
 from fx_fusion.op import tell_inductor
 from fx_fusion.options import Options, parse
 from fx_fusion.report import GraphReport, Site, publish
@@ -64,7 +65,8 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     """Inductor, with the user's options and our part of the cache key."""
     tell_inductor()
     remember_accesses()
-    return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+    with without_donated_buffers(gm):
+        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
 
 
 def compile_graph(

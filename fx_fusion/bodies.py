@@ -39,6 +39,7 @@ def carried_in(view: View, node: fx.Node) -> fx.Node:
     with view.graph.inserting_after(list(outside.operands)[-1]):
         placeholder = view.graph.placeholder(f"{operand.name}_from_outside")
     placeholder.meta["example_value"] = operand.meta["example_value"]
+    view.adopt(placeholder, list(outside.operands)[-1])
     outside.call.args = (*outside.call.args, operand)
     outside.operands[placeholder] = operand
     return placeholder

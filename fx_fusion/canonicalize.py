@@ -50,6 +50,11 @@ class View:
             if self.name(node) in ("tanh", "erf"):
                 self._terms.update(written_out_gelus(self, node))
 
+    def adopt(self, node: fx.Node, beside: fx.Node) -> None:
+        """A node that was inserted ``beside`` another after this view was made."""
+        self.order[node] = self.order[beside]
+        self.effects.adopt(node, beside)
+
     # -- meaning of a node ---------------------------------------------------------------------------------------
     def term(self, node: fx.Node | Term) -> Term:
         if isinstance(node, Term):

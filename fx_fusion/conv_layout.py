@@ -42,13 +42,13 @@ def goes_channels_last(graph: fx.Graph) -> bool:
     return not (grouped or narrowing or small)
 
 
-def goes_with_convolutions(fusion: Fusion, match: Match) -> bool:
-    """Whether the kernel of a match works on images that convolutions of two dims would hand on."""
-    first = fusion.tensors()[0]
-    if str(fusion.inputs[first]).split()[:2] != ["b", "c"] or not is_tensor(match.inputs.get(first)):
-        return False
-    images = value(match.inputs[first])
-    return images.dim() == 4 and images.is_contiguous()
+def images_of(fusion: Fusion, match: Match) -> frozenset[str]:
+    """The inputs of a match that are images which convolutions of two dims would hand on, contiguous in the graph."""
+    images = {
+        n for n in fusion.tensors() if str(fusion.inputs[n]).split()[:2] == ["b", "c"] and is_tensor(match.inputs.get(n))
+    }
+    fits = all(value(match.inputs[n]).dim() == 4 and value(match.inputs[n]).is_contiguous() for n in images)
+    return frozenset(images) if fits else frozenset()
 
 
 def _convolution(node: fx.Node) -> dict[str, Any] | None:

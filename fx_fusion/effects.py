@@ -60,6 +60,12 @@ class Effects:
                 self.writes.append(node)
                 self._mutated[node] = written
 
+    def adopt(self, node: fx.Node, beside: fx.Node) -> None:
+        """A node that was inserted into the graph afterwards, which writes nothing."""
+        self.region[node] = self.region[beside]
+        for storage in storages(node):
+            self._by_storage.setdefault(storage, []).append(node)
+
     def mutated(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The operands that ``node`` writes to."""
         return self._mutated.get(node, ())

@@ -42,7 +42,7 @@ class Match:
         deferred: matched nodes that the graph returns and that are computed only when read.
         emit: makes the replacement, given an editor; None for "call the kernel".
         note: what the report says of the site, whatever becomes of it.
-        channels_last: Inductor lays this graph out channels last, and the kernel is to run so.
+        channels_last: inputs that go to the kernel channels last, since Inductor lays out this graph so.
     """
 
     fusion: str
@@ -57,7 +57,7 @@ class Match:
     deferred: tuple[fx.Node, ...] = ()
     emit: Callable[[Editor, Match], None] | None = None
     note: str = ""
-    channels_last: bool = False
+    channels_last: frozenset[str] = frozenset()
 
     @property
     def root(self) -> fx.Node:
@@ -66,15 +66,10 @@ class Match:
     def example(self, parameter: str) -> Any:
         """The example value of an input, laid out as the kernel will get it."""
         known = value(self.inputs[parameter])
-        if not self.is_relaid(parameter):
+        if parameter not in self.channels_last:
             return known
         with known.fake_mode:
             return to_channels_last(known).requires_grad_(known.requires_grad)
-
-    def is_relaid(self, parameter: str) -> bool:
-        """Whether an input goes to the kernel channels last: the images do, what belongs to channels does not."""
-        bound = self.inputs[parameter]
-        return self.channels_last and is_tensor(bound) and value(bound).shape == value(self.root).shape
 
 
 @dataclass

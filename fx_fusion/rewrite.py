@@ -206,7 +206,7 @@ def call_kernel(fusion: Fusion, editor: Editor, match: Match) -> None:
     bound = {**match.inputs, **match.statics}
     with editor.graph.inserting_before(insertion_point(match, editor)):
         for parameter, node in match.inputs.items():
-            if match.is_relaid(parameter):
+            if parameter in match.channels_last:
                 bound[parameter] = editor.call(channels_last, (node,), like=match.root)
             elif is_tensor(node) and value(node).dim() > 1 and len(str(fusion.inputs[parameter]).split()) == 1:
                 bound[parameter] = editor.method("reshape", (node, -1), like=match.root)  # (1, c, 1, 1): one a channel
@@ -225,7 +225,10 @@ def _as_the_graph_has_it(editor: Editor, node: fx.Node, output: fx.Node) -> fx.N
     if value(node).dim() < value(output).dim():
         node = editor.method("view", (node, *value(output).shape), like=output)
     if is_channels_last(value(node)) and value(output).is_contiguous():
-        node = editor.call(any_layout, (node,), like=output)
+        # Inductor gives a result of the graph the strides it must have, but not a view of one that it was left to lay out.
+        views = editor.view.effects.aliases(output)
+        seen = any(user.op == "output" for alias in views for user in alias.users)
+        node = editor.method("contiguous", (node,), like=output) if seen else editor.call(any_layout, (node,), like=output)
     return node
 
 
@@ -237,9 +240,15 @@ def insertion_point(match: Match, editor: Editor) -> fx.Node:
     late = [n for n in match.inputs.values() if isinstance(n, fx.Node) and order[n] > order[first]]
     if not late:
         return first
-    last = max(late, key=lambda n: order[n])
+    last = behind = max(late, key=lambda n: order[n])
+    region = editor.view.effects.region
+    while region.get(behind) != region[match.root]:  # what is made in a no_grad or autocast block is read outside of it
+        behind = behind.next
+        if behind.op == "output":
+            raise Mismatch(f"{last.name} is made in another grad-mode or autocast region")
+    at = order[behind]
     for output in match.outputs:
         for user in output.users:
-            if user not in match.nodes and order.get(user, order[last] + 1) <= order[last]:
+            if user not in match.nodes and order.get(user, at + 1) <= at:
                 raise Mismatch(f"{last.name} does not exist yet where {user.name} needs a result")
-    return last.next
+    return behind.next

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fx_fusion.canonicalize import View
-from fx_fusion.conv_layout import goes_channels_last, goes_with_convolutions
+from fx_fusion.conv_layout import goes_channels_last, images_of
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.legality import why_not
@@ -104,8 +104,8 @@ def choose(
     later: list[tuple[Candidate, str, str]] = []
     for candidate in candidates:
         match = candidate.match
-        if channels_last and goes_with_convolutions(candidate.fusion, match):
-            match = dataclasses.replace(match, channels_last=True)
+        if channels_last:
+            match = dataclasses.replace(match, channels_last=images_of(candidate.fusion, match))
         if taken.intersection((*match.nodes, match.root)):
             continue
         if candidate.reason is not None:

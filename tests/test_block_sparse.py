@@ -287,6 +287,27 @@ def test_documents_from_outside_of_checkpointed_bodies(on_cpu, nested):
     assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
 
 
+def test_what_comes_in_through_a_body_between_is_known_there(on_cpu):
+    """A loss in the middle body, whose finders look at every node of it."""
+
+    def layer(query, key, value, mask):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def middle(query, key, value, mask, head, target):
+        query = checkpoint(layer, query, key, value, mask, use_reentrant=False)
+        log_p = torch.log_softmax(F.linear(query, head), -1)
+        return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+    def function(query, key, value, ids, head, target):
+        return checkpoint(middle, query, key, value, documents(ids), head, target, use_reentrant=False)
+
+    inputs = {**tensors(), "ids": IDS, "head": torch.randn(50, 16), "target": torch.randint(0, 50, (2, 4, S))}
+    with fx_fusion.recording() as report:
+        found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs)
+    assert report.count("block_sparse_attention") == report.count("linear_cross_entropy") == 1, str(report)
+    torch.testing.assert_close(found, function(**inputs), rtol=1e-4, atol=1e-4)
+
+
 def test_any_length_with_symbolic_sizes(on_cpu):
     def function(query, key, value):
         query, key, value = (t.view(2, 4, -1, 16) for t in (query, key, value))

@@ -99,6 +99,27 @@ def test_a_write_between_statistic_and_use(name):
     assert report.count("rms_norm") == 0, str(report)
 
 
+def test_a_late_input_from_a_no_grad_block():
+    """The fused call needs w * 2, and must not be put where nothing has a gradient."""
+
+    def function(x, r, w):
+        s = x + r
+        with torch.no_grad():
+            doubled = w * 2
+        return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * doubled, s
+
+    leaves = [[t.clone().requires_grad_() for t in (x, u, w8)] for _ in range(2)]
+    found, report = rewritten(function, *leaves[0])
+    expected = function(*leaves[1])
+    assert report.count("add_rms_norm") == 1, str(report)
+    assert all(t.requires_grad for t in found)
+    gradients = [
+        torch.autograd.grad(sum(t.sin().sum() for t in y), given[:2]) for y, given in zip((found, expected), leaves)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_a_write_inside_a_checkpointed_body():
     same(_write(lambda h: checkpoint(lambda a: a.add_(1), h, use_reentrant=False)), x)
 
