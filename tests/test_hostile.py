@@ -114,7 +114,8 @@ def test_a_late_input_from_a_no_grad_block():
     assert report.count("add_rms_norm") == 1, str(report)
     assert all(t.requires_grad for t in found)
     gradients = [
-        torch.autograd.grad(sum(t.sin().sum() for t in y), given[:2]) for y, given in zip((found, expected), leaves)
+        torch.autograd.grad(sum(t.sin().sum() for t in y), given[:2])
+        for y, given in zip((found, expected), leaves, strict=True)
     ]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
