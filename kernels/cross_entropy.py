@@ -124,6 +124,7 @@ def _rows_kernel(
 
     A row of odd length starts anywhere: wide loads and stores take its ``body``, from the first multiple of ALIGN behind
     its start, and what is left at both ends is read apart (ALIGN > 1)."""
+    tl.static_assert(ALIGN == 1 or not PADDED, "padded rows start where wide loads may")
     smoothing = tl.cast(smoothing, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     scale = tl.cast(scale, tl.float32)
