@@ -36,10 +36,11 @@ def carried_in(view: View, node: fx.Node) -> fx.Node:
     for placeholder, given in outside.operands.items():
         if given is operand:
             return placeholder
-    with view.graph.inserting_after(list(outside.operands)[-1]):
+    last = next(reversed(outside.operands))
+    with view.graph.inserting_after(last):
         placeholder = view.graph.placeholder(f"{operand.name}_from_outside")
     placeholder.meta["example_value"] = operand.meta["example_value"]
-    view.adopt(placeholder, list(outside.operands)[-1])
+    view.adopt(placeholder, last)
     outside.call.args = (*outside.call.args, operand)
     outside.operands[placeholder] = operand
     return placeholder

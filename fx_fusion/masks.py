@@ -70,6 +70,8 @@ class MaskProver:
 
     def __init__(self, view: View, *, may_assume: bool):
         self.view, self.may_assume = view, may_assume
+        # How many graphs are around this one: two functions of one name would be the same to sympy.
+        self._depth: int = 0 if view.outside is None else prover_of(view.outside.view)._depth + 1
         self._known: dict[fx.Node, sympy.Basic] = {}
         self._assumed: dict[fx.Node, set[fx.Node]] = {}
         self._proofs: dict[tuple[fx.Node, bool], MaskProof] = {}
@@ -146,7 +148,7 @@ class MaskProver:
             if example.dtype not in (torch.int32, torch.int64) or example.dim() not in (1, 2):
                 raise
             why = opaque
-        function = sympy.Function(node.name + "'" * self._depth(), integer=True)
+        function = sympy.Function(node.name + "'" * self._depth, integer=True)
         self._labels[function], self._why[function] = node, why
         if op_name(node) == "cumsum" and node.args[0] in self._known and argument(node, 1, "dim") in (-1, example.dim() - 1):
             self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[: example.dim()])
@@ -187,21 +189,11 @@ class MaskProver:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
         prover = prover_of(outside.view)
         expression = prover.expression(operand)
-        for known, theirs in (
-            (self._labels, prover._labels),
-            (self._why, prover._why),
-            (self._runs, prover._runs),
-        ):
-            known.update(theirs)  # type: ignore[arg-type]
+        self._labels.update(prover._labels)
+        self._why.update(prover._why)
+        self._runs.update(prover._runs)
         self._assumed[node] = set(prover._assumed[operand])
         return expression
-
-    def _depth(self) -> int:
-        """How many graphs are around this one: two functions of one name would be the same to sympy."""
-        depth, outside = 0, self.view.outside
-        while outside is not None:
-            depth, outside = depth + 1, outside.view.outside
-        return depth
 
     def at(self, operand: Any, node: fx.Node, dims: list[sympy.Expr] | None = None) -> sympy.Basic:
         """An operand of ``node`` broadcast to its shape, as an expression over its indices (or over ``dims``)."""

@@ -8,7 +8,6 @@ itself made dead are erased: global dead-code elimination would also drop in-pla
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -187,8 +186,10 @@ def rewrite(fusion: Fusion, match: Match, editor: Editor) -> str | None:
     """Replace one match; the reason if its replacement does not fit (nothing is changed then)."""
     before = list(editor.graph.nodes)
     try:
-        with entered(editor.view.effects.region[match.root]):
-            (match.emit or functools.partial(call_kernel, fusion))(editor, match)
+        if match.emit is not None:
+            match.emit(editor, match)
+        else:
+            call_kernel(fusion, match, editor)
     except Mismatch as mismatch:
         known = set(before)
         for node in reversed(list(editor.graph.nodes)):
@@ -199,7 +200,7 @@ def rewrite(fusion: Fusion, match: Match, editor: Editor) -> str | None:
     return None
 
 
-def call_kernel(fusion: Fusion, editor: Editor, match: Match) -> None:
+def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
     """One call of the kernel, where its last input exists and its first result is needed."""
     kernel = fusion.kernel
     assert kernel is not None, f"fusion {fusion.name} has neither a kernel nor emit"

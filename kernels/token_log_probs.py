@@ -6,8 +6,8 @@ What reinforcement learning from feedback asks of a policy for every token. Upst
 in the forward, and have to be inside the sum of dW: the backward computes the logits again, as linear_cross_entropy does
 without a reduction. Formulas in ``cross_entropy``.
 
-Shapes     x: (m, h); weight: (v, h); bias: (v); target: (m). logp, entropy: (m).
-Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. logp and entropy in fp32.
+Shapes     x: (m, h); lm_head: (v, h); bias: (v); target: (m). logp, entropy: (m).
+Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. logp and entropy in fp32.
 Saved      the inputs (nothing of size m·v).
 Source     chunks: Malek 2024, efficient_cross_entropy; entropy within the online softmax: one more sum a lane.
 """
@@ -20,43 +20,44 @@ from fx_fusion.kernels.linear_cross_entropy import each_chunk
 from fx_fusion.op import fused_op
 
 
-def _chunks(x, weight, bias, target, softcap, scale, dlogp=None, dentropy=None, needs=(False, False, False)):
+def _chunks(x, lm_head, bias, target, softcap, scale, dlogp=None, dentropy=None, needs=(False, False, False)):
     refuse_tracing()  # products in a loop: nothing for the compiler to see
-    x, weight, target = x.contiguous(), weight if weight.stride(-1) == 1 else weight.contiguous(), target.contiguous()
-    logp, entropy = _fake(x, weight, bias, target, softcap, scale)
+    x, target = x.contiguous(), target.contiguous()
+    lm_head = lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous()
+    logp, entropy = _fake(x, lm_head, bias, target, softcap, scale)
     dloss = torch.zeros_like(logp) if dlogp is None else -dlogp.float().contiguous()
     dentropy = torch.zeros_like(logp) if dentropy is None else dentropy.float().contiguous()
     options = (NO_IGNORE, 0.0, softcap, scale)
-    made = each_chunk(x, weight, bias, target, None, options, dloss, needs, logp, entropy, dentropy)
+    made = each_chunk(x, lm_head, bias, target, None, options, dloss, needs, logp, entropy, dentropy)
     return logp.neg_(), entropy, made
 
 
-def _fwd(x, weight, bias, target, softcap, scale):
-    return _chunks(x, weight, bias, target, softcap, scale)[:2]
+def _fwd(x, lm_head, bias, target, softcap, scale):
+    return _chunks(x, lm_head, bias, target, softcap, scale)[:2]
 
 
-def _bwd(dlogp, dentropy, x, weight, bias, target, softcap, scale, needs):
-    made = _chunks(x, weight, bias, target, softcap, scale, dlogp, dentropy, needs)[2]
-    like = (x, weight, x if bias is None else bias)
+def _bwd(dlogp, dentropy, x, lm_head, bias, target, softcap, scale, needs):
+    made = _chunks(x, lm_head, bias, target, softcap, scale, dlogp, dentropy, needs)[2]
+    like = (x, lm_head, x if bias is None else bias)
     return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(made, like, strict=True))
 
 
-def _fake(x, weight, bias, target, softcap, scale):
+def _fake(x, lm_head, bias, target, softcap, scale):
     return tuple(torch.empty(x.shape[:1], dtype=torch.float32, device=x.device) for _ in range(2))
 
 
 token_log_probs = fused_op(
     "token_log_probs",
     (
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor target, float softcap, float scale)"
+        "(Tensor x, Tensor lm_head, Tensor? bias, Tensor target, float softcap, float scale)"
         " -> (Tensor logp, Tensor entropy)",
         _fwd,
     ),
     (
-        "(Tensor? dlogp, Tensor? dentropy, Tensor x, Tensor weight, Tensor? bias, Tensor target, float softcap, float scale,"
-        " bool[] needs) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+        "(Tensor? dlogp, Tensor? dentropy, Tensor x, Tensor lm_head, Tensor? bias, Tensor target, float softcap,"
+        " float scale, bool[] needs) -> (Tensor dx, Tensor dlm_head, Tensor dbias)",
         _bwd,
     ),
     fake=_fake,
-    grads=("x", "weight", "bias"),
+    grads=("x", "lm_head", "bias"),
 )

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.dtypes import computed_in, keeps_values
+from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.masks import MaskProof, MaskProver, prover_of
 from fx_fusion.match import Match, NearMiss
@@ -221,8 +222,10 @@ def _emit(editor: Editor, match: Match, scores: _Scores, *, transposed: bool, dr
             bias = added if bias is None else editor.call(torch.add, (bias, added), like=root)
         if bias is not None and causal:  # one mask, not two
             bias, causal = _with_causal(editor, bias, q, k, root), False
-        if bias is not None and value(bias).dtype != computed_in(value(q)):
-            raise Mismatch(f"the bias is {value(bias).dtype}, attention is computed in {computed_in(value(q))}")
+        with entered(editor.view.effects.region[root]):
+            dtype = computed_in(value(q))
+        if bias is not None and value(bias).dtype != dtype:
+            raise Mismatch(f"the bias is {value(bias).dtype}, attention is computed in {dtype}")
         three = value(q).dim() == 3
         if three:
             q, k, v = (editor.method("unsqueeze", (t, 0), like=root) for t in (q, k, v))

@@ -28,7 +28,7 @@ def entropy_of(view: View, site: LossSite) -> EntropySite | None:
     if not site.gathered:
         return None
     region = view.effects.region
-    candidates = (n for n in view.graph.nodes if n.name != site.root.name and region[n] == region[site.root])
+    candidates = (n for n in view.graph.nodes if region[n] == region[site.root])
     return next((found for node in candidates if (found := _at(view, node, site.logits)) is not None), None)
 
 

@@ -46,7 +46,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             continue
         given, chain = head.inputs, head.chain
         deferred, inside = deferrable_outputs(view, chain, {*site.nodes, *chain}, list(given.values()))
-        inputs = {{"weight": "lm_head"}.get(n, n): node for n, node in given.items()} | {"target": site.target}
+        inputs = {**given, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
         yield Match(
@@ -69,7 +69,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
     root, seen = site.root, head.seen
     grad = editor.view.effects.region[seen.source][0]
-    needs = [bool(grad and n is not None and value(n).requires_grad) for n in (head.x, head.weight, head.bias)]
+    needs = [bool(grad and n is not None and value(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
     with editor.graph.inserting_before(root):
         x, lm_head, bias, target = operands(editor, head, site.target, root)
         options: tuple[Any, ...] = (

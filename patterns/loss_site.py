@@ -288,7 +288,7 @@ class Head:
     """The linear layer that makes the logits of a loss, and what lies between."""
 
     x: fx.Node
-    weight: fx.Node
+    lm_head: fx.Node
     bias: fx.Node | None
     seen: Logits
 
@@ -300,7 +300,7 @@ class Head:
     @property
     def inputs(self) -> dict[str, fx.Node]:
         """What a linear layer needs, without what it has not."""
-        given = {"x": self.x, "weight": self.weight, "bias": self.bias}
+        given = {"x": self.x, "lm_head": self.lm_head, "bias": self.bias}
         return {name: node for name, node in given.items() if node is not None}
 
 
@@ -318,29 +318,29 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
     return Head(bound["input"], bound["weight"], bound["bias"] if seen.bias is None else seen.bias, seen)
 
 
-def why_small(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> str | None:
+def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> str | None:
     """Why logits need not be made in chunks, or None."""
-    classes, rows = expected(weight.shape[0]), elements(target)
+    classes, rows = expected(lm_head.shape[0]), elements(target)
     if classes < 4096:
-        return f"{weight.shape[0]} classes: the logits are no larger than their input"
+        return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
     if x.device.type == "cuda" and rows * classes < 2**26:
         return f"{rows:.0f} x {classes} logits fit beside everything else; Inductor needs fewer launches"
     return None
 
 
 def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tuple[Any, Any, Any, Any]:
-    """x (m, h), weight, bias (v) and target (m) of an op that makes the logits itself, inserted where the loss is."""
+    """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
     linear = head.seen.source
     dtype = value(linear).dtype  # under autocast not the dtype of its inputs
     x, bias = head.x, head.bias
     for cut in reversed(head.seen.row_slices):
         x = editor.call(cut.target, (x, cut.args[1]), like=linear)
-    x = editor.method("reshape", (x, -1, value(head.weight).shape[1]), like=linear)
-    x, weight = (editor.cast(n, dtype, like=linear) for n in (x, head.weight))
+    x = editor.method("reshape", (x, -1, value(head.lm_head).shape[1]), like=linear)
+    x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, head.lm_head))
     if bias is not None:
         if value(bias).dim() != 1:
             bias = editor.method("reshape", (bias, -1), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
     if value(target).dim() != 1:
         target = editor.method("reshape", (target, -1), like=root)
-    return x, weight, bias, target
+    return x, lm_head, bias, target

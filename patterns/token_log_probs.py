@@ -24,8 +24,8 @@ from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, o
 from fx_fusion.rewrite import Editor, Mismatch
 
 
-def log_probs_and_entropy(x, weight, bias, target, softcap, scale):
-    z = F.linear(x, weight, bias).float() * scale
+def log_probs_and_entropy(x, lm_head, bias, target, softcap, scale):
+    z = F.linear(x, lm_head, bias).float() * scale
     z = softcap * torch.tanh(z / softcap) if softcap else z
     log_p = torch.log_softmax(z, dim=-1)
     return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
@@ -71,20 +71,21 @@ def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite, hea
         editor.defer(output, head.inputs.values(), like=head.seen.source)
 
 
-def guard(x, weight, bias, target, softcap, scale):
-    return wrong_dtype(x=x, weight=weight)
+def guard(x, lm_head, bias, target, softcap, scale):
+    return wrong_dtype(x=x, lm_head=lm_head)
 
 
-def pays(x, weight, bias, target, softcap, scale):
-    if x.device.type == "cuda":  # 8·m·h·v FLOPs where Inductor has 6 and several passes over the logits
-        return why_small(x, weight, target) or "not timed on a GPU yet; it saves the logits and their probabilities"
-    return why_small(x, weight, target)
+def pays(x, lm_head, bias, target, softcap, scale):
+    small = why_small(x, lm_head, target)
+    if small is None and x.device.type == "cuda":  # 8·m·h·v FLOPs where Inductor has 6 and several passes over the logits
+        return "not timed on a GPU yet; it saves the logits and their probabilities"
+    return small
 
 
 FUSION = Fusion(
     name="token_log_probs",
     pattern=log_probs_and_entropy,
-    inputs={"x": "m h", "weight": "v h", "bias": "v", "target": "m"},
+    inputs={"x": "m h", "lm_head": "v h", "bias": "v", "target": "m"},
     integers={"target": "v"},
     variants=({"softcap": 0.0, "scale": 1.0, "bias": None}, {"softcap": 0.0, "scale": 0.5}, {"softcap": 30.0, "scale": 1.0}),
     find=find,
