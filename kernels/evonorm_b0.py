@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.channel_norm import Tiles, as_images, empty_images, image_strides, merge
+from fx_fusion.kernels.images import Tiles, as_images, empty_images, image_strides, merge
 from fx_fusion.kernels.launch import cdiv, column_sums, launch
 from fx_fusion.op import fused_op
 

@@ -2,7 +2,9 @@
 
 import torch
 
-from fx_fusion.kernels.channel_norm import GROUP_NORM, empty_images, norm_bwd, norm_fwd
+from fx_fusion.kernels.channel_norm import norm_bwd, norm_fwd
+from fx_fusion.kernels.images import empty_images
+from fx_fusion.kernels.norm_formulas import GROUP_NORM
 from fx_fusion.op import fused_op
 
 

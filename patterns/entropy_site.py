@@ -12,6 +12,7 @@ from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.normal_forms import inner_term, is_same
 from fx_fusion.patterns.loss_site import LossSite
 from fx_fusion.reading import NotThis, binary
+from fx_fusion.rewrite import Editor, Mismatch
 
 
 @dataclass
@@ -21,6 +22,22 @@ class EntropySite:
     root: fx.Node
     sign: int
     nodes: set[fx.Node]
+
+    def first(self, editor: Editor, site: LossSite) -> fx.Node:
+        """Where one call for both results has to stand."""
+        first = min(site.root, self.root, key=lambda n: editor.view.order[n])
+        if editor.view.order[site.target] > editor.view.order[first]:
+            raise Mismatch(f"{site.target.name} does not exist yet where {first.name} is needed")
+        return first
+
+
+def replaced(editor: Editor, site: LossSite, entropy: EntropySite, call: fx.Node) -> None:
+    """Put the log-probabilities and entropies (m, fp32) that ``call`` returns where the graph has its own."""
+    for i, (root, sign) in enumerate(((site.root, -site.sign), (entropy.root, entropy.sign))):
+        result = editor.item(call, i, like=root)
+        result = result if sign > 0 else editor.method("neg", (result,), like=root)
+        result = editor.method("view", (result, *value(root).shape), like=root)
+        editor.replace(root, editor.cast(result, value(root).dtype, like=root))
 
 
 def entropy_of(view: View, site: LossSite) -> EntropySite | None:

@@ -20,7 +20,7 @@ from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.entropy_site import entropy_of
-from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_small
+from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_again, why_small
 from fx_fusion.rewrite import Editor
 
 
@@ -92,7 +92,7 @@ def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoot
 
 
 def pays(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
-    return why_small(x, lm_head, target)
+    return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
 
 FUSION = Fusion(

@@ -328,6 +328,16 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> s
     return None
 
 
+def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again, 8
+    products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on."""
+    given = (x, lm_head) if bias is None else (x, lm_head, bias)
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if x.device.type != "cuda" or not trained or expected(x.shape[-1]) <= 1024:
+        return None
+    return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
+
+
 def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tuple[Any, Any, Any, Any]:
     """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
     linear = head.seen.source

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, value
+from fx_fusion.canonicalize import View
 from fx_fusion.deferred import deferrable_outputs
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.entropy_site import EntropySite, entropy_of
-from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_small
-from fx_fusion.rewrite import Editor, Mismatch
+from fx_fusion.patterns.entropy_site import EntropySite, entropy_of, replaced
+from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_again, why_small
+from fx_fusion.rewrite import Editor
 
 
 def log_probs_and_entropy(x, lm_head, bias, target, softcap, scale):
@@ -55,18 +55,9 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 
 def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite, head: Head) -> None:
-    roots = match.outputs
-    first = min(roots, key=lambda n: editor.view.order[n])
-    if editor.view.order[site.target] > editor.view.order[first]:
-        raise Mismatch(f"{site.target.name} does not exist yet where {first.name} is needed")
-    with editor.graph.inserting_before(first):
+    with editor.graph.inserting_before(entropy.first(editor, site)):
         arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
-        call = editor.call(token_log_probs.overload, arguments, like=site.root)
-        for i, (root, sign) in enumerate(zip(roots, (-site.sign, entropy.sign), strict=True)):
-            result = editor.item(call, i, like=root)
-            result = result if sign > 0 else editor.method("neg", (result,), like=root)
-            result = editor.method("view", (result, *value(root).shape), like=root)
-            editor.replace(root, editor.cast(result, value(root).dtype, like=root))
+        replaced(editor, site, entropy, editor.call(token_log_probs.overload, arguments, like=site.root))
     for output in match.deferred:
         editor.defer(output, head.inputs.values(), like=head.seen.source)
 
@@ -76,10 +67,7 @@ def guard(x, lm_head, bias, target, softcap, scale):
 
 
 def pays(x, lm_head, bias, target, softcap, scale):
-    small = why_small(x, lm_head, target)
-    if small is None and x.device.type == "cuda":  # 8·m·h·v FLOPs where Inductor has 6 and several passes over the logits
-        return "not timed on a GPU yet; it saves the logits and their probabilities"
-    return small
+    return why_small(x, lm_head, target) or why_again(x, lm_head, bias)
 
 
 FUSION = Fusion(

@@ -5,7 +5,17 @@ import torch
 from torch.library import opcheck
 
 import fx_fusion.registry as registry
-from fx_fusion.kernels import channel_norm, embedding, evonorm_b0, gated_rms_norm, glu, rope, row_norm
+from fx_fusion.kernels import (
+    channel_norm,
+    embedding,
+    evonorm_b0,
+    gated_rms_norm,
+    glu,
+    norm_by_group,
+    norm_formulas,
+    rope,
+    row_norm,
+)
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.cross_entropy import cross_entropy, launch_rows
 from fx_fusion.kernels.launch import as_rows, row_order
@@ -217,7 +227,7 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
         images = torch.randn(shape).bfloat16()
         for image in (images, images.to(memory_format=torch.channels_last)):
             p = torch.randn(shape[1])
-            for kind in (channel_norm.GROUP_NORM, channel_norm.GROUP_NORM_SWISH, channel_norm.EVONORM_S0):
+            for kind in (norm_formulas.GROUP_NORM, norm_formulas.GROUP_NORM_SWISH, norm_formulas.EVONORM_S0):
                 kept = channel_norm.norm_fwd(image, torch.empty_like(image), groups, p, p, p, 1e-5, kind)
                 channel_norm.norm_bwd(image, image, groups, p, p, p, kept, kind)
             for running in (None, p):
@@ -243,6 +253,29 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
         for backward in (False, True):
             rope._launch(q, q, table, table, q.clone(), q.clone(), style, backward)
     assert len(compiled) > 40
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("resident", [norm_by_group._RESIDENT, 1], ids=["resident", "in_steps"])
+@pytest.mark.parametrize(("channels", "groups"), [(6, 2), (64, 32), (40, 1), (5, 5)])
+def test_norms_of_images(channels, groups, resident, last, device, monkeypatch):
+    """Groups in registers, in steps, or in tiles with sums between: the same numbers."""
+    monkeypatch.setattr(norm_by_group, "_RESIDENT", resident)
+    memory = torch.channels_last if last else torch.contiguous_format
+    x = (torch.randn(2, channels, 9, 7, device=device) + 3).to(memory_format=memory).requires_grad_()
+    w, b = (torch.randn(channels, device=device).requires_grad_() for _ in range(2))
+    dy = torch.randn(2, channels, 9, 7, device=device).to(memory_format=memory)
+    with torch.no_grad():
+        y = torch.empty_like(x)
+        stats = channel_norm.norm_fwd(x, y, groups, w, b, None, 1e-5, norm_formulas.GROUP_NORM_SWISH)
+        dx, (dw, db) = channel_norm.norm_bwd(dy, x, groups, w, b, None, stats, norm_formulas.GROUP_NORM_SWISH)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    expected = torch.nn.functional.silu(torch.nn.functional.group_norm(exact[0], groups, *exact[1:], 1e-5))
+    gradients = torch.autograd.grad(expected, exact, dy.double())
+    for ours, theirs in zip((y, dx, dw, db), (expected, *gradients), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-4)
+    assert y.stride() == dx.stride() == x.stride()
 
 
 def test_results_may_be_written_to_in_place(device):

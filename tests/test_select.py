@@ -175,6 +175,28 @@ def test_norms_between_convolutions_that_go_channels_last(mode, options, fused):
         assert "reduce-overhead" in sites[0].reason
 
 
+@pytest.mark.parametrize(
+    ("hidden", "trained", "reduction", "kept"),
+    [
+        (4096, True, "none", True), (4096, False, "none", False), (768, True, "none", False), (4096, True, "mean", False),
+    ],
+)  # fmt: skip
+def test_heads_whose_backward_would_make_the_logits_again(hidden, trained, reduction, kept):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(8192, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=trained)
+        lm_head = torch.empty(128256, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=trained)
+        target = torch.empty(8192, device="cuda", dtype=torch.int64)
+        loss = fusion_named("linear_cross_entropy").pays(x, lm_head, None, target, None, reduction, -100, 0.0, 0.0, 1.0)
+        assert (loss is not None) == kept
+        if reduction == "none":
+            both = fusion_named("token_log_probs").pays(x, lm_head, None, target, 0.0, 1.0)
+            assert (both is not None) == kept
+            with torch.no_grad():
+                assert fusion_named("token_log_probs").pays(x, lm_head, None, target, 0.0, 1.0) is None
+
+
 def test_which_graphs_inductor_lays_out_channels_last():
     assert goes_channels_last(convolutions((128, 64, 3, 3), (128, 128, 3, 3)))
     assert not goes_channels_last(convolutions((64, 64, 3, 3))), "small channels"

@@ -55,15 +55,18 @@ HEADS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_spellings(name, head, dtype):
+@pytest.mark.parametrize("fusion", ["token_log_probs", "log_probs_entropy"])
+def test_spellings(fusion, name, head, dtype):
+    """With the lm_head, or of logits that exist."""
+    options = {"fusions": [fusion], "select": "always"}
+
     def function(x, w, t):
         return SPELLINGS[name](HEADS[head](x, w), t)
 
     inputs = tensors(dtype)
-    fused = run(lambda **named: rewritten(function, **named)[0], inputs)
-    _, report = rewritten(function, **inputs)
-    assert report.count("token_log_probs") == 1, str(report)
-    assert report.count("linear_cross_entropy") == 0
+    fused = run(lambda **named: rewritten(function, options=options, **named)[0], inputs)
+    _, report = rewritten(function, options=options, **inputs)
+    assert report.count(fusion) == 1, str(report)
     assert "softmax" not in report.graphs[-1].after
     used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), dtype)
     assert used[1] <= 1, used
@@ -107,6 +110,25 @@ def test_what_is_no_entropy(name):
     assert report.count("token_log_probs") == 0, str(report)
     for ours, expected in zip(found, function(**inputs), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("fusion", ["token_log_probs", "log_probs_entropy"])
+@pytest.mark.parametrize("wanted", [0, 1], ids=["log_probs", "entropy"])
+def test_only_one_of_both_has_a_gradient(wanted, fusion):
+    """The entropy for the log only, or the entropy alone."""
+
+    def function(x, w, t):
+        results = list(exp_of_log(F.linear(x, w), t))
+        results[1 - wanted] = results[1 - wanted].detach()
+        return tuple(results)
+
+    inputs = tensors()
+    ours, theirs = (inputs["x"].clone().requires_grad_() for _ in range(2))
+    found, report = rewritten(function, ours, inputs["w"], inputs["t"], options={"fusions": [fusion], "select": "always"})
+    assert report.count(fusion) == 1, str(report)
+    found[wanted].sum().backward()
+    function(theirs, inputs["w"], inputs["t"])[wanted].sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_an_entropy_without_a_gradient_stays_beside_the_loss():

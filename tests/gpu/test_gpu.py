@@ -164,7 +164,7 @@ def test_attention_with_a_causal_mask_is_cudnns():
 def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, monkeypatch):
     """Up to four chunks dW is rounded to bfloat16 after each: still twice the error of eager at most."""
     m, h, v = 1536, 256, 4096
-    monkeypatch.setitem(linear_kernel._CHUNK_BYTES, "cuda", m // chunks * v * 2)
+    monkeypatch.setitem(linear_kernel._CHUNK_BYTES, "cuda", (m // chunks * v * 2,) * 2)
     x, weight = (torch.randn(*shape, device="cuda").to(torch.bfloat16) for shape in ((m, h), (v, h)))
     inputs = {"x": x / 16, "weight": weight, "target": torch.randint(0, v, (m,), device="cuda")}
 

@@ -1,0 +1,111 @@
+"""Images in memory, contiguous or channels last: how they are cut into tiles, and the moments of their channels."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
+from fx_fusion.layouts import is_channels_last
+
+
+@triton.jit
+def welford(mean, m2, x, k, live):
+    """One more value in each live lane; ``k`` counts the steps, this one included."""
+    delta = x - mean
+    mean += tl.where(live, delta * (1.0 / k), 0.0)
+    m2 += tl.where(live, delta * (x - mean), 0.0)
+    return mean, m2
+
+
+@triton.jit
+def merge(mean, m2, count, axis: tl.constexpr):
+    """Chan's formula along an axis: lanes that have seen ``count`` values each -> total count, mean and m2."""
+    total = tl.sum(count, axis)
+    at_least_one = tl.maximum(total, 1.0)
+    middle = tl.div_rn(tl.sum(mean * count, axis), at_least_one)
+    apart = mean - tl.expand_dims(middle, axis)
+    return total, middle, tl.sum(m2 + apart * apart * count, axis)
+
+
+@triton.jit
+def moments_kernel(
+    x_ptr, parts_ptr, channels, size, part, stride_c, stride_s, splits, all_parts,
+    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Mean and m2 of each channel over ``part`` positions of one image: ``parts`` is (2, n, splits, channels)."""
+    image = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    base = x_ptr + image * channels * size + c.to(OFFSET) * stride_c
+    means = tl.zeros((BS, BC), tl.float32)
+    m2s = tl.zeros((BS, BC), tl.float32)
+    end = tl.minimum(size, (split + 1) * part)
+    k = 0.0
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
+        k += 1.0
+        s = s0 + tl.arange(0, BS)[:, None]
+        live = (c < channels) & (s < end)
+        x = tl.load(base + s.to(OFFSET) * stride_s, live, 0.0).to(tl.float32)
+        means, m2s = welford(means, m2s, x, k, live)
+    seen = tl.maximum((end - split * part - tl.arange(0, BS)[:, None] + BS - 1) // BS, 0).to(tl.float32)
+    _, mean, m2 = merge(means, m2s, seen + tl.zeros((BS, BC), tl.float32), 0)
+    at = (image * splits + split) * channels + tl.program_id(0) * BC + tl.arange(0, BC)
+    live = tl.program_id(0) * BC + tl.arange(0, BC) < channels
+    tl.store(parts_ptr + at, mean, live)
+    tl.store(parts_ptr + all_parts + at, m2, live)
+
+
+def as_images(x):
+    """x itself if it lies in memory as images or channels last; else a contiguous copy."""
+    return x if x.is_contiguous() or is_channels_last(x) else x.contiguous()
+
+
+def image_strides(x) -> tuple[int, int]:
+    """From channel to channel and from position to position."""
+    return (1, x.shape[1]) if is_channels_last(x) else (math.prod(x.shape[2:]), 1)
+
+
+def empty_images(x):
+    """A result for x: channels last where x is, else contiguous."""
+    if not is_channels_last(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+class Tiles:
+    """How a tensor of images is cut into tiles: channel blocks x splits of the positions x images."""
+
+    def __init__(self, x):
+        self.n, self.c = x.shape[0], x.shape[1]
+        self.size = math.prod(x.shape[2:])
+        self.strides = image_strides(x)
+        warp = 512 // x.element_size()  # elements that a warp loads at once
+        if is_channels_last(x):
+            self.bc = min(64, next_power_of_2(self.c))
+            self.bs = min(next_power_of_2(self.size), max(1, 8 * warp // self.bc))
+        else:  # a warp walks along a channel: sums over positions stay inside it
+            self.bs = min(next_power_of_2(self.size), warp)
+            self.bc = min(next_power_of_2(self.c), 8 * warp // self.bs)
+        blocks = cdiv(self.c, self.bc)
+        splits = max(1, min(cdiv(8 * multiprocessors(x), max(1, blocks * self.n)), cdiv(self.size, 4 * self.bs)))
+        self.part = cdiv(cdiv(self.size, splits), self.bs) * self.bs
+        self.splits = cdiv(self.size, self.part)
+        self.grid = (blocks, self.splits, self.n)
+        self.all_parts = self.n * self.splits * self.c
+        self.options = {"OFFSET": offset_type(self.c * self.size), "BC": self.bc, "BS": self.bs, "num_warps": 4}
+
+    def moments(self, x):
+        """(2, n, splits, c): mean and m2 of each channel in each split."""
+        parts = torch.empty(2, self.n, self.splits, self.c, dtype=torch.float32, device=x.device)
+        launch(
+            moments_kernel, self.grid, x, parts, self.c, self.size, self.part, *self.strides, self.splits,
+            self.all_parts, **self.options,
+        )  # fmt: skip
+        return parts
+
+
+def offset_type(elements: int):
+    """Offsets inside an image: 64 bits only where they are needed."""
+    return tl.int64 if elements >= 2**31 else tl.int32

@@ -1,0 +1,159 @@
+"""Norms of images by tiles, in any layout, with small kernels between: where groups are too few or too large for one
+program each."""
+
+import torch
+import triton
+import triton.language as tl
+
+from fx_fusion.kernels.images import Tiles, image_strides, merge
+from fx_fusion.kernels.launch import launch, next_power_of_2
+from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, result, store_sums
+
+
+@triton.jit
+def _group_moments_kernel(
+    parts_ptr, stats_ptr, groups, all_groups, per_group, size, part, splits, all_parts, freedom, eps, LANES: tl.constexpr
+):  # fmt: skip
+    """Parts of a group -> its mean and rstd. A part is a channel of a split; all have ``part`` positions but the last."""
+    pid = tl.program_id(0).to(tl.int64)
+    eps = tl.cast(eps, tl.float32)
+    freedom = tl.cast(freedom, tl.float32)
+    image = pid // groups
+    channels = groups * per_group
+    lanes = tl.arange(0, LANES)
+    total = 0.0
+    mean = 0.0
+    m2 = 0.0
+    for start in range(0, per_group * splits, LANES):
+        i = start + lanes
+        live = i < per_group * splits
+        split = i // per_group
+        at = (image * splits + split) * channels + (pid % groups) * per_group + i % per_group
+        count = tl.where(live, tl.minimum(part, size - split * part), 0).to(tl.float32)
+        n, middle, spread = merge(
+            tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0), count, 0
+        )
+        apart = middle - mean
+        both = total + n
+        mean += apart * n / both
+        m2 += spread + apart * apart * total * n / both
+        total = both
+    tl.store(stats_ptr + pid, mean)
+    tl.store(stats_ptr + all_groups + pid, 1.0 / tl.sqrt_rn(m2 / freedom + eps))
+
+
+@triton.jit
+def _tile_kernel(
+    x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, out_ptr, sums_ptr, group_sums_ptr,
+    channels, groups, all_groups, per_group, size, part, splits, all_parts, length, freedom,
+    x_c, x_s, dy_c, dy_s, out_c, out_s,
+    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
+    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """STEP 0: y. STEP 1: sums of the gradient terms of each channel over a split. STEP 2: dx from the groups' sums."""
+    freedom = tl.cast(freedom, tl.float32)
+    image = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    c_row = tl.program_id(0) * BC + tl.arange(0, BC)
+    c = c_row[None, :]
+    live_c = c < channels
+    group = image * groups + c // per_group
+    mean = tl.load(stats_ptr + group, live_c, 0.0)
+    rstd = tl.load(stats_ptr + all_groups + group, live_c, 0.0)
+    w = of_channels(w_ptr, c, live_c, 1.0, HAS_W)
+    b = of_channels(b_ptr, c, live_c, 0.0, HAS_B)
+    v = of_channels(v_ptr, c, live_c, 0.0, KIND == 2)
+    if STEP == 2:
+        across = tl.load(group_sums_ptr + group, live_c, 0.0) / length
+        along = tl.load(group_sums_ptr + all_groups + group, live_c, 0.0) / freedom
+    base = image * channels * size
+    c = c.to(OFFSET)
+    dbs = tl.zeros((BS, BC), tl.float32)
+    dws = tl.zeros((BS, BC), tl.float32)
+    dvs = tl.zeros((BS, BC), tl.float32)
+    end = tl.minimum(size, (split + 1) * part)
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
+        s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
+        mask = live_c & (s < end)
+        out = out_ptr + base + c * out_c + s * out_s
+        x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
+        if STEP == 0:
+            y = result(x, mean, rstd, w, b, v, KIND)
+            tl.store(out, y.to(out_ptr.dtype.element_ty), mask)
+        else:
+            dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
+            db, dw, dv, direct, xhat = gradients(x, dy, mean, rstd, w, b, v, KIND)
+            if STEP == 1:
+                dbs += db
+                dws += dw
+                if KIND == 2:
+                    dvs += dv
+            else:
+                dx = rstd * (direct - across - xhat * along)
+                tl.store(out, dx.to(out_ptr.dtype.element_ty), mask)
+    if STEP == 1:
+        at = (image * splits + split) * channels + c_row
+        store_sums(sums_ptr, at, all_parts, tl.sum(dbs, 0), tl.sum(dws, 0), tl.sum(dvs, 0), c_row < channels, KIND)
+
+
+@triton.jit
+def _group_sums_kernel(
+    sums_ptr, w_ptr, out_ptr, groups, all_groups, per_group, splits, all_parts,
+    KIND: tl.constexpr, HAS_W: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A and B of every group, from the sums of its channels and splits."""
+    pid = tl.program_id(0).to(tl.int64)
+    image = pid // groups
+    lanes = tl.arange(0, LANES)
+    across = tl.zeros((LANES,), tl.float32)
+    along = tl.zeros((LANES,), tl.float32)
+    for start in range(0, per_group * splits, LANES):
+        i = start + lanes
+        live = i < per_group * splits
+        c = (pid % groups) * per_group + i % per_group
+        at = (image * splits + i // per_group) * groups * per_group + c
+        w = of_channels(w_ptr, c, live, 1.0, HAS_W)
+        if KIND != 2:
+            across += tl.load(sums_ptr + at, live, 0.0) * w
+        along += tl.load(sums_ptr + all_parts + at, live, 0.0) * w
+    tl.store(out_ptr + pid, tl.sum(across, 0))
+    tl.store(out_ptr + all_groups + pid, tl.sum(along, 0))
+
+
+def options(norm: Norm, x, other) -> dict:
+    return {}
+
+
+def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
+    tiles = Tiles(x)
+    launch(
+        _group_moments_kernel, (norm.all_groups,), tiles.moments(x), stats, norm.groups, norm.all_groups, norm.per_group,
+        norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.freedom, eps, LANES=_lanes(norm, tiles),
+    )  # fmt: skip
+    # Gradients and sums are not touched: any tensor stands for them.
+    _tile(norm, tiles, x, x, stats, y, stats, stats, STEP=0)
+
+
+def backward(norm: Norm, dy, x, stats, dx, given: dict):
+    tiles = Tiles(x)
+    sums = torch.empty(norm.sums, norm.n * tiles.splits, norm.c, dtype=torch.float32, device=x.device)
+    group_sums = torch.empty(2, norm.all_groups, dtype=torch.float32, device=x.device)
+    _tile(norm, tiles, x, dy, stats, dx, sums, group_sums, STEP=1)
+    launch(
+        _group_sums_kernel, (norm.all_groups,), sums, norm.parameters[0], group_sums, norm.groups, norm.all_groups,
+        norm.per_group, tiles.splits, tiles.all_parts, KIND=norm.kind, HAS_W=norm.flags["HAS_W"], LANES=_lanes(norm, tiles),
+    )  # fmt: skip
+    _tile(norm, tiles, x, dy, stats, dx, sums, group_sums, STEP=2)
+    return sums
+
+
+def _tile(norm: Norm, tiles: Tiles, x, dy, stats, out, sums, group_sums, **step) -> None:
+    launch(
+        _tile_kernel, tiles.grid, x, dy, *norm.parameters, stats, out, sums, group_sums, norm.c, norm.groups,
+        norm.all_groups, norm.per_group, norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.length, norm.freedom,
+        *tiles.strides, *image_strides(dy), *image_strides(out), **step, **tiles.options, **norm.flags,
+    )  # fmt: skip
+
+
+def _lanes(norm: Norm, tiles: Tiles) -> int:
+    return min(1024, next_power_of_2(norm.per_group * tiles.splits))

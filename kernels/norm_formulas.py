@@ -1,0 +1,75 @@
+"""What every kernel of ``channel_norm`` is given, and what it computes at an element; the formulas stand there."""
+
+import math
+
+import triton
+import triton.language as tl
+
+GROUP_NORM, GROUP_NORM_SWISH, EVONORM_S0 = 0, 1, 2
+
+
+class Norm:
+    """A norm of a tensor of images: sizes, and parameters as kernels take them (any tensor where there is none)."""
+
+    def __init__(self, x, groups: int, weight, bias, v, kind: int, correction: int):
+        self.kind, self.groups = kind, groups
+        self.n, self.c = x.shape[:2]
+        self.size = math.prod(x.shape[2:])
+        self.all_groups, self.per_group = self.n * groups, self.c // groups
+        self.length = self.per_group * self.size
+        self.freedom = float(self.length - correction)
+        self.parameters = tuple(x if t is None else t.contiguous() for t in (weight, bias, v))
+        self.flags = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
+        self.sums = 3 if kind == EVONORM_S0 else 2  # gradients of parameters: db, dw, dv
+
+
+@triton.jit
+def of_channels(ptr, c, live, other, HAS: tl.constexpr):
+    """One parameter of each channel in fp32; ``other`` where there is none."""
+    if HAS:
+        value = tl.load(ptr + c, live, other).to(tl.float32)
+    else:
+        value = tl.where(live, other, other) + tl.zeros_like(c).to(tl.float32)
+    return value
+
+
+@triton.jit
+def result(x, mean, rstd, w, b, v, KIND: tl.constexpr):
+    if KIND == 2:
+        y = x * tl.sigmoid(v * x) * (rstd * w) + b
+    else:
+        y = (x - mean) * rstd * w + b
+        if KIND == 1:
+            y = y * tl.sigmoid(y)
+    return y
+
+
+@triton.jit
+def gradients(x, dy, mean, rstd, w, b, v, KIND: tl.constexpr):
+    """Terms of ``(db, dw, dv, dx without the group's part)`` at every element."""
+    xhat = (x - mean) * rstd
+    if KIND == 2:
+        s = tl.sigmoid(v * x)
+        bent = x * s * (1.0 - s)
+        dw = dy * x * s * rstd
+        dv = dy * w * rstd * x * bent
+        direct = dy * w * (s + v * bent)
+        db = dy
+    else:
+        db = dy
+        if KIND == 1:
+            z = xhat * w + b
+            s = tl.sigmoid(z)
+            db = dy * s * (1.0 + z * (1.0 - s))
+        dw = db * xhat
+        dv = dw
+        direct = db * w
+    return db, dw, dv, direct, xhat
+
+
+@triton.jit
+def store_sums(sums_ptr, at, all_channels, db, dw, dv, live, KIND: tl.constexpr):
+    tl.store(sums_ptr + at, db, live)
+    tl.store(sums_ptr + all_channels + at, dw, live)
+    if KIND == 2:
+        tl.store(sums_ptr + 2 * all_channels + at, dv, live)

@@ -1,0 +1,88 @@
+"""Log-probabilities of given tokens and the entropy of every row, of logits that exist -> kernels/log_probs_entropy.py.
+
+``token_log_probs`` takes them with their lm_head and needs no memory for logits, but computes these again for the
+gradient; this reads them once each way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from fx_fusion.canonicalize import View, value
+from fx_fusion.fusion import Fusion, case
+from fx_fusion.kernels.log_probs_entropy import log_probs_entropy
+from fx_fusion.match import Match, NearMiss
+from fx_fusion.patterns import cross_entropy
+from fx_fusion.patterns.entropy_site import EntropySite, entropy_of, replaced
+from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits
+from fx_fusion.rewrite import Editor
+
+
+def of_logits(logits, target, softcap, scale):
+    z = logits.float() * scale
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    log_p = torch.log_softmax(z, dim=-1)
+    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def find(view: View) -> Iterator[Match | NearMiss]:
+    for site in find_losses(view):
+        entropy = entropy_of(view, site)
+        if entropy is None:
+            continue
+        together = dataclasses.replace(site, nodes={*site.nodes, *entropy.nodes})
+        seen = read_logits(view, together, to_linear=False)
+        yield Match(
+            fusion="log_probs_entropy",
+            outputs=(site.root, entropy.root),
+            nodes=frozenset((*together.nodes, *seen.nodes)),
+            inputs={"logits": seen.source, "target": site.target},
+            statics={"softcap": seen.softcap, "scale": seen.scale},
+            emit=functools.partial(emit, site=site, entropy=entropy),
+        )
+
+
+def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite) -> None:
+    logits, target = match.inputs["logits"], match.inputs["target"]
+    with editor.graph.inserting_before(entropy.first(editor, site)):
+        if value(logits).dim() != 2:
+            logits = editor.method("reshape", (logits, -1, value(logits).shape[-1]), like=site.root)
+        if value(target).dim() != 1:
+            target = editor.method("reshape", (target, -1), like=site.root)
+        arguments = (logits, target, match.statics["softcap"], match.statics["scale"])
+        replaced(editor, site, entropy, editor.call(log_probs_entropy.overload, arguments, like=site.root))
+
+
+def guard(logits, target, softcap, scale):
+    return cross_entropy.guard(logits, target, None, 0, 0.0, softcap, scale)
+
+
+def pays(logits, target, softcap, scale):
+    return cross_entropy.pays(logits, target, None, 0, 0.0, softcap, scale)
+
+
+FUSION = Fusion(
+    name="log_probs_entropy",
+    pattern=of_logits,
+    inputs={"logits": "m v", "target": "m"},
+    integers={"target": "v"},
+    variants=({"softcap": 0.0, "scale": 1.0}, {"softcap": 30.0, "scale": 0.5}),
+    find=find,
+    kernel=log_probs_entropy,
+    guard=guard,
+    pays=pays,
+    traffic=("3*m*v*bytes", "6*m*v*bytes"),
+    priority=95,
+    cases=(
+        case("one_class", m=3, v=1, bench=False),
+        case("odd", m=5, v=781, bench=False),
+        case("long", m=3, v=20001, bench=False),
+        case("llama_3", m=8192, v=128256),
+        case("llama_2", m=16384, v=32000),
+    ),
+    source="Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax), with the entropy as one more sum",
+)
