@@ -39,7 +39,7 @@ def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind: int, correcti
     stats = torch.empty(2, x.shape[0] * groups, dtype=torch.float32, device=x.device)
     if x.numel():
         norm = Norm(x, groups, weight, bias, v, kind, correction)
-        way, options = _way(norm, x, y)
+        way, options = _way(norm, x, y, backward=False)
         way.forward(norm, x, y, stats, float(eps), options)
     return stats
 
@@ -50,7 +50,7 @@ def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind: int, correction: 
     x, dy = as_images(x), as_images(dy)
     norm = Norm(x, groups, weight, bias, v, kind, correction)
     if x.numel():
-        way, options = _way(norm, x, dy)
+        way, options = _way(norm, x, dy, backward=True)
         sums = way.backward(norm, dy, x, stats, dx, options)
     else:
         sums = torch.zeros(norm.sums, 1, norm.c, dtype=torch.float32, device=x.device)
@@ -58,5 +58,6 @@ def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind: int, correction: 
     return dx, [dweight, dbias, *dv]
 
 
-def _way(norm: Norm, x, other):
-    return next((way, options) for way in _WAYS if (options := way.options(norm, x, other)) is not None)
+def _way(norm: Norm, x, other, *, backward: bool):
+    found = ((way, way.options(norm, x, other, backward=backward)) for way in _WAYS)
+    return next((way, options) for way, options in found if options is not None)

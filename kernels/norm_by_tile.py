@@ -120,7 +120,7 @@ def _group_sums_kernel(
     tl.store(out_ptr + all_groups + pid, tl.sum(along, 0))
 
 
-def options(norm: Norm, x, other) -> dict:
+def options(norm: Norm, x, other, *, backward: bool) -> dict:
     return {}
 
 
