@@ -20,6 +20,12 @@ def rotated_queries_and_keys(q, k, cos, sin):
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
+def rotated_attention(q, k, v, cos, sin):
+    """The same, and what reads them."""
+    q, k = rotated_queries_and_keys(q, k, cos, sin)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 def conv_evonorm(x, kernel, groups, v, weight, bias, eps, correction):
     y = F.conv2d(x, kernel, padding=1)
     return swish_over_group_deviation(y, groups, v, weight, bias, eps, correction)
@@ -38,6 +44,20 @@ COMPOSITES = (
             cases=(
                 case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order=_LAID),
                 case("llama_8b", b=4, h=32, g=8, s=4096, d=128, order=_LAID),
+            ),
+        ),
+        ("rope",),
+    ),
+    (
+        Fusion(
+            name="rope and attention",
+            pattern=rotated_attention,
+            find=lambda view: iter(()),
+            inputs={"q": "b h s d", "k": "b g s d", "v": "b g s d", "cos": "b s d", "sin": "b s d"},
+            cases=(
+                case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order={**_LAID, "v": "b s g d"}),
+                case("llama_8b", b=1, h=32, g=8, s=4096, d=128, order={**_LAID, "v": "b s g d"}),
+                case("short", b=64, h=12, g=12, s=128, d=64, order={**_LAID, "v": "b s g d"}),
             ),
         ),
         ("rope",),

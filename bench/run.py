@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--providers", default="eager,inductor,fx_fusion,liger")
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th cell from the I-th on, for several processes")
     parser.add_argument("--out", default="bench/results/ops.jsonl")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -166,6 +167,8 @@ def main() -> None:
     known = [*all_fusions(), *(composite for composite, _ in COMPOSITES)]
     fusions = [f for f in known if not given.fusion or f.name in given.fusion]
     work = [(f, c, d) for f in fusions for c in cases_of(f, full=given.grid) for d in dtypes]
+    part, parts = map(int, given.part.split("/"))
+    work = work[part::parts]
     rate = 0.0 if given.compile_only else timing.copy_rate()
     rows: list[Row] = []
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)

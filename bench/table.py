@@ -12,9 +12,8 @@ from pathlib import Path
 import fx_fusion.tables as tables
 from fx_fusion.registry import all_fusions
 
-# Measured alone RoPE is as fast as Inductor's; in a model Inductor's also lays queries and keys out anew (bench.models).
-# linear_cross_entropy is within 3 % of Inductor's time wherever it applies, and there for the memory.
-_NOT_BY_CELL = ("rope", "linear_cross_entropy")
+# Within 3 % of Inductor's time wherever it applies, and there for the memory.
+_NOT_BY_CELL = ("linear_cross_entropy",)
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

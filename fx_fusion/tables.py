@@ -46,6 +46,8 @@ class Cell:
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:
     """Why Inductor should keep this site as far as tables and formulas know, or None."""
+    if fusion.pair is not None and len(match.outputs) > 1:
+        return None  # cells are of one tensor; what several in one launch are worth is measured in ``bench.composites``
     return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)})
 
 

@@ -81,15 +81,17 @@ class Tiles:
         self.n, self.c = x.shape[0], x.shape[1]
         self.size = math.prod(x.shape[2:])
         self.strides = image_strides(x)
-        warp = 512 // x.element_size()  # elements that a warp loads at once
-        if is_channels_last(x):
-            self.bc = min(64, next_power_of_2(self.c))
+        warp, programs = 512 // x.element_size(), 8 * multiprocessors(x)  # elements that a warp loads at once
+        if is_channels_last(x):  # by what was fastest on an H200: large images in few programs, small ones in narrow blocks
+            large = x.numel() >= 2**23
+            self.bc = min(64 if large else 32, next_power_of_2(self.c))
             self.bs = min(next_power_of_2(self.size), max(1, 8 * warp // self.bc))
+            programs = programs // 2 if large else programs
         else:  # a warp walks along a channel: sums over positions stay inside it
             self.bs = min(next_power_of_2(self.size), warp)
             self.bc = min(next_power_of_2(self.c), 8 * warp // self.bs)
         blocks = cdiv(self.c, self.bc)
-        splits = max(1, min(cdiv(8 * multiprocessors(x), max(1, blocks * self.n)), cdiv(self.size, 4 * self.bs)))
+        splits = max(1, min(cdiv(programs, max(1, blocks * self.n)), cdiv(self.size, 4 * self.bs)))
         self.part = cdiv(cdiv(self.size, splits), self.bs) * self.bs
         self.splits = cdiv(self.size, self.part)
         self.grid = (blocks, self.splits, self.n)
