@@ -31,6 +31,12 @@ def conv_evonorm(x, kernel, groups, v, weight, bias, eps, correction):
     return swish_over_group_deviation(y, groups, v, weight, bias, eps, correction)
 
 
+def norm_swish_conv(x, kernel, groups, weight, bias, eps):
+    """Half a ResNet block of a diffusion model."""
+    return F.conv2d(F.silu(F.group_norm(x, groups, weight, bias, eps)), kernel, padding=1)
+
+
+_LAST = {"x": "b h w c", "kernel": "k r s c"}
 _LAID = {"q": "b s h d", "k": "b s g d"}
 
 # The composite and the fusions that are to meet in it.
@@ -64,6 +70,21 @@ COMPOSITES = (
     ),
     (
         Fusion(
+            name="group_norm_swish + conv2d",
+            pattern=norm_swish_conv,
+            find=lambda view: iter(()),
+            inputs={"x": "b c h w", "kernel": "k c r s", "groups": 32, "weight": "c", "bias": "c", "eps": 1e-5},
+            cases=(
+                case("unet_64", b=8, c=320, k=320, h=64, w=64, r=3, s=3),
+                case("unet_64 nhwc", b=8, c=320, k=320, h=64, w=64, r=3, s=3, order=_LAST),
+                case("unet_16 nhwc", b=8, c=1280, k=1280, h=16, w=16, r=3, s=3, order=_LAST),
+                case("vae_128 nhwc", b=16, c=512, k=512, h=128, w=128, r=3, s=3, order=_LAST),
+            ),
+        ),
+        ("group_norm_swish",),
+    ),
+    (
+        Fusion(
             name="conv2d + evonorm_s0",
             pattern=conv_evonorm,
             find=lambda view: iter(()),  # not matched as a whole
@@ -73,7 +94,7 @@ COMPOSITES = (
             },
             cases=(
                 case("stage_1", b=64, c=256, k=256, h=56, w=56, r=3, s=3),
-                case("stage_1 nhwc", b=64, c=256, k=256, h=56, w=56, r=3, s=3, order={"x": "b h w c", "kernel": "k r s c"}),
+                case("stage_1 nhwc", b=64, c=256, k=256, h=56, w=56, r=3, s=3, order=_LAST),
                 case("stage_2", b=128, c=512, k=512, h=28, w=28, r=3, s=3),
                 case("small_64", b=64, c=64, k=64, h=28, w=28, r=3, s=3),
             ),

@@ -6,6 +6,7 @@ in such a graph run channels last too (``layouts``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,13 +43,17 @@ def goes_channels_last(graph: fx.Graph) -> bool:
     return not (grouped or narrowing or small)
 
 
-def images_of(fusion: Fusion, match: Match) -> frozenset[str]:
-    """The inputs of a match that are images which convolutions of two dims would hand on, contiguous in the graph."""
-    images = {
-        n for n in fusion.tensors() if str(fusion.inputs[n]).split()[:2] == ["b", "c"] and is_tensor(match.inputs.get(n))
-    }
+def images_of(fusion: Fusion, inputs: Mapping[str, Any]) -> frozenset[str]:
+    """The inputs of a site that are images."""
+    specs = {n: str(fusion.inputs[n]).split() for n in fusion.tensors()}
+    return frozenset(n for n, spec in specs.items() if spec[:2] == ["b", "c"] and is_tensor(inputs.get(n)))
+
+
+def laid_out_of(fusion: Fusion, match: Match) -> frozenset[str]:
+    """The inputs that are images which convolutions of two dims would hand on, contiguous in the graph."""
+    images = images_of(fusion, match.inputs)
     fits = all(value(match.inputs[n]).dim() == 4 and value(match.inputs[n]).is_contiguous() for n in images)
-    return frozenset(images) if fits else frozenset()
+    return images if fits else frozenset()
 
 
 def _convolution(node: fx.Node) -> dict[str, Any] | None:

@@ -75,6 +75,10 @@ class Effects:
         found = {alias: None for storage in storages(node) for alias in self._by_storage.get(storage, ())}
         return list(found) or [node]
 
+    def returned(self, node: fx.Node) -> bool:
+        """Whether the graph returns ``node`` or a view of it."""
+        return any(user.op == "output" for alias in self.aliases(node) for user in alias.users)
+
     def overwrites_dead_value(self, node: fx.Node) -> bool:
         """Whether an in-place ``node`` is as good as its functional form: nothing reads the old value afterwards,
         under any name, and it is no input of the graph."""

@@ -227,9 +227,8 @@ def _as_the_graph_has_it(editor: Editor, node: fx.Node, output: fx.Node) -> fx.N
         node = editor.method("view", (node, *value(output).shape), like=output)
     if is_channels_last(value(node)) and value(output).is_contiguous():
         # Inductor gives a result of the graph the strides it must have, but not a view of one that it was left to lay out.
-        views = editor.view.effects.aliases(output)
-        seen = any(user.op == "output" for alias in views for user in alias.users)
-        node = editor.method("contiguous", (node,), like=output) if seen else editor.call(any_layout, (node,), like=output)
+        kept = editor.view.effects.returned(output)
+        node = editor.method("contiguous", (node,), like=output) if kept else editor.call(any_layout, (node,), like=output)
     return node
 
 

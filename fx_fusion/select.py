@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import measure, tables
-from fx_fusion.canonicalize import is_tensor, value
+from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.conv_layout import images_of
 from fx_fusion.fusion import Fusion
+from fx_fusion.layouts import is_channels_last
 from fx_fusion.legality import arguments_of
 from fx_fusion.match import Match
 from fx_fusion.options import Options
@@ -20,7 +22,7 @@ _HOST_BOUND = (
 )
 
 
-def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
+def why_keep(fusion: Fusion, match: Match, view: View, options: Options) -> str | None:
     """Why Inductor keeps this site, or None: the fused op replaces it."""
     if fusion.name not in options.fusions:
         return "switched off by options"
@@ -41,6 +43,10 @@ def why_keep(fusion: Fusion, match: Match, options: Options) -> str | None:
         return "its rows are no rows in memory; the kernel would need a copy"
     if match.channels_last and not options.cuda_graphs:
         return _HOST_BOUND
+    if any(is_channels_last(match.example(n)) for n in images_of(fusion, match.inputs)) and any(
+        value(output).is_contiguous() and view.effects.returned(output) for output in match.outputs
+    ):
+        return "the graph returns its result contiguous; the kernel would make it channels last, and copy it"
     if fusion.pays is not None and (sentence := fusion.pays(**arguments_of(fusion, match))) is not None:
         return sentence
     return tables.why_slower(fusion, match)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fx_fusion.canonicalize import View
-from fx_fusion.conv_layout import goes_channels_last, images_of
+from fx_fusion.conv_layout import goes_channels_last, laid_out_of
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.legality import why_not
@@ -105,14 +105,14 @@ def choose(
     for candidate in candidates:
         match = candidate.match
         if channels_last:
-            match = dataclasses.replace(match, channels_last=images_of(candidate.fusion, match))
+            match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
         if taken.intersection((*match.nodes, match.root)):
             continue
         if candidate.reason is not None:
             later.append((candidate, "declined", candidate.reason))
             continue
         with entered(view.effects.region[match.root]):
-            keep = why_keep(candidate.fusion, match, options)
+            keep = why_keep(candidate.fusion, match, view, options)
         if keep is not None:
             later.append((candidate, "kept", keep))
             continue

@@ -148,8 +148,10 @@ def test_rows_that_start_anywhere(v, dtype, device):
 
 
 def test_chunks_are_few_and_equal():
-    assert rows_in_a_chunk(16384, 128256, 2, "cuda") == 4096
-    assert rows_in_a_chunk(16384, 32000, 2, "cuda") == 16384
+    assert rows_in_a_chunk(16384, 128256, 2, "cuda") == 4096, "a fourth of all rows"
+    assert rows_in_a_chunk(8192, 128256, 2, "cuda") == 2048
+    assert rows_in_a_chunk(32768, 151936, 2, "cuda") == 3328, "1 GiB"
+    assert rows_in_a_chunk(16384, 32000, 2, "cuda") == 8192, "0.5 GiB"
     assert rows_in_a_chunk(4096, 32000, 2, "cuda") == 4096
     assert rows_in_a_chunk(3, 10, 4, "cpu") == 3
     assert rows_in_a_chunk(0, 10, 4, "cpu") == 1

@@ -167,12 +167,36 @@ def test_norms_between_convolutions_that_go_channels_last(mode, options, fused):
     last = list(graph.nodes)[-1]
     norm = graph.call_function(F.group_norm, (last, 32))
     norm.meta["example_value"] = torch.empty_like(last.meta["example_value"])
-    graph.output((norm,))
+    conv = graph.call_function(torch.conv2d, (norm, *last.args[1:]))
+    conv.meta["example_value"] = torch.empty_like(norm.meta["example_value"])
+    graph.output((conv,))
     view = View(graph)
     chosen, sites, _ = choose(find_matches(view)[0], view, parse(mode, options))
     assert [match.channels_last for _, match in chosen] == ([{"x"}] if fused else [])
     if not fused:
         assert "reduce-overhead" in sites[0].reason
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_norms_of_channels_last_images_that_the_graph_returns(returned):
+    """PyTorch's result is contiguous on a GPU: the kernel's would be copied."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    with FakeTensorMode():
+        x.meta["example_value"] = torch.empty(16, 64, 64, 64, device="cuda").to(memory_format=torch.channels_last)
+        w.meta["example_value"] = torch.empty(8, 64, 1, 1, device="cuda")
+        norm = graph.call_function(F.group_norm, (x, 32))
+        norm.meta["example_value"] = F.group_norm(x.meta["example_value"], 32)
+        conv = graph.call_function(torch.conv2d, (norm, w))
+        conv.meta["example_value"] = torch.conv2d(norm.meta["example_value"], w.meta["example_value"])
+    graph.output((norm, conv) if returned else (conv,))
+    view = View(graph)
+    chosen, sites, _ = choose(find_matches(view)[0], view, parse("reduce-overhead", {}))
+    assert len(chosen) == (not returned), [s.reason for s in sites]
+    if returned:
+        assert "copy" in sites[0].reason
 
 
 @pytest.mark.parametrize(
