@@ -173,6 +173,7 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.run times kernels on a GPU: there is no CUDA device here.")
+    torch.backends.cudnn.allow_tf32 = False  # some convolutions would round their inputs, and others not
     dtypes = [getattr(torch, name) for name in given.dtypes.split(",")]
     known = [*all_fusions(), *(composite for composite, _ in COMPOSITES)]
     fusions = [f for f in known if not given.fusion or f.name in given.fusion]

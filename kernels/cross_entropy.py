@@ -23,12 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import launch, multiprocessors, next_power_of_2, refuse_tracing
 from fx_fusion.op import fused_op
 
-NO_IGNORE = -(2**63)  # no target has this index
+NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argument (see launch_rows)
 _BLOCK = 4096  # logits in one step of a program
 _RESIDENT = 32768  # logits of a row that one program keeps in registers
+_ROW_BYTES = 1 << 18  # of so many rows two a multiprocessor stay in the L2
 _WARPS = 64  # warps a multiprocessor for the sums
 _EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
 
@@ -272,6 +273,8 @@ def launch_rows(
     v = width if classes is None else classes
     if m == 0 or v == 0:
         return
+    if ignore_index < NO_IGNORE:
+        refuse_tracing()  # Inductor takes an integer for 32 bits wide unless it is too large for that
     given = loss is None
     out = logits if dlogits is None else dlogits
     align = 16 // logits.element_size()
@@ -299,7 +302,7 @@ def _plan(logits, align: int, given: bool, gradient: bool) -> tuple[int, int, in
         warps = max(4, whole // 1024)
         return whole, warps, 32 // warps, {"STAGES": 1, "RESIDENT": True}
     if gradient and not few_rows and whole > _BLOCK:
-        if not given and align == 1:
+        if not given and align == 1 and width * logits.element_size() <= _ROW_BYTES:
             return 2 * _BLOCK, 16, 2, {"STAGES": 3, "RESIDENT": False}
         if given and align > 1:
             return _BLOCK, 8, 4, {"STAGES": 3, "RESIDENT": False}

@@ -11,14 +11,15 @@ from fx_fusion.kernels import (
     evonorm_b0,
     gated_rms_norm,
     glu,
+    log_probs_entropy,
     norm_by_group,
     norm_formulas,
     rope,
     row_norm,
 )
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
-from fx_fusion.kernels.cross_entropy import cross_entropy, launch_rows
-from fx_fusion.kernels.launch import as_rows, row_order
+from fx_fusion.kernels.cross_entropy import NO_IGNORE, cross_entropy, launch_rows
+from fx_fusion.kernels.launch import NotTraceable, as_rows, row_order, traced
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy, rows_in_a_chunk
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
@@ -158,6 +159,25 @@ def test_chunks_are_few_and_equal():
     for m in (1, 255, 1000, 5000, 16383):
         rows = rows_in_a_chunk(m, 151936, 2, "cuda")
         assert rows * 151936 * 2 <= (1 << 30) + 256 * 151936 * 2
+
+
+def test_integers_that_inductor_can_pass(monkeypatch):
+    """Its launcher has 32 bits for an integer unless that is too large: one that is too small overflows there."""
+    launched = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append([a for a in args if isinstance(a, int)])
+
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: Recorder())
+    logits, target = torch.randn(4, 9000), torch.zeros(4, dtype=torch.int64)
+    with traced():
+        log_probs_entropy._fwd(logits, target, 0.0, 1.0)
+        launch_rows(logits, target, None, NO_IGNORE, 0.0, 0.0, 1.0, loss=torch.empty(4), stats=torch.empty(2, 4))
+        with pytest.raises(NotTraceable):
+            launch_rows(logits, target, None, -(2**63), 0.0, 0.0, 1.0, loss=torch.empty(4), stats=torch.empty(2, 4))
+    assert len(launched) == 2
+    assert min(n for args in launched for n in args) >= -(2**31)
 
 
 def test_row_order_follows_memory():
