@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,21 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | N
     forward_only = not (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
     first = fusion.tensors()[0]
-    kind = itemsize, forward_only, layout_of(str(fusion.inputs[first]), given[first])
-    alike = [c for c in cells if (c.itemsize, c.forward_only, c.layout) == kind]
-    if not alike:
+    nearest = nearest_of(cells, itemsize, forward_only, layout_of(str(fusion.inputs[first]), given[first]), sizes)
+    if nearest is None:
         return _by_roofline(fusion, sizes, itemsize)
-    nearest = min(alike, key=lambda c: c.distance(sizes))
     if nearest.ours <= TOLERANCE * nearest.inductor:
         return None
     at = " x ".join(f"{n:.0f}" for n in nearest.sizes.values())
     return f"Inductor was {nearest.ours / nearest.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
+
+
+def nearest_of(
+    cells: Iterable[Cell], itemsize: int, forward_only: bool, layout: str, sizes: Mapping[str, float]
+) -> Cell | None:
+    """The cell of the same kind whose sizes are nearest, the last one where several are."""
+    alike = [c for c in cells if (c.itemsize, c.forward_only, c.layout) == (itemsize, forward_only, layout)]
+    return min(reversed(alike), key=lambda c: c.distance(sizes), default=None)
 
 
 def layout_of(spec: str, tensor: torch.Tensor) -> str:

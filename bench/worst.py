@@ -1,0 +1,54 @@
+"""Where ``select="auto"`` is furthest behind Inductor, over all results; and how the table decides what it was not made of.
+
+python -m bench.worst [bench/results/grid.jsonl]
+
+A cell that is kept is Inductor's own. The second line decides every float16 cell by the bfloat16 cells alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.table import cells
+from fx_fusion.tables import TOLERANCE, Cell, nearest_of
+
+
+def main() -> None:
+    file = sys.argv[1] if len(sys.argv) > 1 else "bench/results/grid.jsonl"
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    table = [Cell(**cell) for cell in cells(rows)]
+    bfloat16 = [Cell(**cell) for cell in cells([r for r in rows if r["dtype"] == "bfloat16"])]
+    print("decided by the whole table:   ", worst(decided(rows, table)))
+    print("float16 decided by bfloat16:  ", worst(decided([r for r in rows if r["dtype"] == "float16"], bfloat16)))
+
+
+def decided(rows: list[dict], table: list[Cell]) -> Iterator[tuple[float, str]]:
+    """For every cell: the speed of what is chosen over Inductor's, and its name."""
+    base = {_key(r): r["ms"] for r in rows if r.get("provider") == "inductor"}
+    for row in rows:
+        if row.get("provider") != "fx_fusion" or _key(row) not in base:
+            continue
+        of_fusion = [c for c in table if c.fusion == row["fusion"]]
+        width = 4 if row["dtype"] == "float32" else 2
+        near = nearest_of(of_fusion, width, row["mode"] == "forward", row["layout"], row["sizes"])
+        # Besides the table a fusion has a rule of its own (``pays``); which of both spoke, the sentence says.
+        by_rule = row["keeps"] is not None and not row["keeps"].startswith("Inductor ")
+        kept = by_rule or (near is not None and near.ours > TOLERANCE * near.inductor)
+        yield (1.0 if kept else base[_key(row)] / row["ms"]), " ".join(map(str, _key(row)))
+
+
+def _key(row: dict) -> tuple:
+    return row["fusion"], row["case"], row["dtype"], row["mode"]
+
+
+def worst(found: Iterator[tuple[float, str]]) -> str:
+    ranked = sorted(found)
+    below = sum(ratio < 0.97 for ratio, _ in ranked)
+    return f"{len(ranked)} cells, {below} below 0.97; the worst {ranked[0][0]:.3f} of Inductor's speed, {ranked[0][1]}"
+
+
+if __name__ == "__main__":
+    main()
