@@ -1,6 +1,6 @@
 """Linear layer and cross-entropy together: the logits exist one chunk of rows at a time.
 
-    l = x · Wᵀ + b, rounded to x's dtype;  loss, dl as in cross_entropy
+    l = x · Wᵀ + b, rounded to x's dtype;  loss, dl as in logit_rows
     dx = dl · W      dW = Σ_chunks dlᵀ · x      db = Σ_rows dl
 
 The gradients are made in the forward, from the chunk that is there anyway: 6·m·h·v FLOPs in all, against 8 if the
@@ -21,8 +21,8 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 import torch
 from torch import Tensor
 
-from fx_fusion.kernels.cross_entropy import launch_rows
 from fx_fusion.kernels.launch import cdiv
+from fx_fusion.kernels.logit_rows import launch_rows
 from fx_fusion.op import interpreting, plain_op, register_autograd
 
 # Every chunk reads and writes dW: 4096 rows of it (1 GiB at 128256 classes) make that some 2 % of its products, or 5 % in

@@ -1,4 +1,4 @@
-"""Log-probability of one class a row and entropy of the row, of logits that exist: formulas in ``cross_entropy``.
+"""Log-probability of one class a row and entropy of the row, of logits that exist: formulas in ``logit_rows``.
 
 Shapes     logits: (m, v), unit stride along v; target: (m), int64. logp, entropy: (m); stats: (2, m).
 Dtypes     logits bf16 | fp16 | fp32, gradient alike; the rest in fp32.
@@ -9,7 +9,7 @@ Source     Milakov and Gimelshein 2018, arXiv:1805.02867; the entropy is one mor
 
 import torch
 
-from fx_fusion.kernels.cross_entropy import NO_IGNORE, launch_rows
+from fx_fusion.kernels.logit_rows import NO_IGNORE, launch_rows
 from fx_fusion.op import fused_op
 
 

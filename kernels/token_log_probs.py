@@ -4,7 +4,7 @@
 
 What reinforcement learning from feedback asks of a policy for every token. Upstream gradients are a number a row, unknown
 in the forward, and have to be inside the sum of dW: the backward computes the logits again, as linear_cross_entropy does
-without a reduction. Formulas in ``cross_entropy``.
+without a reduction. Formulas in ``logit_rows``.
 
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); target: (m). logp, entropy: (m).
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. logp and entropy in fp32.
@@ -14,9 +14,9 @@ Source     chunks: Malek 2024, efficient_cross_entropy; entropy within the onlin
 
 import torch
 
-from fx_fusion.kernels.cross_entropy import NO_IGNORE
 from fx_fusion.kernels.launch import refuse_tracing
 from fx_fusion.kernels.linear_cross_entropy import each_chunk
+from fx_fusion.kernels.logit_rows import NO_IGNORE
 from fx_fusion.op import fused_op
 
 

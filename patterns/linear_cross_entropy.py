@@ -20,7 +20,8 @@ from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.entropy_site import entropy_of
-from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_again, why_small
+from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
+from fx_fusion.patterns.loss_site import LossSite, find_losses
 from fx_fusion.rewrite import Editor
 
 

@@ -20,7 +20,8 @@ from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.entropy_site import EntropySite, entropy_of, replaced
-from fx_fusion.patterns.loss_site import Head, LossSite, find_losses, head_of, operands, why_again, why_small
+from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
+from fx_fusion.patterns.loss_site import LossSite, find_losses
 from fx_fusion.rewrite import Editor
 
 
