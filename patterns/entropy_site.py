@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.normal_forms import inner_term, is_same
-from fx_fusion.patterns.loss_site import LossSite
+from fx_fusion.patterns.loss_site import LossSite, find_losses
 from fx_fusion.reading import NotThis, binary
 from fx_fusion.rewrite import Editor, Mismatch
 
@@ -38,6 +38,14 @@ def replaced(editor: Editor, site: LossSite, entropy: EntropySite, call: fx.Node
         result = result if sign > 0 else editor.method("neg", (result,), like=root)
         result = editor.method("view", (result, *value(root).shape), like=root)
         editor.replace(root, editor.cast(result, value(root).dtype, like=root))
+
+
+def losses_with_entropy(view: View) -> Iterator[tuple[LossSite, EntropySite, LossSite]]:
+    """Log-probabilities, the entropy of the same logits, and a site with the nodes of both."""
+    for site in find_losses(view):
+        entropy = entropy_of(view, site)
+        if entropy is not None:
+            yield site, entropy, replace(site, nodes={*site.nodes, *entropy.nodes})
 
 
 def entropy_of(view: View, site: LossSite) -> EntropySite | None:

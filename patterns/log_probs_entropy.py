@@ -6,7 +6,6 @@ gradient; this reads them once each way.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -17,8 +16,8 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.log_probs_entropy import log_probs_entropy
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns import cross_entropy
-from fx_fusion.patterns.entropy_site import EntropySite, entropy_of, replaced
-from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits
+from fx_fusion.patterns.entropy_site import EntropySite, losses_with_entropy, replaced
+from fx_fusion.patterns.loss_site import LossSite, read_logits
 from fx_fusion.rewrite import Editor
 
 
@@ -30,11 +29,7 @@ def of_logits(logits, target, softcap, scale):
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
-    for site in find_losses(view):
-        entropy = entropy_of(view, site)
-        if entropy is None:
-            continue
-        together = dataclasses.replace(site, nodes={*site.nodes, *entropy.nodes})
+    for site, entropy, together in losses_with_entropy(view):
         seen = read_logits(view, together, to_linear=False)
         yield Match(
             fusion="log_probs_entropy",

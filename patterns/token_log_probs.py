@@ -6,11 +6,9 @@ are trained with: -Σ p log p with p written as exp(log_softmax) or as softmax, 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 
 from fx_fusion.canonicalize import View
@@ -19,25 +17,19 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.entropy_site import EntropySite, entropy_of, replaced
+from fx_fusion.patterns.entropy_site import EntropySite, losses_with_entropy, replaced
 from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
-from fx_fusion.patterns.loss_site import LossSite, find_losses
+from fx_fusion.patterns.log_probs_entropy import of_logits
+from fx_fusion.patterns.loss_site import LossSite
 from fx_fusion.rewrite import Editor
 
 
 def log_probs_and_entropy(x, lm_head, bias, target, softcap, scale):
-    z = F.linear(x, lm_head, bias).float() * scale
-    z = softcap * torch.tanh(z / softcap) if softcap else z
-    log_p = torch.log_softmax(z, dim=-1)
-    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    return of_logits(F.linear(x, lm_head, bias), target, softcap, scale)
 
 
 def find(view: View) -> Iterator[Match | NearMiss]:
-    for site in find_losses(view):
-        entropy = entropy_of(view, site)
-        if entropy is None:
-            continue
-        together = dataclasses.replace(site, nodes={*site.nodes, *entropy.nodes})
+    for site, entropy, together in losses_with_entropy(view):
         head = head_of(view, together, "token_log_probs")
         if isinstance(head, NearMiss):
             yield head
