@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from fx_fusion.fusion import Fusion, case
+from fx_fusion.patterns import rope
 from fx_fusion.patterns.evonorm_s0 import swish_over_group_deviation
 
 
@@ -46,6 +47,7 @@ COMPOSITES = (
             name="rope of q and k",
             pattern=rotated_queries_and_keys,
             find=lambda view: iter(()),
+            pays=lambda q, k, cos, sin: rope.pays(q, cos, sin, "rotate_half", "input", False),
             inputs={"q": "b h s d", "k": "b g s d", "cos": "b s d", "sin": "b s d"},
             cases=(
                 case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order=_LAID),

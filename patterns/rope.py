@@ -61,6 +61,8 @@ def guard(q, cos, sin, style, out, upcast):
 
 
 def pays(q, cos, sin, style, out, upcast):
+    if q.device.type == "cuda" and not (torch.is_grad_enabled() and q.requires_grad):
+        return "without a gradient Inductor's is faster (0.047 ms against 0.054 at 8 x 32(8) x 2048 x 64 on an H200)"
     return too_small(q)
 
 

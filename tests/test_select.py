@@ -177,6 +177,18 @@ def test_norms_between_convolutions_that_go_channels_last(mode, options, fused):
         assert "reduce-overhead" in sites[0].reason
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_rotations_without_a_gradient_are_inductors(trained):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(8, 32, 2048, 64, device="cuda", requires_grad=trained)
+        table = torch.empty(8, 1, 2048, 64, device="cuda")
+        assert (fusion_named("rope").pays(q, table, table, "rotate_half", "input", False) is None) == trained
+        with torch.no_grad():
+            assert fusion_named("rope").pays(q, table, table, "rotate_half", "input", False) is not None
+
+
 @pytest.mark.parametrize("returned", [False, True])
 def test_norms_of_channels_last_images_that_the_graph_returns(returned):
     """PyTorch's result is contiguous on a GPU: the kernel's would be copied."""
