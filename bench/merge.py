@@ -16,8 +16,9 @@ def main() -> None:
     for file in (into, *more):
         for row in (json.loads(line) for line in file.read_text().splitlines()):
             key = tuple(row.get(name) for name in ("fusion", "case", "dtype", "mode", "provider"))
-            if row.get("mode") is not None:
-                last.pop((*key[:3], None, None), None)  # a cell that had failed
+            # Timings and failures of a cell replace each other.
+            for other in [k for k in last if k[:3] == key[:3] and (k[3] is None) != (key[3] is None)]:
+                del last[other]
             last.pop(key, None)
             last[key] = row
     into.write_text("".join(json.dumps(row) + "\n" for row in last.values()))

@@ -117,7 +117,9 @@ def fused_op(
         assert fused.reference is not None, f"no fusion declares the op {name}"
         produced = _as_tuple(fused.reference(**dict(zip(parameters, args, strict=True))))
         allocated = _as_tuple(fake(*args))
-        full = tuple(p.contiguous() for p in produced) + tuple(a.zero_() for a in allocated[len(outputs) :])
+        # Autograd refuses writes to a view that an op returns.
+        own = [p.clone() if p._is_view() else p for p in produced]
+        full = tuple(p.contiguous() for p in own) + tuple(a.zero_() for a in allocated[len(outputs) :])
         # Outputs take the strides that the fake promised to the compiler.
         full = tuple(a.copy_(f) if a.stride() != f.stride() else f for a, f in zip(allocated, full, strict=True))
         return full if len(full) > 1 else full[0]

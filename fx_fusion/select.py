@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import measure, tables
-from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.conv_layout import images_of
 from fx_fusion.fusion import Fusion
 from fx_fusion.layouts import is_channels_last
@@ -43,10 +43,18 @@ def why_keep(fusion: Fusion, match: Match, view: View, options: Options) -> str 
         return "its rows are no rows in memory; the kernel would need a copy"
     if match.channels_last and not options.cuda_graphs:
         return _HOST_BOUND
-    if any(is_channels_last(match.example(n)) for n in images_of(fusion, match.inputs)) and any(
-        value(output).is_contiguous() and view.effects.returned(output) for output in match.outputs
-    ):
+    if returns_contiguous(fusion, match, view):
         return "the graph returns its result contiguous; the kernel would make it channels last, and copy it"
     if fusion.pays is not None and (sentence := fusion.pays(**arguments_of(fusion, match))) is not None:
         return sentence
     return tables.why_slower(fusion, match)
+
+
+def returns_contiguous(fusion: Fusion, match: Match, view: View) -> bool:
+    """Whether the graph returns contiguous an image that the kernel would make channels last."""
+    last = [image for n in images_of(fusion, match.inputs) if is_channels_last(image := match.example(n))]
+    return any(
+        same_shape(value(output), image) and value(output).is_contiguous() and view.effects.returned(output)
+        for output in match.outputs
+        for image in last
+    )

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import Tiles, as_images, empty_images, image_strides, merge
+from fx_fusion.kernels.images import Tiles, as_images, empty_images, image_strides, merge, place
 from fx_fusion.kernels.launch import cdiv, column_sums, launch
 from fx_fusion.op import fused_op
 
@@ -75,9 +75,8 @@ def _tile_kernel(
     RUNNING: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: db, dw, dv, (1 − r) q and r q of each channel over a split. STEP 2: dx from their sums."""
-    image = tl.program_id(2).to(tl.int64)
-    split = tl.program_id(1)
-    c_row = tl.program_id(0) * BC + tl.arange(0, BC)
+    block, split, image = place(channels, splits, BC)
+    c_row = block * BC + tl.arange(0, BC)
     c = c_row[None, :]
     live_c = c < channels
     w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)

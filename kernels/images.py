@@ -30,14 +30,21 @@ def merge(mean, m2, count, axis: tl.constexpr):
 
 
 @triton.jit
+def place(channels, splits, BC: tl.constexpr):
+    """Of a program of a tiled launch: its block of channels, its split of the positions, its image."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(channels, BC)
+    return pid % blocks, pid // blocks % splits, (pid // (blocks * splits)).to(tl.int64)
+
+
+@triton.jit
 def moments_kernel(
     x_ptr, parts_ptr, channels, size, part, stride_c, stride_s, splits, all_parts,
     OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Mean and m2 of each channel over ``part`` positions of one image: ``parts`` is (2, n, splits, channels)."""
-    image = tl.program_id(2).to(tl.int64)
-    split = tl.program_id(1)
-    c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    block, split, image = place(channels, splits, BC)
+    c = block * BC + tl.arange(0, BC)[None, :]
     base = x_ptr + image * channels * size + c.to(OFFSET) * stride_c
     means = tl.zeros((BS, BC), tl.float32)
     m2s = tl.zeros((BS, BC), tl.float32)
@@ -51,8 +58,8 @@ def moments_kernel(
         means, m2s = welford(means, m2s, x, k, live)
     seen = tl.maximum((end - split * part - tl.arange(0, BS)[:, None] + BS - 1) // BS, 0).to(tl.float32)
     _, mean, m2 = merge(means, m2s, seen + tl.zeros((BS, BC), tl.float32), 0)
-    at = (image * splits + split) * channels + tl.program_id(0) * BC + tl.arange(0, BC)
-    live = tl.program_id(0) * BC + tl.arange(0, BC) < channels
+    at = (image * splits + split) * channels + block * BC + tl.arange(0, BC)
+    live = block * BC + tl.arange(0, BC) < channels
     tl.store(parts_ptr + at, mean, live)
     tl.store(parts_ptr + all_parts + at, m2, live)
 
@@ -94,7 +101,7 @@ class Tiles:
         splits = max(1, min(cdiv(programs, max(1, blocks * self.n)), cdiv(self.size, 4 * self.bs)))
         self.part = cdiv(cdiv(self.size, splits), self.bs) * self.bs
         self.splits = cdiv(self.size, self.part)
-        self.grid = (blocks, self.splits, self.n)
+        self.grid = (blocks * self.splits * self.n,)  # of one dim: the others end at 65535
         self.all_parts = self.n * self.splits * self.c
         self.options = {"OFFSET": offset_type(self.c * self.size), "BC": self.bc, "BS": self.bs, "num_warps": 4}
 

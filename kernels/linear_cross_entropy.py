@@ -38,7 +38,7 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     """Rows so that a chunk of logits fits the budget; chunks of equal size rather than a small last one."""
     row = max(1, v * itemsize)
     least, most = _CHUNK_BYTES[device]
-    budget = max(_ROW_MULTIPLE, min(max(least, m * row // _ROUNDED_CHUNKS), most) // row)
+    budget = max(_ROW_MULTIPLE, min(max(least, cdiv(m, _ROUNDED_CHUNKS) * row), most) // row)
     chunks = cdiv(m, budget)
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 

@@ -11,6 +11,7 @@
 Shapes     logits: (m, v), unit stride along v; target: (m); weight: (v); loss: (m); stats: (2, m), top and total.
 Dtypes     logits bf16 | fp16 | fp32, gradient alike; arithmetic, loss and stats in fp32. target int64. p is made of
            top and total, not of lse: rounding lse would scale a whole row of p by the same error.
+-inf       0 · log 0 = 0: beside logits of -inf eager's entropy is NaN, this one is that of the others.
 Ignored    a row whose target is ignore_index has loss 0 and gradient 0. A target outside 0..v-1 gives loss NaN.
 Saved      logits, target, weight, stats.
 Traffic    forward m·v read, backward m·v read and m·v written: 90 % of the copy rate. With the gradient made in the

@@ -1,11 +1,11 @@
-"""Norms of images by tiles, in any layout, with small kernels between: where groups are too few or too large for one
-program each."""
+"""Norms of images by tiles, in any layout, with small kernels between: channels last, and where groups are too few or too
+large for one program each."""
 
 import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import Tiles, image_strides, merge
+from fx_fusion.kernels.images import Tiles, image_strides, merge, place
 from fx_fusion.kernels.launch import launch, next_power_of_2
 from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, result, store_sums
 
@@ -52,9 +52,8 @@ def _tile_kernel(
 ):  # fmt: skip
     """STEP 0: y. STEP 1: sums of the gradient terms of each channel over a split. STEP 2: dx from the groups' sums."""
     freedom = tl.cast(freedom, tl.float32)
-    image = tl.program_id(2).to(tl.int64)
-    split = tl.program_id(1)
-    c_row = tl.program_id(0) * BC + tl.arange(0, BC)
+    block, split, image = place(channels, splits, BC)
+    c_row = block * BC + tl.arange(0, BC)
     c = c_row[None, :]
     live_c = c < channels
     group = image * groups + c // per_group

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.canonicalize import View, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits
+from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.rewrite import Editor
 from fx_fusion.sizes import expected, too_small
 
@@ -28,9 +28,7 @@ def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothi
 def find(view: View) -> Iterator[Match | NearMiss]:
     for site in find_losses(view):
         seen = read_logits(view, site, to_linear=False)
-        if view.name(seen.source) == "getitem" and is_tensor(seen.source.args[0]) and seen.nodes:
-            # Inductor reads a slice where it lies; the kernel would need a copy of it.
-            reason = f"{seen.source.name} is a slice of larger logits"
+        if (reason := slice_below(view, seen)) is not None:
             yield NearMiss("cross_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), reason)
             continue
         inputs = {"logits": seen.source, "target": site.target}
@@ -88,7 +86,7 @@ def reduced(editor: Editor, site: LossSite, loss, target):
     if site.sign < 0:
         loss = editor.method("neg", (loss,), like=root)
     if site.gathered:
-        loss = editor.method("view", (loss, *value(root).shape), like=root)
+        loss = editor.method("view", (loss, tuple(value(root).shape)), like=root)
     return editor.cast(loss, value(root).dtype, like=root)
 
 

@@ -9,9 +9,10 @@ from torch import fx
 
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, same_shape, value
+from fx_fusion.match import Match
 from fx_fusion.normal_forms import inner_term, is_same
 from fx_fusion.patterns.loss_site import LossSite, find_losses
-from fx_fusion.reading import NotThis, binary
+from fx_fusion.reading import NotThis, binary, source_of
 from fx_fusion.rewrite import Editor, Mismatch
 
 
@@ -23,21 +24,28 @@ class EntropySite:
     sign: int
     nodes: set[fx.Node]
 
-    def first(self, editor: Editor, site: LossSite) -> fx.Node:
-        """Where one call for both results has to stand."""
-        first = min(site.root, self.root, key=lambda n: editor.view.order[n])
-        if editor.view.order[site.target] > editor.view.order[first]:
-            raise Mismatch(f"{site.target.name} does not exist yet where {first.name} is needed")
-        return first
+
+def first_root(editor: Editor, match: Match) -> fx.Node:
+    """Where one call for both results has to stand."""
+    order = editor.view.order
+    first = min(match.outputs, key=lambda n: order[n])
+    for node in match.inputs.values():
+        if order[node] > order[first]:
+            raise Mismatch(f"{node.name} does not exist yet where {first.name} is needed")
+    return first
 
 
 def replaced(editor: Editor, site: LossSite, entropy: EntropySite, call: fx.Node) -> None:
     """Put the log-probabilities and entropies (m, fp32) that ``call`` returns where the graph has its own."""
-    for i, (root, sign) in enumerate(((site.root, -site.sign), (entropy.root, entropy.sign))):
+    roots, made = (site.root, entropy.root), []
+    for i, (root, sign) in enumerate(zip(roots, (-site.sign, entropy.sign), strict=True)):
         result = editor.item(call, i, like=root)
         result = result if sign > 0 else editor.method("neg", (result,), like=root)
-        result = editor.method("view", (result, *value(root).shape), like=root)
-        editor.replace(root, editor.cast(result, value(root).dtype, like=root))
+        result = editor.method("view", (result, tuple(value(root).shape)), like=root)
+        made.append(editor.cast(result, value(root).dtype, like=root))
+    editor.check(roots, made)
+    for root, result in zip(roots, made, strict=True):
+        editor.replace(root, result)
 
 
 def losses_with_entropy(view: View) -> Iterator[tuple[LossSite, EntropySite, LossSite]]:
@@ -67,7 +75,7 @@ def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
         found = _sum_of_products(view, expected, logits)
         if found is None or found[0] != {"p", "logits"} or not _is_over_classes(view, total, "logsumexp"):
             return None
-        fits = is_same(view, total.args[0], logits) and same_shape(value(total), value(expected))
+        fits = is_same(view, source_of(total), logits) and same_shape(value(total), value(expected))
         return EntropySite(node, 1, {node, total, expected, *found[1]}) if fits else None
     found = _sum_of_products(view, node, logits)
     return EntropySite(node, -1, {node, *found[1]}) if found is not None and found[0] == {"p", "log_p"} else None
@@ -86,8 +94,8 @@ def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[st
     """What two factors are summed over classes, ``p``, ``log_p`` or ``logits``, and the nodes that make the products."""
     if not _is_over_classes(view, node, "sum"):
         return None
-    product = node.args[0] if node.args else node.kwargs["input"]
-    if not isinstance(product, fx.Node) or view.name(product) != "mul":
+    product = source_of(node)
+    if product is None or view.name(product) != "mul":
         return None
     nodes = {product}
     try:

@@ -81,7 +81,7 @@ def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
         if site.sign < 0:
             loss = editor.method("neg", (loss,), like=root)
         if site.gathered:
-            loss = editor.method("view", (loss, *value(root).shape), like=root)
+            loss = editor.method("view", (loss, tuple(value(root).shape)), like=root)
         loss = editor.cast(loss, value(root).dtype, like=root)
         editor.replace(root, loss)
     for output in match.deferred:

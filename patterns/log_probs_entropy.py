@@ -16,8 +16,8 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.log_probs_entropy import log_probs_entropy
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns import cross_entropy
-from fx_fusion.patterns.entropy_site import EntropySite, losses_with_entropy, replaced
-from fx_fusion.patterns.loss_site import LossSite, read_logits
+from fx_fusion.patterns.entropy_site import EntropySite, first_root, losses_with_entropy, replaced
+from fx_fusion.patterns.loss_site import LossSite, read_logits, slice_below
 from fx_fusion.rewrite import Editor
 
 
@@ -31,6 +31,9 @@ def of_logits(logits, target, softcap, scale):
 def find(view: View) -> Iterator[Match | NearMiss]:
     for site, entropy, together in losses_with_entropy(view):
         seen = read_logits(view, together, to_linear=False)
+        if (slice_of := slice_below(view, seen)) is not None:
+            yield NearMiss("log_probs_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), slice_of)
+            continue
         yield Match(
             fusion="log_probs_entropy",
             outputs=(site.root, entropy.root),
@@ -43,7 +46,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite) -> None:
     logits, target = match.inputs["logits"], match.inputs["target"]
-    with editor.graph.inserting_before(entropy.first(editor, site)):
+    with editor.graph.inserting_before(first_root(editor, match)):
         if value(logits).dim() != 2:
             logits = editor.method("reshape", (logits, -1, value(logits).shape[-1]), like=site.root)
         if value(target).dim() != 1:

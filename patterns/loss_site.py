@@ -154,8 +154,9 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
     chosen, total = term.operands
     bound = signatures.bind("logsumexp", total.args, dict(total.kwargs)) if view.name(total) == "logsumexp" else None
     squeezed = chosen
-    if view.name(chosen) == "squeeze" and same_shape(value(chosen), value(chosen.args[0])[..., 0]):
-        chosen = chosen.args[0]
+    below = source_of(chosen) if view.name(chosen) == "squeeze" else None
+    if below is not None and value(below).dim() and same_shape(value(chosen), value(below)[..., 0]):
+        chosen = below
     taken = signatures.bind("gather", chosen.args, dict(chosen.kwargs)) if view.name(chosen) == "gather" else None
     if bound is None or taken is None or not is_tensor(taken["index"]):
         return None
@@ -189,6 +190,13 @@ def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
         seen.nodes.extend(crossed)
         inside.update(crossed)
         seen.source = below
+
+
+def slice_below(view: View, seen: Logits) -> str | None:
+    """Whether logits that stay are a slice: Inductor reads it where it lies, a kernel would need a copy of it."""
+    if view.name(seen.source) != "getitem" or not is_tensor(seen.source.args[0]) or not seen.nodes:
+        return None
+    return f"{seen.source.name} is a slice of larger logits"
 
 
 def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.Node, list[fx.Node]] | None:

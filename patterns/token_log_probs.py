@@ -17,7 +17,7 @@ from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.entropy_site import EntropySite, losses_with_entropy, replaced
+from fx_fusion.patterns.entropy_site import EntropySite, first_root, losses_with_entropy, replaced
 from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
 from fx_fusion.patterns.log_probs_entropy import of_logits
 from fx_fusion.patterns.loss_site import LossSite
@@ -48,7 +48,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 
 def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite, head: Head) -> None:
-    with editor.graph.inserting_before(entropy.first(editor, site)):
+    with editor.graph.inserting_before(first_root(editor, match)):
         arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
         replaced(editor, site, entropy, editor.call(token_log_probs.overload, arguments, like=site.root))
     for output in match.deferred:

@@ -11,6 +11,7 @@ from fx_fusion.kernels import (
     evonorm_b0,
     gated_rms_norm,
     glu,
+    images,
     log_probs_entropy,
     norm_by_group,
     norm_formulas,
@@ -155,11 +156,22 @@ def test_chunks_are_few_and_equal():
     assert rows_in_a_chunk(32768, 151936, 2, "cuda") == 3328, "1 GiB"
     assert rows_in_a_chunk(16384, 32000, 2, "cuda") == 8192, "0.5 GiB"
     assert rows_in_a_chunk(4096, 32000, 2, "cuda") == 4096
+    for m, v in ((16383, 128256), (12285, 128256), (8190, 151936), (8191, 262144)):
+        assert -(-m // rows_in_a_chunk(m, v, 2, "cuda")) == 4, "more would be summed in float32"
     assert rows_in_a_chunk(3, 10, 4, "cpu") == 3
     assert rows_in_a_chunk(0, 10, 4, "cpu") == 1
     for m in (1, 255, 1000, 5000, 16383):
         rows = rows_in_a_chunk(m, 151936, 2, "cuda")
         assert rows * 151936 * 2 <= (1 << 30) + 256 * 151936 * 2
+
+
+def test_grids_of_any_number_of_images(monkeypatch):
+    """CUDA takes 2^31 - 1 programs in the first dim and 65535 in the others."""
+    grids = []
+    monkeypatch.setattr(images, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
+    images.Tiles(torch.empty(70000, 4, 3, 3)).moments(torch.empty(70000, 4, 3, 3))
+    assert all(n <= 65535 for grid in grids for n in grid[1:])
+    assert grids[0][0] >= 70000
 
 
 def test_integers_that_inductor_can_pass(monkeypatch):

@@ -265,6 +265,17 @@ def test_logits_alone_are_read_in_their_own_dtype_through_views():
     assert f"float32[2, {M // 2}, {V}]" not in report.graphs[0].after
 
 
+def test_keyword_arguments_of_a_gathered_loss():
+    def loss(logits, target):
+        chosen = torch.squeeze(input=logits.gather(-1, target.unsqueeze(-1)), dim=-1)
+        return chosen - torch.logsumexp(input=logits, dim=-1)
+
+    logits = x @ head.t()
+    found, report = rewritten(loss, logits, target, options={"select": "always"})
+    assert report.count("cross_entropy") == 1, str(report)
+    torch.testing.assert_close(found, loss(logits, target))
+
+
 def test_a_slice_of_logits_is_left_to_inductor():
     def loss(logits, target):
         return F.cross_entropy(logits[:, :-1].float().reshape(-1, V), target[:, 1:].reshape(-1))

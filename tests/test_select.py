@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import fx_fusion
-from fx_fusion import measure, tables
+from fx_fusion import measure, select, tables
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
+from fx_fusion.match import Match
 from fx_fusion.options import parse
 from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.sites import choose, find_matches
@@ -187,6 +188,25 @@ def test_rotations_without_a_gradient_are_inductors(trained):
         assert (fusion_named("rope").pays(q, table, table, "rotate_half", "input", False) is None) == trained
         with torch.no_grad():
             assert fusion_named("rope").pays(q, table, table, "rotate_half", "input", False) is not None
+
+
+def test_a_statistic_that_is_returned_beside_images():
+    """EvoNorm-B0 has a second result, a number a channel: no image that would be copied."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["example_value"] = torch.empty(16, 64, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+        norm, var = graph.call_function(F.group_norm, (x, 32)), graph.call_method("mean", (x, (0, 2, 3)))
+        norm.meta["example_value"] = F.group_norm(x.meta["example_value"], 32)
+        var.meta["example_value"] = x.meta["example_value"].mean((0, 2, 3))
+    fusion = fusion_named("group_norm")
+    match = Match("group_norm", (norm, var), frozenset((norm, var)), {"x": x})
+    end = graph.output((var,))
+    assert not select.returns_contiguous(fusion, match, View(graph))
+    end.args = ((var, norm),)
+    assert select.returns_contiguous(fusion, match, View(graph))
 
 
 @pytest.mark.parametrize("returned", [False, True])

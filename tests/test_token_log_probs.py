@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fx_fusion.testing import run, run_oracle, worst_excess
-from tests.helpers import rewritten
+from tests.helpers import reasons, rewritten
 
 B, S, H, V = 2, 7, 16, 301
 
@@ -108,6 +108,60 @@ def test_what_is_no_entropy(name):
     inputs = tensors()
     found, report = rewritten(function, **inputs)
     assert report.count("token_log_probs") == 0, str(report)
+    for ours, expected in zip(found, function(**inputs), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def after_the_entropy(x, w, t):
+    """The logits that are gathered from are a copy, made behind the entropy and used elsewhere."""
+    logits = F.linear(x, w)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    copy = logits.clone()
+    return chosen(copy.log_softmax(-1), t), entropy, copy * 2
+
+
+def one_row(x, w, t):
+    return exp_of_log(F.linear(x[0, 0], w), t[0, 0])
+
+
+def by_keywords(x, w, t):
+    logits = F.linear(x, w)
+    log_p = torch.squeeze(input=logits.gather(-1, t.unsqueeze(-1)), dim=-1) - torch.logsumexp(input=logits, dim=-1)
+    return log_p, torch.logsumexp(input=logits, dim=-1) - torch.sum(torch.softmax(logits, dim=-1) * logits, dim=-1)
+
+
+@pytest.mark.parametrize("fusion", ["token_log_probs", "log_probs_entropy"])
+@pytest.mark.parametrize("function", [after_the_entropy, one_row, by_keywords], ids=lambda f: f.__name__)
+def test_what_is_fused_or_declined_but_never_breaks(function, fusion):
+    inputs = tensors()
+    found, report = rewritten(function, **inputs, options={"fusions": [fusion], "select": "always"})
+    assert report.graphs, "the graph fell back"
+    for ours, expected in zip(found, function(**inputs), strict=True):
+        torch.testing.assert_close(ours, expected)
+    if function is not after_the_entropy:
+        assert report.count(fusion) == 1, str(report)
+
+
+def test_slices_of_logits_stay_where_they_lie():
+    def function(x, w, t):
+        return exp_of_log(F.linear(x, w)[:, :-1].float() / 0.7, t[:, 1:])
+
+    _, report = rewritten(function, **tensors(torch.bfloat16), options={"fusions": ["log_probs_entropy"], "select": "always"})
+    assert report.count("log_probs_entropy") == 0
+    assert "slice" in reasons(report, "log_probs_entropy")
+
+
+@pytest.mark.parametrize("fusion", ["token_log_probs", "log_probs_entropy"])
+def test_results_are_no_views(fusion):
+    def function(x, w, t):
+        log_p, entropy = exp_of_log(F.linear(x, w), t)
+        log_p += 1
+        return log_p, entropy
+
+    inputs = tensors()
+    inputs["w"].requires_grad_()
+    found, report = rewritten(function, **inputs, options={"fusions": [fusion], "select": "always"})
+    assert report.count(fusion) == 1, str(report)
     for ours, expected in zip(found, function(**inputs), strict=True):
         torch.testing.assert_close(ours, expected)
 
