@@ -13,11 +13,33 @@ import fx_fusion.registry as registry
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
+from fx_fusion.pattern import reference_of
 from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
 from tests.zoo import batch, build
 
 pytestmark = pytest.mark.gpu
 registry.all_fusions()
+
+
+@pytest.mark.parametrize(
+    "fusion",
+    [f for f in registry.all_fusions() if f.name != "block_sparse_attention"],  # its kernels are Inductor's own
+    ids=lambda fusion: fusion.name,
+)
+def test_every_fusion_through_inductor(fusion):
+    """Not the rewritten graph alone: its kernels launched by what Inductor writes."""
+    case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
+    statics = {**fusion.variants[0], **case.statics}
+    function = functools.partial(reference_of(fusion, statics), **statics)
+    inputs = make_inputs(fusion, case, statics, torch.bfloat16, "cuda")
+    options = {"select": "always", "strict": True, "fusions": [fusion.name]}
+    compiled = torch.compile(function, backend="fx_fusion", dynamic=False, options=options)
+    with fx_fusion.recording() as report:
+        fused = run(compiled, inputs, frozen=("cos", "sin"))
+    assert report.count(fusion.name) == 1, str(report)
+    eager, oracle = run(function, inputs, frozen=("cos", "sin")), run_oracle(function, inputs, frozen=("cos", "sin"))
+    name, used = worst_excess(fused, eager, oracle, torch.bfloat16)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 
 def test_more_than_2_to_the_31_elements():
