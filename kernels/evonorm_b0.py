@@ -147,22 +147,12 @@ def _fwd(x, v, weight, bias, running_var, eps):
     shape = tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts
     running = var if running_var is None else running_var.contiguous()
     launch(
-        _statistics_kernel,
-        (cdiv(tiles.c, 8),),
-        parts,
-        running,
-        var,
-        images,
-        batch,
-        *shape,
-        float(eps),
-        RUNNING=running_var is not None,
-        ROWS=64,
-        BC=8,
-    )
-    launch(_tile_kernel, tiles.grid, 
-        x, x, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, y, var, var, *shape, *tiles.strides,
-        *tiles.strides, *image_strides(y), RUNNING=running_var is not None, STEP=0, **tiles.options,
+        _statistics_kernel, (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, float(eps),
+        RUNNING=running_var is not None, ROWS=64, BC=8,
+    )  # fmt: skip
+    launch(
+        _tile_kernel, tiles.grid, x, x, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, y, var, var,
+        *shape, *tiles.strides, *tiles.strides, *image_strides(y), RUNNING=running_var is not None, STEP=0, **tiles.options,
     )  # fmt: skip
     return y, var, images, batch
 

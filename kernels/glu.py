@@ -105,7 +105,7 @@ def glu_bwd(dy, gate, up, kind: str):
     dgate, dup = (torch.empty((m, n), dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dgate.numel():
         grid, block = _grid(m, n)
-        launch(_bwd_kernel, grid, 
+        launch(_bwd_kernel, grid,
             dys, gates, ups, dgate, dup, n, dys.stride(0), gates.stride(0), ups.stride(0),
             KIND=ACTIVATIONS.index(kind), BLOCK=block, num_warps=4,
         )  # fmt: skip

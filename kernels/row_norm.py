@@ -263,7 +263,7 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
     if m and n:
         res, h_rows, y_rows = (rows if t is None else as_rows(t.permute(order)) for t in (residual, h, y))
         tile_rows, block, warps = _tile(n)
-        launch(_fwd_kernel, (cdiv(m, tile_rows),), 
+        launch(_fwd_kernel, (cdiv(m, tile_rows),),
             rows, res, y_rows if weight is None else weight.contiguous(), y_rows if bias is None else bias.contiguous(),
             y_rows, h_rows, stats, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
             ROWS=tile_rows, BLOCK_N=block, CENTER=center, HAS_RES=residual is not None, HAS_WEIGHT=weight is not None,
@@ -307,7 +307,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
             parts.zero_()
             launch(_bwd_wide_kernel, (programs,), *arguments, BLOCK_N=8192, num_warps=16, **flags)
         else:
-            launch(_bwd_kernel, (programs,), 
+            launch(_bwd_kernel, (programs,),
                 *arguments, ROWS=tile_rows, BLOCK_N=block, STAGES=stages, num_warps=warps, **flags
             )  # fmt: skip
         write_back(dx, dx_rows, order)

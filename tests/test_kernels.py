@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.library import opcheck
 
 import fx_fusion.registry as registry
@@ -13,6 +14,7 @@ from fx_fusion.kernels import (
     glu,
     images,
     log_probs_entropy,
+    logit_rows,
     norm_by_group,
     norm_formulas,
     rope,
@@ -163,6 +165,36 @@ def test_chunks_are_few_and_equal():
     for m in (1, 255, 1000, 5000, 16383):
         rows = rows_in_a_chunk(m, 151936, 2, "cuda")
         assert rows * 151936 * 2 <= (1 << 30) + 256 * 151936 * 2
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
+@pytest.mark.parametrize("resident", [logit_rows._RESIDENT, 0], ids=["in_registers", "in_steps"])
+@pytest.mark.parametrize("columns", [1, 300, 4104])
+@pytest.mark.parametrize(("smoothing", "softcap", "padded"), [(0.0, 0.0, False), (0.1, 5.0, False), (0.0, 0.0, True)])
+def test_loss_and_gradient_in_one_launch(columns, resident, smoothing, softcap, padded, device, monkeypatch):
+    """Over the logits themselves; entropies too; a row is ignored, classes may be padded."""
+    monkeypatch.setattr(logit_rows, "_RESIDENT", resident)
+    logits = torch.randn(5, (columns + 7) // 8 * 8 + 8 if padded else columns, device=device) * 3
+    target = torch.randint(0, columns, (5,), device=device)
+    target[2] = -100
+    upstream, of_entropy = torch.randn(5, device=device), torch.randn(5, device=device)
+    of_entropy[2] = 0  # an ignored row is not read
+    exact = logits[:, :columns].double().requires_grad_()
+    z = softcap * torch.tanh(exact * 0.5 / softcap) if softcap else exact * 0.5
+    expected = F.cross_entropy(z, target, ignore_index=-100, reduction="none", label_smoothing=smoothing)
+    log_p = z.log_softmax(-1)
+    expected_entropy = -(log_p.exp() * log_p).sum(-1)
+    ((expected * upstream).sum() + (expected_entropy * of_entropy).sum()).backward()
+    loss, entropy, stats = torch.empty(5, device=device), torch.zeros(5, device=device), torch.empty(2, 5, device=device)
+    launch_rows(
+        logits, target, None, -100, smoothing, softcap, 0.5, classes=columns, loss=loss, stats=stats, dloss=upstream,
+        dlogits=logits, entropy=entropy, dentropy=of_entropy,
+    )  # fmt: skip
+    live = target != -100
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy[live].double(), expected_entropy.detach()[live], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :columns].double(), exact.grad, rtol=1e-5, atol=1e-5)
+    assert not logits[:, columns:].any()
 
 
 def test_grids_of_any_number_of_images(monkeypatch):
