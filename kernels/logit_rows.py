@@ -28,7 +28,7 @@ from fx_fusion.kernels.launch import launch, multiprocessors, next_power_of_2, r
 NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argument (see launch_rows)
 _BLOCK = 4096  # logits in one step of a program
 _RESIDENT = 32768  # logits of a row that one program keeps in registers
-_ROW_BYTES = 1 << 18  # of so many rows two a multiprocessor stay in the L2
+_ROW = 1 << 17  # 16-bit logits of a row, of which two a multiprocessor stay in the L2
 _WARPS = 64  # warps a multiprocessor for the sums
 _EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
 
@@ -300,8 +300,8 @@ def _plan(logits, align: int, given: bool, gradient: bool) -> tuple[int, int, in
     if gradient and not given and align == 1 and whole <= _RESIDENT:
         warps = max(4, whole // 1024)
         return whole, warps, 32 // warps, {"STAGES": 1, "RESIDENT": True}
-    if gradient and not few_rows and whole > _BLOCK:
-        if not given and align == 1 and width * logits.element_size() <= _ROW_BYTES:
+    if gradient and not few_rows and whole > _BLOCK and logits.element_size() == 2:
+        if not given and align == 1 and width <= _ROW:
             return 2 * _BLOCK, 16, 2, {"STAGES": 3, "RESIDENT": False}
         if given and align > 1:
             return _BLOCK, 8, 4, {"STAGES": 3, "RESIDENT": False}
