@@ -293,7 +293,7 @@ def launch_rows(
 
 def _plan(logits, align: int, given: bool, gradient: bool) -> tuple[int, int, int, dict]:
     """Logits in one step of a program, warps, programs a multiprocessor, and how the steps go; by what was fastest on an
-    H200 of a dozen shapes each."""
+    H200 (``bench.tune``)."""
     m, width = logits.shape
     whole, few_rows = next_power_of_2(width), m <= 2 * multiprocessors(logits)
     plain = {"STAGES": 1, "RESIDENT": False}

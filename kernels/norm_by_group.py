@@ -152,7 +152,7 @@ def _group_bwd_kernel(
 
 
 def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
-    """None where this is not the way. Tiles and warps by what was fastest on an H200."""
+    """None where this is not the way. Tiles and warps by what was fastest on an H200 (``bench.tune``)."""
     if not (x.is_contiguous() and other.is_contiguous()):
         return None
     many, bf16 = norm.all_groups > 4 * multiprocessors(x), x.element_size() == 2

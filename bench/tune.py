@@ -1,0 +1,125 @@
+"""Times launch shapes of the kernels whose tiles were chosen by measuring.
+
+    python -m bench.tune rows|groups [--dtype bfloat16]
+
+``rows``: ``logit_rows``, the sums, the gradient, and both in one launch. ``groups``: ``norm_by_group``, forward and
+backward. For every shape: what is chosen now, and the three fastest candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.progress import track
+from tabulate import tabulate
+
+from fx_fusion import timing
+from fx_fusion.kernels import channel_norm, logit_rows, norm_by_group, norm_formulas
+from fx_fusion.kernels.launch import cdiv, next_power_of_2
+
+Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it
+Work = tuple[str, Callable[[], object], list[Candidate]]
+
+LOGITS = ((16384, 32000), (8192, 128256), (1024, 128256), (16384, 50257), (8192, 151936))
+# Logits in a step, warps, programs a multiprocessor, stages.
+STEPS = (
+    (2048, 4, 16, 1), (4096, 8, 8, 1), (4096, 8, 4, 3), (4096, 8, 6, 3), (8192, 16, 2, 1), (8192, 16, 2, 3),
+    (16384, 32, 1, 1), (16384, 32, 2, 1), (32768, 32, 1, 1),
+)  # fmt: skip
+IMAGES = ((8, 320, 64, 64), (8, 640, 32, 32), (16, 1280, 16, 16), (64, 256, 56, 56), (128, 512, 28, 28), (16, 512, 128, 128))
+# Elements of a tile, warps, lanes of the first pass.
+TILES = (
+    (1024, 4, 1024), (2048, 4, 1024), (2048, 4, 2048), (2048, 8, 2048), (4096, 4, 2048), (4096, 4, 4096), (4096, 8, 2048),
+    (4096, 8, 4096), (8192, 16, 4096),
+)  # fmt: skip
+
+
+def rows(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = LOGITS, device: str = "cuda") -> Iterator[Work]:
+    for m, v in shapes:
+        logits, target = torch.randn(m, v, device=device).to(dtype) * 3, torch.randint(0, v, (m,), device=device)
+        loss, stats, dloss = (torch.empty(*size, device=device) for size in ((m,), (2, m), (m,)))
+        dlogits = torch.empty_like(logits)
+        modes = {
+            "sums": {"loss": loss}, "gradient": {"dloss": dloss, "dlogits": dlogits},
+            "both": {"loss": loss, "dloss": dloss, "dlogits": dlogits},
+        }  # fmt: skip
+        whole = next_power_of_2(v)
+        for mode, given in modes.items():
+
+            def call(logits: Any = logits, target: Any = target, stats: Any = stats, given: Any = given) -> None:
+                logit_rows.launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, **given)
+
+            plans = [(*step[:3], {"STAGES": step[3], "RESIDENT": False}) for step in STEPS if step[0] <= whole]
+            if mode == "both" and whole <= 65536 and v * logits.element_size() % 16 == 0:
+                plans += [(whole, warps, 32 // warps, {"STAGES": 1, "RESIDENT": True}) for warps in (8, 16, 32)]
+            found = [(str(p), patch.object(logit_rows, "_plan", return_value=p)) for p in plans]
+            yield f"{m} x {v} {mode}", call, found
+
+
+def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, device: str = "cuda") -> Iterator[Work]:
+    kind, at_once = norm_formulas.GROUP_NORM_SWISH, 32
+    for shape in shapes:
+        x, dy = (torch.randn(*shape, device=device).to(dtype) for _ in range(2))
+        y, p = torch.empty_like(x), torch.randn(shape[1], device=device).to(dtype)
+        stats = channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
+        norm = norm_formulas.Norm(x, at_once, p, p, None, kind, 0)
+        offset = norm_by_group.offset_type(norm.length)
+        bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
+        block = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(norm.per_group, b) * b <= 5 * norm.per_group)
+        tiles = [
+            ({"BC": block, "BS": min(bs, tile // block), "RESIDENT": False, "OFFSET": offset, "num_warps": warps}, lanes)
+            for tile, warps, lanes in TILES
+        ]
+        if bc * bs <= 65536:
+            whole = {"BC": bc, "BS": bs, "RESIDENT": True, "OFFSET": offset}
+            tiles += [({**whole, "num_warps": warps}, 4096) for warps in (4, 8, 16, 32) if bc * bs <= 2048 * warps]
+
+        def forward(x: Any = x, y: Any = y, p: Any = p) -> None:
+            channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
+
+        def backward(x: Any = x, dy: Any = dy, p: Any = p, stats: Any = stats) -> None:
+            channel_norm.norm_bwd(dy, x, at_once, p, p, None, stats, kind)
+
+        for name, call in (("forward", forward), ("backward", backward)):
+            found = []
+            for given, lanes in tiles:
+                label = f"{given['BC']} x {given['BS']}, {given['num_warps']} warps, " + (
+                    "resident" if given["RESIDENT"] else f"{lanes} lanes"
+                )
+                chosen = patch.multiple(norm_by_group, options=lambda *_, given=given, **__: given, _TILE=lanes)
+                found.append((label, chosen))
+            yield f"{' x '.join(map(str, shape))} {name}", call, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("rows", "groups"))
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.tune times kernels on a GPU: there is no CUDA device here.")
+    work = {"rows": rows, "groups": groups}[given.what](getattr(torch, given.dtype))
+    lines = [(name, *ranked(call, found)) for name, call, found in track(list(work), description="timing")]
+    print(tabulate(lines, headers=("work", "now, ms", "fastest", "second", "third")))
+
+
+def ranked(call: Callable[[], object], candidates: list[Candidate]) -> tuple[str, ...]:
+    """What is chosen now, and the three fastest candidates; one that the machine has no room for is left out."""
+    from triton.runtime.errors import OutOfResources
+
+    timed = []
+    for name, chosen in candidates:
+        with chosen:
+            try:
+                timed.append((timing.device_ms(call), name))
+            except OutOfResources:
+                continue
+    return f"{timing.device_ms(call):.4f}", *(f"{ms:.4f}  {name}" for ms, name in sorted(timed)[:3])
+
+
+if __name__ == "__main__":
+    main()
