@@ -1,4 +1,4 @@
-"""Sizes for cost rules: what a site will see, without adding a guard."""
+"""For cost rules: sizes as a site will see them, without adding a guard, and whether it is trained."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def expected(size: Any) -> float:
 def elements(tensor: torch.Tensor) -> float:
     """How many elements a tensor will have."""
     return math.prod(expected(size) for size in tensor.shape)
+
+
+def trained(*tensors: torch.Tensor | None) -> bool:
+    """Whether a site's backward will run for one of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def too_small(tensor: torch.Tensor) -> str | None:

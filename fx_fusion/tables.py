@@ -21,7 +21,7 @@ import torch
 
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
-from fx_fusion.sizes import expected
+from fx_fusion.sizes import expected, trained
 from fx_fusion.terms import is_tensor
 
 _FOLDER = Path(__file__).parent / "tables"
@@ -59,7 +59,7 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | N
     if device.type != "cuda" or not floating or sizes is None:
         return None
     itemsize = floating[0].dtype.itemsize
-    forward_only = not (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
+    forward_only = not trained(*floating)
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
     first = fusion.tensors()[0]
     nearest = nearest_of(cells, itemsize, forward_only, layout_of(str(fusion.inputs[first]), given[first]), sizes)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import merge, offset_type, welford
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, result, store_sums
+from fx_fusion.kernels.norm_formulas import Norm, gradients, parameters, result, store_sums
 
 _RESIDENT = 16384  # elements of a (padded) group that one program keeps in registers
 _TILE = 4096  # elements of a tile that is one step of a loop
@@ -32,9 +32,7 @@ def _group_fwd_kernel(
         mean = tl.div_rn(tl.sum(tl.sum(x, 1), 0), tl.cast(length, tl.float32))  # exact where all are equal
         apart = tl.where(mask, x - mean, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(apart * apart, 1), 0) / freedom + eps)
-        w = of_channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
-        b = of_channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
-        v = of_channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
+        w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         y = result(x, mean, rstd, w, b, v, KIND)
         tl.store(y_ptr + base + c * size + s, y.to(y_ptr.dtype.element_ty), mask)
     else:
@@ -54,9 +52,7 @@ def _group_fwd_kernel(
         blocks = tl.cdiv(per_group, BC)
         for block in range(0, blocks):
             c = (blocks - 1 - block) * BC + tl.arange(0, BC)[:, None]
-            w = of_channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
-            b = of_channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
-            v = of_channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
+            w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
             for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
@@ -87,9 +83,7 @@ def _group_bwd_kernel(
         c = tl.arange(0, BC)[:, None]
         s = tl.arange(0, BS)[None, :]
         mask = (c < per_group) & (s < size)
-        w = of_channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
-        b = of_channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
-        v = of_channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
+        w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         db, dw, dv, direct, xhat = gradients(x, dy, mean, rstd, w, b, v, KIND)
@@ -107,9 +101,7 @@ def _group_bwd_kernel(
         along = 0.0
         for c0 in range(0, per_group, BC):
             c = c0 + tl.arange(0, BC)[:, None]
-            w = of_channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
-            b = of_channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
-            v = of_channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
+            w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
             dbs = tl.zeros((BC, BS), tl.float32)
             dws = tl.zeros((BC, BS), tl.float32)
             dvs = tl.zeros((BC, BS), tl.float32)
@@ -137,9 +129,7 @@ def _group_bwd_kernel(
         blocks = tl.cdiv(per_group, BC)
         for block in range(0, blocks):
             c = (blocks - 1 - block) * BC + tl.arange(0, BC)[:, None]
-            w = of_channels(w_ptr, first + c, c < per_group, 1.0, HAS_W)
-            b = of_channels(b_ptr, first + c, c < per_group, 0.0, HAS_B)
-            v = of_channels(v_ptr, first + c, c < per_group, 0.0, KIND == 2)
+            w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
             for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)

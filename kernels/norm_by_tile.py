@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import Tiles, image_strides, merge, place
 from fx_fusion.kernels.launch import launch, next_power_of_2
-from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, result, store_sums
+from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, parameters, result, store_sums
 
 
 @triton.jit
@@ -59,9 +59,7 @@ def _tile_kernel(
     group = image * groups + c // per_group
     mean = tl.load(stats_ptr + group, live_c, 0.0)
     rstd = tl.load(stats_ptr + all_groups + group, live_c, 0.0)
-    w = of_channels(w_ptr, c, live_c, 1.0, HAS_W)
-    b = of_channels(b_ptr, c, live_c, 0.0, HAS_B)
-    v = of_channels(v_ptr, c, live_c, 0.0, KIND == 2)
+    w, b, v = parameters(w_ptr, b_ptr, v_ptr, c, live_c, KIND, HAS_W, HAS_B)
     if STEP == 2:
         across = tl.load(group_sums_ptr + group, live_c, 0.0) / length
         along = tl.load(group_sums_ptr + all_groups + group, live_c, 0.0) / freedom
@@ -119,12 +117,11 @@ def _group_sums_kernel(
     tl.store(out_ptr + all_groups + pid, tl.sum(along, 0))
 
 
-def options(norm: Norm, x, other, *, backward: bool) -> dict:
-    return {}
+def options(norm: Norm, x, other, *, backward: bool) -> Tiles:
+    return Tiles(x)
 
 
-def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
-    tiles = Tiles(x)
+def forward(norm: Norm, x, y, stats, eps: float, tiles: Tiles) -> None:
     launch(
         _group_moments_kernel, (norm.all_groups,), tiles.moments(x), stats, norm.groups, norm.all_groups, norm.per_group,
         norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.freedom, eps, LANES=_lanes(norm, tiles),
@@ -133,8 +130,7 @@ def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
     _tile(norm, tiles, x, x, stats, y, stats, stats, STEP=0)
 
 
-def backward(norm: Norm, dy, x, stats, dx, given: dict):
-    tiles = Tiles(x)
+def backward(norm: Norm, dy, x, stats, dx, tiles: Tiles):
     sums = torch.empty(norm.sums, norm.n * tiles.splits, norm.c, dtype=torch.float32, device=x.device)
     group_sums = torch.empty(2, norm.all_groups, dtype=torch.float32, device=x.device)
     _tile(norm, tiles, x, dy, stats, dx, sums, group_sums, STEP=1)

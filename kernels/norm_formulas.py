@@ -34,6 +34,15 @@ def of_channels(ptr, c, live, other, HAS: tl.constexpr):
 
 
 @triton.jit
+def parameters(w_ptr, b_ptr, v_ptr, c, live, KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
+    """w, b and v of channels."""
+    w = of_channels(w_ptr, c, live, 1.0, HAS_W)
+    b = of_channels(b_ptr, c, live, 0.0, HAS_B)
+    v = of_channels(v_ptr, c, live, 0.0, KIND == 2)
+    return w, b, v
+
+
+@triton.jit
 def result(x, mean, rstd, w, b, v, KIND: tl.constexpr):
     if KIND == 2:
         y = x * tl.sigmoid(v * x) * (rstd * w) + b

@@ -12,7 +12,7 @@ from fx_fusion.canonicalize import View, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits, slice_below
+from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits, rows_of, slice_below
 from fx_fusion.rewrite import Editor
 from fx_fusion.sizes import expected, too_small
 
@@ -55,12 +55,7 @@ def emit(editor: Editor, match: Match, site: LossSite) -> None:
     """The op gives a loss a row; the reduction is left to Inductor (m numbers)."""
     root = site.root
     with editor.graph.inserting_before(root):
-        logits, target = match.inputs["logits"], match.inputs["target"]
-        shape = value(logits).shape
-        if len(shape) != 2:
-            logits = editor.method("reshape", (logits, -1, shape[-1]), like=root)
-        if value(target).dim() != 1:
-            target = editor.method("reshape", (target, -1), like=root)
+        logits, target = rows_of(editor, match.inputs["logits"], match.inputs["target"], root)
         statics = {**match.statics, "weight": site.weight}
         arguments = (logits, target, *(statics[name] for name in cross_entropy.parameters[2:]))
         op = editor.call(cross_entropy.overload, arguments, like=root)

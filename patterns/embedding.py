@@ -18,6 +18,7 @@ from fx_fusion.guards import wrong_dtype
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.rewrite import Editor
+from fx_fusion.sizes import trained
 
 NO_PADDING = -1
 
@@ -65,7 +66,7 @@ def guard(ids, weight, padding_idx):
 
 
 def pays(ids, weight, padding_idx):
-    if not weight.requires_grad or not torch.is_grad_enabled():
+    if not trained(weight):
         return "the table needs no gradient; the gather alone is Inductor's"
     return None
 

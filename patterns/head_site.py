@@ -11,9 +11,9 @@ from torch import fx
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.match import NearMiss
-from fx_fusion.patterns.loss_site import Logits, LossSite, read_logits
+from fx_fusion.patterns.loss_site import Logits, LossSite, one_a_row, read_logits
 from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import elements, expected
+from fx_fusion.sizes import elements, expected, trained
 
 
 @dataclass
@@ -64,9 +64,7 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> s
 def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again, 8
     products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on."""
-    given = (x, lm_head) if bias is None else (x, lm_head, bias)
-    trained = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    if x.device.type != "cuda" or not trained or expected(x.shape[-1]) <= 1024:
+    if x.device.type != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= 1024:
         return None
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
 
@@ -84,6 +82,4 @@ def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tupl
         if value(bias).dim() != 1:
             bias = editor.method("reshape", (bias, -1), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
-    if value(target).dim() != 1:
-        target = editor.method("reshape", (target, -1), like=root)
-    return x, lm_head, bias, target
+    return x, lm_head, bias, one_a_row(editor, target, root)

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import torch
 
-from fx_fusion.canonicalize import View, value
+from fx_fusion.canonicalize import View
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.log_probs_entropy import log_probs_entropy
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns import cross_entropy
 from fx_fusion.patterns.entropy_site import EntropySite, first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.loss_site import LossSite, read_logits, slice_below
+from fx_fusion.patterns.loss_site import LossSite, read_logits, rows_of, slice_below
 from fx_fusion.rewrite import Editor
 
 
@@ -45,13 +45,9 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 
 def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite) -> None:
-    logits, target = match.inputs["logits"], match.inputs["target"]
     with editor.graph.inserting_before(first_root(editor, match)):
-        if value(logits).dim() != 2:
-            logits = editor.method("reshape", (logits, -1, value(logits).shape[-1]), like=site.root)
-        if value(target).dim() != 1:
-            target = editor.method("reshape", (target, -1), like=site.root)
-        arguments = (logits, target, match.statics["softcap"], match.statics["scale"])
+        rows = rows_of(editor, match.inputs["logits"], match.inputs["target"], site.root)
+        arguments = (*rows, match.statics["softcap"], match.statics["scale"])
         replaced(editor, site, entropy, editor.call(log_probs_entropy.overload, arguments, like=site.root))
 
 

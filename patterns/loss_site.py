@@ -19,6 +19,7 @@ from fx_fusion.canonicalize import Term, View, is_tensor, same_shape, value
 from fx_fusion.dtypes import keeps_values
 from fx_fusion.kernels.logit_rows import NO_IGNORE
 from fx_fusion.reading import source_of
+from fx_fusion.rewrite import Editor
 
 
 @dataclass
@@ -190,6 +191,18 @@ def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
         seen.nodes.extend(crossed)
         inside.update(crossed)
         seen.source = below
+
+
+def one_a_row(editor: Editor, target: fx.Node, root: fx.Node) -> fx.Node:
+    """A target (m) for a site's targets of any shape."""
+    return target if value(target).dim() == 1 else editor.method("reshape", (target, -1), like=root)
+
+
+def rows_of(editor: Editor, logits: fx.Node, target: fx.Node, root: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Logits (m, v) and a target (m) for logits and targets of any shape."""
+    shape = value(logits).shape
+    rows = logits if len(shape) == 2 else editor.method("reshape", (logits, -1, shape[-1]), like=root)
+    return rows, one_a_row(editor, target, root)
 
 
 def slice_below(view: View, seen: Logits) -> str | None:

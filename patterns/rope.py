@@ -14,7 +14,7 @@ from fx_fusion.kernels.rope import rope
 from fx_fusion.legality import why_not
 from fx_fusion.match import Match
 from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import too_small
+from fx_fusion.sizes import too_small, trained
 
 
 def rotated(q, cos, sin, style, out, upcast):
@@ -61,7 +61,7 @@ def guard(q, cos, sin, style, out, upcast):
 
 
 def pays(q, cos, sin, style, out, upcast):
-    if q.device.type == "cuda" and not (torch.is_grad_enabled() and q.requires_grad):
+    if q.device.type == "cuda" and not trained(q):
         return "without a gradient Inductor's is faster (0.047 ms against 0.054 at 8 x 32(8) x 2048 x 64 on an H200)"
     return too_small(q)
 
