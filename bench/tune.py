@@ -1,14 +1,16 @@
 """Times launch shapes of the kernels whose tiles were chosen by measuring.
 
-    python -m bench.tune rows|groups [--dtype bfloat16]
+    python -m bench.tune rows|groups|rope|chunks [--dtype bfloat16]
 
 ``rows``: ``logit_rows``, the sums, the gradient, and both in one launch. ``groups``: ``norm_by_group``, forward and
-backward. For every shape: what is chosen now, and the three fastest candidates.
+backward. ``rope``: its tiles. ``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype
+of their sum. For every shape: what is chosen now, and the three fastest candidates.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +20,7 @@ from rich.progress import track
 from tabulate import tabulate
 
 from fx_fusion import timing
-from fx_fusion.kernels import channel_norm, logit_rows, norm_by_group, norm_formulas
+from fx_fusion.kernels import channel_norm, linear_cross_entropy, logit_rows, norm_by_group, norm_formulas, rope
 from fx_fusion.kernels.launch import cdiv, next_power_of_2
 
 Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it
@@ -31,6 +33,8 @@ STEPS = (
     (16384, 32, 1, 1), (16384, 32, 2, 1), (32768, 32, 1, 1),
 )  # fmt: skip
 IMAGES = ((8, 320, 64, 64), (8, 640, 32, 32), (16, 1280, 16, 16), (64, 256, 56, 56), (128, 512, 28, 28), (16, 512, 128, 128))
+# Batch, heads of q and of k, positions, columns.
+HEADS = ((4, 32, 8, 4096, 128), (8, 32, 8, 2048, 64), (64, 12, 12, 128, 64), (2, 8, 1, 8192, 256), (1, 32, 8, 1024, 128))
 # Elements of a tile, warps, lanes of the first pass.
 TILES = (
     (1024, 4, 1024), (2048, 4, 1024), (2048, 4, 2048), (2048, 8, 2048), (4096, 4, 2048), (4096, 4, 4096), (4096, 8, 2048),
@@ -95,14 +99,59 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
             yield f"{' x '.join(map(str, shape))} {name}", call, found
 
 
+def rotations(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
+    for b, h, g, s, d in HEADS:
+        cos, sin = (torch.randn(b, 1, s, d, device=device).to(dtype) for _ in range(2))
+        for layout in ("positions", "heads"):
+
+            def laid(heads: int, b: int = b, s: int = s, d: int = d, layout: str = layout) -> torch.Tensor:
+                if layout == "heads":
+                    return torch.randn(b, heads, s, d, device=device).to(dtype)
+                return torch.randn(b, s, heads, d, device=device).to(dtype).transpose(1, 2)
+
+            q, k = laid(h), laid(g)
+
+            def call(q: Any = q, k: Any = k, cos: Any = cos, sin: Any = sin) -> None:
+                rope.rope(q, k, cos, sin, "rotate_half", "input", False)
+
+            found = []
+            for rows, most, warps in itertools.product((4, 8, 16, 32), (1, 2, 4), (1, 2, 4, 8)):
+                tile = {"POSITIONS": 1, "HEADS": rows, "MOST": rows * most, "num_warps": warps}
+                if layout == "heads":
+                    tile = {"POSITIONS": rows, "HEADS": 1, "MOST": 4 * most, "num_warps": warps}
+                if rows * d <= 256 * warps * 8 and rows * most <= 32:
+                    found.append((str(tile), patch.object(rope, "_tiles", return_value=tile)))
+            yield f"{b} x {h}({g}) x {s} x {d} by {layout}", call, found
+
+
+def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
+    for m, h, v in ((32768, 2048, 151936), (16384, 2048, 128256), (8192, 4096, 128256)):
+        x, w = (torch.randn(*size, device=device).to(dtype) * 0.02 for size in ((m, h), (v, h)))
+        target = torch.randint(0, v, (m,), device=device)
+
+        def call(x: Any = x, w: Any = w, target: Any = target) -> None:
+            given = ("mean", -100, 0.0, 0.0, 1.0, [True, True, False])
+            linear_cross_entropy.linear_cross_entropy(x, w, None, target, None, *given)
+
+        found = []
+        for n, most in itertools.product((3, 4, 5, 6, 8, 12), (4, 6)):
+            rows = cdiv(m, n * 256) * 256
+            chosen = patch.multiple(linear_cross_entropy, rows_in_a_chunk=lambda *_, rows=rows: rows, _ROUNDED_CHUNKS=most)
+            found.append((f"{n} chunks, {'rounded' if n <= most else 'fp32'}", chosen))
+        yield f"{m} x {h} x {v}", call, found
+
+
+WORK = {"rows": rows, "groups": groups, "rope": rotations, "chunks": chunks}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("rows", "groups"))
+    parser.add_argument("what", choices=tuple(WORK))
     parser.add_argument("--dtype", default="bfloat16")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.tune times kernels on a GPU: there is no CUDA device here.")
-    work = {"rows": rows, "groups": groups}[given.what](getattr(torch, given.dtype))
+    work = WORK[given.what](getattr(torch, given.dtype))
     lines = [(name, *ranked(call, found)) for name, call, found in track(list(work), description="timing")]
     print(tabulate(lines, headers=("work", "now, ms", "fastest", "second", "third")))
 
