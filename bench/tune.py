@@ -29,10 +29,18 @@ Work = tuple[str, Callable[[], object], list[Candidate]]
 LOGITS = ((16384, 32000), (8192, 128256), (1024, 128256), (16384, 50257), (8192, 151936))
 # Logits in a step, warps, programs a multiprocessor, stages.
 STEPS = (
-    (2048, 4, 16, 1), (4096, 8, 8, 1), (4096, 8, 4, 3), (4096, 8, 6, 3), (8192, 16, 2, 1), (8192, 16, 2, 3),
-    (16384, 32, 1, 1), (16384, 32, 2, 1), (32768, 32, 1, 1),
+    (1024, 4, 16, 1), (2048, 4, 16, 1), (2048, 8, 8, 1), (4096, 4, 8, 1), (4096, 8, 8, 1), (8192, 8, 8, 1), (8192, 16, 4, 1),
+    (8192, 16, 2, 1), (16384, 16, 4, 1), (16384, 32, 2, 1), (2048, 4, 8, 3), (4096, 4, 8, 3), (4096, 8, 4, 3),
 )  # fmt: skip
-IMAGES = ((8, 320, 64, 64), (8, 640, 32, 32), (16, 1280, 16, 16), (64, 256, 56, 56), (128, 512, 28, 28), (16, 512, 128, 128))
+IMAGES = (
+    (8, 320, 64, 64), (8, 640, 32, 32), (16, 1280, 16, 16), (64, 256, 56, 56), (128, 512, 28, 28), (256, 1024, 14, 14),
+    (16, 512, 128, 128), (8, 512, 64, 64), (64, 64, 28, 28), (64, 64, 112, 112),
+)  # fmt: skip
+# Elements of a tile, warps, lanes of the first pass.
+TILES = (
+    (512, 4, 1024), (1024, 4, 1024), (2048, 4, 1024), (2048, 4, 2048), (2048, 8, 2048), (4096, 8, 2048), (4096, 8, 4096),
+    (4096, 16, 4096), (8192, 16, 4096),
+)  # fmt: skip
 # Batch, heads of q and of k, positions, columns.
 HEADS = ((4, 32, 8, 4096, 128), (8, 32, 8, 2048, 64), (64, 12, 12, 128, 64), (2, 8, 1, 8192, 256), (1, 32, 8, 1024, 128))
 # Elements of a tile, warps, lanes of the first pass.
@@ -51,15 +59,12 @@ def rows(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = LOGITS, devic
             "sums": {"loss": loss}, "gradient": {"dloss": dloss, "dlogits": dlogits},
             "both": {"loss": loss, "dloss": dloss, "dlogits": dlogits},
         }  # fmt: skip
-        whole = next_power_of_2(v)
         for mode, given in modes.items():
 
             def call(logits: Any = logits, target: Any = target, stats: Any = stats, given: Any = given) -> None:
                 logit_rows.launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, **given)
 
-            plans = [(*step[:3], {"STAGES": step[3], "RESIDENT": False}) for step in STEPS if step[0] <= whole]
-            if mode == "both" and whole <= 65536 and v * logits.element_size() % 16 == 0:
-                plans += [(whole, warps, 32 // warps, {"STAGES": 1, "RESIDENT": True}) for warps in (8, 16, 32)]
+            plans = [step for step in STEPS if step[0] <= next_power_of_2(v)]
             found = [(str(p), patch.object(logit_rows, "_plan", return_value=p)) for p in plans]
             yield f"{m} x {v} {mode}", call, found
 
@@ -73,14 +78,13 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
         norm = norm_formulas.Norm(x, at_once, p, p, None, kind, 0)
         offset = norm_by_group.offset_type(norm.length)
         bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
-        block = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(norm.per_group, b) * b <= 5 * norm.per_group)
         tiles = [
-            ({"BC": block, "BS": min(bs, tile // block), "RESIDENT": False, "OFFSET": offset, "num_warps": warps}, lanes)
-            for tile, warps, lanes in TILES
+            {"BC": block, "BS": min(bs, tile // block), "RESIDENT": False, "LANES": lanes, "num_warps": warps}
+            for (tile, warps, lanes), block in itertools.product(TILES, (8, 4, 2))
+            if block <= bc
         ]
-        if bc * bs <= 65536:
-            whole = {"BC": bc, "BS": bs, "RESIDENT": True, "OFFSET": offset}
-            tiles += [({**whole, "num_warps": warps}, 4096) for warps in (4, 8, 16, 32) if bc * bs <= 2048 * warps]
+        whole = {"BC": bc, "BS": bs, "RESIDENT": True, "LANES": 1024}
+        tiles += [{**whole, "num_warps": warps} for warps in (2, 4, 8, 16, 32) if 512 * warps <= bc * bs <= 2048 * warps]
 
         def forward(x: Any = x, y: Any = y, p: Any = p) -> None:
             channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
@@ -90,12 +94,10 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
 
         for name, call in (("forward", forward), ("backward", backward)):
             found = []
-            for given, lanes in tiles:
-                label = f"{given['BC']} x {given['BS']}, {given['num_warps']} warps, " + (
-                    "resident" if given["RESIDENT"] else f"{lanes} lanes"
-                )
-                chosen = patch.multiple(norm_by_group, options=lambda *_, given=given, **__: given, _TILE=lanes)
-                found.append((label, chosen))
+            for given in tiles:
+                how = "resident" if given["RESIDENT"] else f"{given['LANES']} lanes"
+                chosen = patch.object(norm_by_group, "options", lambda *_, given={"OFFSET": offset, **given}, **__: given)
+                found.append((f"{given['BC']} x {given['BS']}, {given['num_warps']} warps, {how}", chosen))
             yield f"{' x '.join(map(str, shape))} {name}", call, found
 
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.fast_math import reciprocal
 from fx_fusion.kernels.images import Tiles, as_images, empty_images, image_strides, merge, place
 from fx_fusion.kernels.launch import cdiv, column_sums, launch
 from fx_fusion.op import fused_op
@@ -107,23 +108,24 @@ def _tile_kernel(
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
         right = v * x + deviation
-        inverse = 1.0 / tl.maximum(least, right, propagate_nan=tl.PropagateNan.ALL)
+        inverse = reciprocal(tl.maximum(least, right, propagate_nan=tl.PropagateNan.ALL))
+        y = x * inverse
         out = out_ptr + base + c * out_c + s * out_s
         if STEP == 0:
-            tl.store(out, (x * inverse * w + b).to(out_ptr.dtype.element_ty), mask)
+            tl.store(out, (y * w + b).to(out_ptr.dtype.element_ty), mask)
         else:
             dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
-            direct = dy * w * inverse
-            q = -direct * x * inverse
+            dw = dy * y
+            q = dw * inverse  # by -w what it is above, which waits for the sums
             won = tl.where(right > least, q, tl.where(right == least, 0.5 * q, 0.0))  # a tie: half to each, as max
             if STEP == 1:
                 dbs += dy
-                dws += dy * x * inverse
+                dws += dw
                 dvs += won * x
                 wins += won
                 losses += q - won
             else:
-                dx = direct + won * v + (x - mean) * pull
+                dx = w * (dy * inverse - won * v) + (x - mean) * pull
                 if not RUNNING:
                     dx += (x - mean_of_batch) * push
                 tl.store(out, dx.to(out_ptr.dtype.element_ty), mask)
@@ -132,9 +134,10 @@ def _tile_kernel(
         live = c_row < channels
         tl.store(at, tl.sum(dbs, 0), live)
         tl.store(at + all_parts, tl.sum(dws, 0), live)
-        tl.store(at + 2 * all_parts, tl.sum(dvs, 0), live)
-        tl.store(at + 3 * all_parts, tl.sum(losses, 0), live)
-        tl.store(at + 4 * all_parts, tl.sum(wins, 0), live)
+        less = -tl.load(w_ptr + c_row, live, 0.0).to(tl.float32)
+        tl.store(at + 2 * all_parts, tl.sum(dvs, 0) * less, live)
+        tl.store(at + 3 * all_parts, tl.sum(losses, 0) * less, live)
+        tl.store(at + 4 * all_parts, tl.sum(wins, 0) * less, live)
 
 
 def _fwd(x, v, weight, bias, running_var, eps):

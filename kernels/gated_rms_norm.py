@@ -25,7 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
+from fx_fusion.kernels.fast_math import sigmoid
+from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2
 from fx_fusion.op import fused_op
 
 WIDEST = 16384
@@ -33,7 +34,7 @@ WIDEST = 16384
 
 @triton.jit
 def _activation(g, SILU: tl.constexpr):
-    s = tl.sigmoid(g)
+    s = sigmoid(g)
     if SILU:
         a = g * s
         da = s * (1.0 + g * (1.0 - s))
@@ -138,18 +139,27 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     if not (m and n):
         return dx, dgate, torch.zeros_like(weight)
     block = next_power_of_2(n)
-    rows = max(1, 4096 // block)
-    programs = min(cdiv(m, rows), cdiv(multiprocessors(x), groups))
+    rows, each, warps, stages = _plan(block, sum(t.element_size() for t in (x, gate, dy)))
+    programs = min(cdiv(m, rows), cdiv(each * multiprocessors(x), groups))
     rows_each = cdiv(cdiv(m, programs), rows) * rows
     programs = cdiv(m, rows_each)
     dw = torch.empty(1, programs, n * groups, dtype=torch.float32, device=x.device)
-    loaded = rows * block * sum(t.element_size() for t in (x, gate, dy))
     launch(
         _bwd_kernel, (programs, groups), dys, xs, gates, weight.contiguous(), rstd, dx, dgate, dw, m, n, dys.stride(0),
         xs.stride(0), gates.stride(0), rows_each, ROWS=rows, BLOCK=block, BEFORE=before, SILU=silu,
-        ROUND_FIRST=round_first, STAGES=stages_ahead(loaded), num_warps=16 if block >= 4096 else 8,
+        ROUND_FIRST=round_first, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, dgate, column_sums(dw, [weight.dtype])[0]
+
+
+def _plan(block: int, loaded: int) -> tuple[int, int, int, int]:
+    """Of the backward: rows of a tile, programs a multiprocessor, warps, stages, by what was fastest on an H200.
+    ``loaded``: bytes for an element."""
+    if block >= 8192:
+        return 1, 1, min(32, block * loaded // 3072), 1
+    if block == 4096:
+        return 1, 1, 8, 3
+    return 2048 // block, 2, 4 if block >= 512 else 8, 3
 
 
 def _fake(x, gate, weight, eps, before, silu, round_first, groups):

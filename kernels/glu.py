@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.fast_math import exp, sigmoid
 from fx_fusion.kernels.launch import as_rows, cdiv, launch, next_power_of_2
 
 ACTIVATIONS = ("silu", "quick_gelu", "gelu_none", "gelu_tanh")
@@ -30,18 +31,18 @@ def activation(g, KIND: tl.constexpr):
     """``(a(g), a'(g))`` in fp32."""
     if KIND <= 1:
         slope = 1.0 if KIND == 0 else 1.702
-        s = tl.sigmoid(slope * g)
+        s = sigmoid(slope * g)
         a = g * s
         da = s * (1.0 + slope * g * (1.0 - s))
     elif KIND == 2:
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         a = g * cdf
-        da = cdf + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        da = cdf + g * 0.3989422804014327 * exp(-0.5 * g * g)
     else:
         u = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        t = 2.0 * tl.sigmoid(2.0 * u) - 1.0  # tanh, without overflow
-        a = 0.5 * g * (1.0 + t)
-        da = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+        s = sigmoid(2.0 * u)  # (1 + tanh u) / 2
+        a = g * s
+        da = s + 2.0 * g * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
     return a, da
 
 

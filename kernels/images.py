@@ -11,12 +11,18 @@ from fx_fusion.layouts import is_channels_last
 
 
 @triton.jit
-def welford(mean, m2, x, k, live):
-    """One more value in each live lane; ``k`` counts the steps, this one included."""
-    delta = x - mean
-    mean += tl.where(live, delta * (1.0 / k), 0.0)
-    m2 += tl.where(live, delta * (x - mean), 0.0)
-    return mean, m2
+def shifted(sums, squares, x, shift, live):
+    """One more value in each live lane, as its distance from the lane's first: no more cancels than that one is off, and
+    it takes three instructions where Welford's update takes eight."""
+    apart = tl.where(live, x - shift, 0.0)
+    return sums + apart, squares + apart * apart
+
+
+@triton.jit
+def moments_of_lanes(sums, squares, shift, count):
+    """Mean and m2 of the ``count`` values that each lane has seen."""
+    middle = sums / tl.maximum(count, 1.0)
+    return shift + middle, tl.maximum(squares - sums * middle, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -46,17 +52,19 @@ def moments_kernel(
     block, split, image = place(channels, splits, BC)
     c = block * BC + tl.arange(0, BC)[None, :]
     base = x_ptr + image * channels * size + c.to(OFFSET) * stride_c
-    means = tl.zeros((BS, BC), tl.float32)
-    m2s = tl.zeros((BS, BC), tl.float32)
-    end = tl.minimum(size, (split + 1) * part)
-    k = 0.0
-    for s0 in tl.range(split * part, end, BS, num_stages=3):
-        k += 1.0
+    sums = tl.zeros((BS, BC), tl.float32)
+    squares = tl.zeros((BS, BC), tl.float32)
+    first = split * part
+    end = tl.minimum(size, first + part)
+    s = first + tl.arange(0, BS)[:, None]
+    shift = tl.load(base + s.to(OFFSET) * stride_s, (c < channels) & (s < end), 0.0).to(tl.float32)
+    for s0 in tl.range(first + BS, end, BS, num_stages=3):
         s = s0 + tl.arange(0, BS)[:, None]
         live = (c < channels) & (s < end)
         x = tl.load(base + s.to(OFFSET) * stride_s, live, 0.0).to(tl.float32)
-        means, m2s = welford(means, m2s, x, k, live)
-    seen = tl.maximum((end - split * part - tl.arange(0, BS)[:, None] + BS - 1) // BS, 0).to(tl.float32)
+        sums, squares = shifted(sums, squares, x, shift, live)
+    seen = tl.maximum((end - first - tl.arange(0, BS)[:, None] + BS - 1) // BS, 0).to(tl.float32)
+    means, m2s = moments_of_lanes(sums, squares, shift, seen)
     _, mean, m2 = merge(means, m2s, seen + tl.zeros((BS, BC), tl.float32), 0)
     at = (image * splits + split) * channels + block * BC + tl.arange(0, BC)
     live = block * BC + tl.arange(0, BC) < channels

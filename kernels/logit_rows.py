@@ -23,33 +23,34 @@ Source     Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); label
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import launch, multiprocessors, next_power_of_2, refuse_tracing
+from fx_fusion.kernels.fast_math import exp
+from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2, refuse_tracing
 
 NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argument (see launch_rows)
-_BLOCK = 4096  # logits in one step of a program
-_RESIDENT = 32768  # logits of a row that one program keeps in registers
-_ROW = 1 << 17  # 16-bit logits of a row, of which two a multiprocessor stay in the L2
-_WARPS = 64  # warps a multiprocessor for the sums
 _EACH = 8  # logits that a lane adds at once: one exponential each, and one to rescale what it has
 
 
 @triton.jit
 def _tanh(x):
     # exp of a negative number only: no overflow for any x.
-    e = tl.exp(-2.0 * tl.abs(x))
+    e = exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -y, y)
 
 
 @triton.jit
-def _z(pointers, live, scale, softcap, SOFTCAP: tl.constexpr):
-    """z of the logits at ``pointers``, and dz/dl."""
-    z = tl.load(pointers, live, 0.0).to(tl.float32) * scale
-    slope = scale
+def _z(pointers, live, scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """z of the logits at ``pointers``, -inf where none is, and 1 - (z / c)^2."""
+    z = tl.load(pointers, live, -float("inf")).to(tl.float32)
+    slope = 1.0
+    if SCALED:
+        z *= scale
     if SOFTCAP:
         bent = _tanh(z / softcap)
-        slope = scale * (1.0 - bent * bent)
+        slope = 1.0 - bent * bent
         z = softcap * bent
+    if SCALED or SOFTCAP:
+        z = tl.where(live, z, -float("inf"))
     return z, slope
 
 
@@ -67,7 +68,7 @@ def _fold(tops, sums, z, LANES: tl.constexpr, EACH: tl.constexpr):
     z = tl.reshape(z, (LANES, EACH))
     above = tl.maximum(tops, tl.max(z, 1))
     base = tl.where(above == -float("inf"), 0.0, above)  # a lane that has seen -inf only
-    sums = sums * tl.exp(tops - base) + tl.sum(tl.exp(z - base[:, None]), 1)
+    sums = sums * exp(tops - base) + tl.sum(exp(z - base[:, None]), 1)
     return above, sums
 
 
@@ -77,9 +78,9 @@ def _fold_products(tops, sums, products, z, LANES: tl.constexpr, EACH: tl.conste
     z = tl.reshape(z, (LANES, EACH))
     above = tl.maximum(tops, tl.max(z, 1))
     base = tl.where(above == -float("inf"), 0.0, above)
-    scaled = sums * tl.exp(tops - base)
-    products = products * tl.exp(tops - base) + tl.where(scaled > 0, (tops - base) * scaled, 0.0)
-    e = tl.exp(z - base[:, None])
+    scaled = sums * exp(tops - base)
+    products = products * exp(tops - base) + tl.where(scaled > 0, (tops - base) * scaled, 0.0)
+    e = exp(z - base[:, None])
     products += tl.sum(tl.where(e > 0, e * (z - base[:, None]), 0.0), 1)
     return above, scaled + tl.sum(e, 1), products
 
@@ -94,18 +95,24 @@ def _weights(weight_ptr, cols, live, HAS_WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _weighted(weight_ptr, cols, live, z, HAS_WEIGHT: tl.constexpr):
+    return tl.where(live, _weights(weight_ptr, cols, live, HAS_WEIGHT) * z, 0.0)
+
+
+@triton.jit
 def _dz(
-    e, z, slope, top, pull, hit, target, smoothing, v, cols, live, weight_ptr, dloss, dentropy, mean,
-    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, PADDED: tl.constexpr,
+    e, z, slope, top, pull, hit, target, smooth, v, cols, live, weight_ptr, dentropy, mean,
+    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some logits of a row; ``e`` is exp(z - top). ``dentropy`` is divided by the total."""
-    dz = e * pull
-    dz = tl.where(cols == target, dz - hit, dz)
+    """The gradient of some logits of a row; ``e`` is exp(z - top). What multiplies a whole row is in ``pull``, ``hit``,
+    ``smooth`` and ``dentropy``, the total too."""
+    dz = e * pull - tl.where(cols == target, hit, 0.0)
     if SMOOTH:
-        dz -= smoothing / v * _weights(weight_ptr, cols, live, HAS_WEIGHT)
-    dz *= slope * dloss
+        dz -= smooth * _weights(weight_ptr, cols, live, HAS_WEIGHT)
     if ENTROPY:
-        dz -= tl.where(e > 0, e * (z - top - mean), 0.0) * (dentropy * slope)
+        dz -= tl.where(e > 0, e * (z - top - mean), 0.0) * dentropy
+    if SOFTCAP:
+        dz *= slope
     if PADDED:
         dz = tl.where(cols < v, dz, 0.0)
     return dz
@@ -115,10 +122,9 @@ def _dz(
 def _rows_kernel(
     l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr, dentropy_ptr,
     m, v, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
-    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
-    RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). So few programs that the rows in flight stay in the L2 between the two reads. Each lane keeps a maximum
@@ -168,50 +174,40 @@ def _rows_kernel(
                 total = tl.load(stats_ptr + m + row)
                 if ENTROPY:
                     mean = tl.log(total) - tl.load(entropy_ptr + row)
-            elif RESIDENT:
-                z, slope = _z(l_row + lanes, lanes < width, scale, softcap, SOFTCAP)
-                live = lanes < v
-                top = tl.max(tl.where(live, z, -float("inf")), 0)
-                e = tl.where(live, tl.exp(z - top), 0.0)
-                total = tl.sum(e, 0)
-                if SMOOTH:
-                    spread = tl.sum(_weights(weight_ptr, lanes, live, HAS_WEIGHT) * z, 0)
-                if ENTROPY:
-                    mean = tl.sum(tl.where(e > 0, e * (z - top), 0.0), 0) / total
             else:
                 tops = tl.full((LANES,), -float("inf"), tl.float32)
                 sums = tl.zeros((LANES,), tl.float32)
-                smooth = tl.zeros((BLOCK,), tl.float32)
+                spreads = tl.zeros((BLOCK,), tl.float32)
                 products = tl.zeros((LANES,), tl.float32)
                 if ALIGN > 1:  # what a lane begins with
                     end_cols, end_live = _ends(width, head, body, ALIGN, LANES)
-                    end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
+                    end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SCALED, SOFTCAP)
                     if SMOOTH:
-                        spread += tl.sum(_weights(weight_ptr, end_cols, end_live, HAS_WEIGHT) * end_z, 0)
-                    tops = tl.where(end_live, end_z, tops)
+                        spread += tl.sum(_weighted(weight_ptr, end_cols, end_live, end_z, HAS_WEIGHT), 0)
+                    tops = end_z
                     sums = tl.where(tops == -float("inf"), 0.0, 1.0)
                 for start in tl.range(0, body, BLOCK, num_stages=STAGES):
                     at = start + lanes
                     cols = head + at
-                    z, _ = _z(l_row + at, at < body, scale, softcap, SOFTCAP)
-                    live = (at < body) & (cols < v)
+                    z, _ = _z(l_row + at, at < body, scale, softcap, SCALED, SOFTCAP)
+                    if PADDED:
+                        z = tl.where(cols < v, z, -float("inf"))
                     if SMOOTH:
-                        smooth += _weights(weight_ptr, cols, live, HAS_WEIGHT) * z
-                    z = tl.where(live, z, -float("inf"))
+                        spreads += _weighted(weight_ptr, cols, (at < body) & (cols < v), z, HAS_WEIGHT)
                     if ENTROPY:
                         tops, sums, products = _fold_products(tops, sums, products, z, LANES, EACH)
                     else:
                         tops, sums = _fold(tops, sums, z, LANES, EACH)
                 top = tl.max(tops, 0)
                 # A row of -inf only: NaN, as in PyTorch.
-                total = tl.sum(sums * tl.exp(tops - top), 0)
+                total = tl.sum(sums * exp(tops - top), 0)
                 if SMOOTH:
-                    spread += tl.sum(smooth, 0)
+                    spread += tl.sum(spreads, 0)
                 if ENTROPY:  # of z - top
-                    shifted = tl.where(sums > 0, (products + (tops - top) * sums) * tl.exp(tops - top), 0.0)
+                    shifted = tl.where(sums > 0, (products + (tops - top) * sums) * exp(tops - top), 0.0)
                     mean = tl.sum(shifted, 0) / total
             if not STATS_GIVEN:
-                z_target, _ = _z(l_row - head + target, valid, scale, softcap, SOFTCAP)
+                z_target, _ = _z(l_row - head + target, valid, scale, softcap, SCALED, SOFTCAP)
                 loss = w_target * (tl.log(total) + (top - z_target))
                 if SMOOTH:
                     loss = (1.0 - smoothing) * loss + smoothing / v * ((top + tl.log(total)) * w_sum - spread)
@@ -233,29 +229,31 @@ def _rows_kernel(
                 pull = hit
                 if SMOOTH:
                     pull += smoothing / v * w_sum
-                pull = pull / total
-                if RESIDENT:
-                    dz = _dz(
-                        e, z, slope, top, pull, hit, target, smoothing, v, lanes, live, weight_ptr, dloss, dentropy, mean,
-                        HAS_WEIGHT, SMOOTH, ENTROPY, PADDED,
-                    )  # fmt: skip
-                    tl.store(dl_row + lanes, dz.to(dl_ptr.dtype.element_ty), lanes < width)
-                else:
-                    for start in tl.range(0, body, BLOCK, num_stages=STAGES):
+                factor = dloss * scale
+                pull = pull / total * factor
+                hit *= factor
+                smooth = smoothing / v * factor
+                dentropy *= scale
+                column = tl.where(valid, target, -1).to(tl.int32)
+                last = (body - 1) // BLOCK * BLOCK
+                for start in tl.range(0, body, BLOCK, num_stages=STAGES):
+                    if STATS_GIVEN:
                         at = start + lanes
-                        z, slope = _z(l_row + at, at < body, scale, softcap, SOFTCAP)
-                        dz = _dz(
-                            tl.exp(z - top), z, slope, top, pull, hit, target, smoothing, v, head + at,
-                            (at < body) & (head + at < v), weight_ptr, dloss, dentropy, mean, HAS_WEIGHT, SMOOTH, ENTROPY,
-                            PADDED,
-                        )  # fmt: skip
-                        tl.store(dl_row + at, dz.to(dl_ptr.dtype.element_ty), at < body)
+                    else:  # backwards: what was read last is still in the L2
+                        at = last - start + lanes
+                    z, slope = _z(l_row + at, at < body, scale, softcap, SCALED, SOFTCAP)
+                    dz = _dz(
+                        exp(z - top), z, slope, top, pull, hit, column, smooth, v, head + at,
+                        (at < body) & (head + at < v), weight_ptr, dentropy, mean, HAS_WEIGHT, SMOOTH, SOFTCAP, ENTROPY,
+                        PADDED,
+                    )  # fmt: skip
+                    tl.store(dl_row + at, dz.to(dl_ptr.dtype.element_ty), at < body)
                 if ALIGN > 1:
                     end_cols, end_live = _ends(width, head, body, ALIGN, LANES)
-                    end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SOFTCAP)
+                    end_z, end_slope = _z(l_row - head + end_cols, end_live, scale, softcap, SCALED, SOFTCAP)
                     end_dz = _dz(
-                        tl.exp(end_z - top), end_z, end_slope, top, pull, hit, target, smoothing, v, end_cols, end_live,
-                        weight_ptr, dloss, dentropy, mean, HAS_WEIGHT, SMOOTH, ENTROPY, PADDED,
+                        exp(end_z - top), end_z, end_slope, top, pull, hit, column, smooth, v, end_cols, end_live,
+                        weight_ptr, dentropy, mean, HAS_WEIGHT, SMOOTH, SOFTCAP, ENTROPY, PADDED,
                     )  # fmt: skip
                     tl.store(dl_row - head + end_cols, end_dz.to(dl_ptr.dtype.element_ty), end_live)
 
@@ -278,36 +276,37 @@ def launch_rows(
     out = logits if dlogits is None else dlogits
     align = 16 // logits.element_size()
     align = align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1
-    block, warps, each, more = _plan(logits, align, given, dlogits is not None)
+    block, warps, each, stages = _plan(logits, align, given, dlogits is not None)
     programs = min(m, multiprocessors(logits) * each)
     launch(_rows_kernel, (programs,),
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
         stats if given else loss, stats, stats if dloss is None else dloss,
         stats if entropy is None else entropy, stats if dentropy is None else dentropy, m, v, width, logits.stride(0),
         out.stride(0), 0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
-        float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SOFTCAP=softcap > 0,
-        STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None,
-        BLOCK=block, EACH=min(_EACH, block), ALIGN=align, PADDED=width > v, num_warps=warps, **more,
+        float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1,
+        SOFTCAP=softcap > 0, STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None,
+        ENTROPY=entropy is not None,
+        BLOCK=block, EACH=min(_EACH, block), ALIGN=align, PADDED=width > v, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 
-def _plan(logits, align: int, given: bool, gradient: bool) -> tuple[int, int, int, dict]:
-    """Logits in one step of a program, warps, programs a multiprocessor, and how the steps go; by what was fastest on an
-    H200 (``bench.tune``)."""
+def _plan(logits, align: int, given: bool, gradient: bool) -> tuple[int, int, int, int]:
+    """Logits in one step of a program, warps, programs a multiprocessor, and stages; by what was fastest on an H200
+    (``bench.tune``)."""
     m, width = logits.shape
-    whole, few_rows = next_power_of_2(width), m <= 2 * multiprocessors(logits)
-    plain = {"STAGES": 1, "RESIDENT": False}
-    if gradient and not given and align == 1 and whole <= _RESIDENT:
-        warps = max(4, whole // 1024)
-        return whole, warps, 32 // warps, {"STAGES": 1, "RESIDENT": True}
-    if gradient and not few_rows and whole > _BLOCK and logits.element_size() == 2:
-        if not given and align == 1 and width <= _ROW:
-            return 2 * _BLOCK, 16, 2, {"STAGES": 3, "RESIDENT": False}
-        if given and align > 1:
-            return _BLOCK, 8, 4, {"STAGES": 3, "RESIDENT": False}
-    # The sums are bound by instructions and latency: many small programs. The gradient is bound by the bandwidth: few rows
-    # in flight.
-    sums = not gradient and not few_rows
-    block = min(max(whole, 2 * align * _EACH), _BLOCK if sums else 4 * _BLOCK)
-    warps = max(4, min(32, block // 512))
-    return block, warps, _WARPS // warps if not gradient else max(1, 32 // warps), plain
+    whole, many = next_power_of_2(width), cdiv(m, multiprocessors(logits))
+    if many <= 2:
+        plan = 16384, 32, 2, 1
+    elif not gradient:
+        plan = (2048, 4, 16, 1) if many > 8 else (4096, 8, 8, 1)
+    elif whole <= 8192:
+        plan = (2048, 8, 8, 1) if given else (2048, 4, 16, 1)
+    elif not given:
+        plan = (8192, 8, 8, 1) if logits.element_size() == 2 else (16384, 32, 2, 1)
+    else:
+        plan = (4096, 4, 8, 3) if align > 1 else (16384, 16, 4, 1)
+    block, warps, each, stages = plan
+    if whole < block:
+        block = max(whole, 2 * align * _EACH)
+        warps = min(warps, max(4, block // 512))
+    return block, warps, each, stages

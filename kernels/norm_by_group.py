@@ -1,27 +1,29 @@
 """Norms of contiguous images: each group is one program's. A group that fits one tile stays in registers."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import merge, offset_type, welford
+from fx_fusion.kernels.images import merge, moments_of_lanes, offset_type, shifted
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.norm_formulas import Norm, gradients, parameters, result, store_sums
+from fx_fusion.kernels.norm_formulas import EVONORM_S0, Norm, gradients, of_input, parameters, result, store_sums
 
-_RESIDENT = 16384  # elements of a (padded) group that one program keeps in registers
-_TILE = 4096  # elements of a tile that is one step of a loop
+_RESIDENT = 32768  # elements of a (padded) group that one program keeps in registers, at most
 
 
 @triton.jit
 def _group_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, size, freedom, eps,
-    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, steps, freedom, eps,
+    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
     OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     freedom = tl.cast(freedom, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
+    size = steps * STEP  # what wide loads and stores need to know
     length = per_group * size
     base = pid * length
     if RESIDENT:
@@ -33,20 +35,20 @@ def _group_fwd_kernel(
         apart = tl.where(mask, x - mean, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(apart * apart, 1), 0) / freedom + eps)
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
-        y = result(x, mean, rstd, w, b, v, KIND)
+        y = result(x, mean, rstd * w, b, v, KIND)
         tl.store(y_ptr + base + c * size + s, y.to(y_ptr.dtype.element_ty), mask)
     else:
         lanes = tl.arange(0, LANES)
-        means = tl.zeros((LANES,), tl.float32)
-        m2s = tl.zeros((LANES,), tl.float32)
-        k = 0.0
-        for start in tl.range(0, length, LANES, num_stages=3):
-            k += 1.0
+        sums = tl.zeros((LANES,), tl.float32)
+        squares = tl.zeros((LANES,), tl.float32)
+        shift = tl.load(x_ptr + base + lanes, lanes < length, 0.0, eviction_policy="evict_last").to(tl.float32)
+        for start in tl.range(LANES, length, LANES, num_stages=3):
             live = start + lanes < length
             x = tl.load(x_ptr + base + start + lanes, live, 0.0, eviction_policy="evict_last").to(tl.float32)
-            means, m2s = welford(means, m2s, x, k, live)
-        seen = (length - lanes + LANES - 1) // LANES
-        _, mean, m2 = merge(means, m2s, tl.maximum(seen, 0).to(tl.float32), 0)
+            sums, squares = shifted(sums, squares, x, shift, live)
+        seen = tl.maximum((length - lanes + LANES - 1) // LANES, 0).to(tl.float32)
+        means, m2s = moments_of_lanes(sums, squares, shift, seen)
+        _, mean, m2 = merge(means, m2s, seen, 0)
         rstd = 1.0 / tl.sqrt_rn(m2 / freedom + eps)
         # Backwards: what was read last is still in the cache.
         blocks = tl.cdiv(per_group, BC)
@@ -58,7 +60,7 @@ def _group_fwd_kernel(
                 mask = (c < per_group) & (s < size)
                 at = base + c.to(OFFSET) * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-                y = result(x, mean, rstd, w, b, v, KIND)
+                y = result(x, mean, rstd * w, b, v, KIND)
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
     tl.store(stats_ptr + pid, mean)
     tl.store(stats_ptr + all_groups + pid, rstd)
@@ -66,13 +68,14 @@ def _group_fwd_kernel(
 
 @triton.jit
 def _group_bwd_kernel(
-    x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, size, freedom,
-    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, steps, freedom,
+    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
     OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw (and dv) of each channel of each image."""
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
+    size = steps * STEP  # what wide loads and stores need to know
     length = per_group * size
     base = pid * length
     freedom = tl.cast(freedom, tl.float32)
@@ -86,15 +89,17 @@ def _group_bwd_kernel(
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
-        db, dw, dv, direct, xhat = gradients(x, dy, mean, rstd, w, b, v, KIND)
+        scale = rstd * w
+        db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND)
         dbs = tl.sum(db, 1)[:, None]
-        dws = tl.sum(dw, 1)[:, None]
-        store_sums(sums_ptr, pid * per_group + c, all_channels, dbs, dws, tl.sum(dv, 1)[:, None], c < per_group, KIND)
+        dws = tl.sum(dw, 1)[:, None] * rstd
+        dvs = tl.sum(dv, 1)[:, None] * scale
+        store_sums(sums_ptr, pid * per_group + c, all_channels, dbs, dws, dvs, c < per_group, KIND)
         across = 0.0
         if KIND != 2:
             across = tl.sum(tl.sum(dbs * w, 1), 0) / length
         along = tl.sum(tl.sum(dws * w, 1), 0) / freedom
-        dx = rstd * (direct - across - xhat * along)
+        dx = of_input(direct, apart, scale, rstd, across, along)
         tl.store(dx_ptr + base + c * size + s, dx.to(dx_ptr.dtype.element_ty), mask)
     else:
         across = 0.0
@@ -111,16 +116,15 @@ def _group_bwd_kernel(
                 at = base + c.to(OFFSET) * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
                 dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-                db, dw, dv, _, _ = gradients(x, dy, mean, rstd, w, b, v, KIND)
+                db, dw, dv, _, _ = gradients(x, dy, mean, rstd * w, b, v, KIND)
                 dbs += db
                 dws += dw
                 if KIND == 2:
                     dvs += dv
             db_c = tl.sum(dbs, 1)[:, None]
-            dw_c = tl.sum(dws, 1)[:, None]
-            store_sums(
-                sums_ptr, pid * per_group + c, all_channels, db_c, dw_c, tl.sum(dvs, 1)[:, None], c < per_group, KIND
-            )
+            dw_c = tl.sum(dws, 1)[:, None] * rstd
+            dv_c = tl.sum(dvs, 1)[:, None] * (rstd * w)
+            store_sums(sums_ptr, pid * per_group + c, all_channels, db_c, dw_c, dv_c, c < per_group, KIND)
             if KIND != 2:
                 across += tl.sum(tl.sum(tl.where(c < per_group, db_c * w, 0.0), 1), 0)
             along += tl.sum(tl.sum(tl.where(c < per_group, dw_c * w, 0.0), 1), 0)
@@ -136,8 +140,8 @@ def _group_bwd_kernel(
                 at = base + c.to(OFFSET) * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-                _, _, _, direct, xhat = gradients(x, dy, mean, rstd, w, b, v, KIND)
-                dx = rstd * (direct - across - xhat * along)
+                _, _, _, direct, apart = gradients(x, dy, mean, rstd * w, b, v, KIND)
+                dx = of_input(direct, apart, rstd * w, rstd, across, along)
                 tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
@@ -145,39 +149,61 @@ def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
     """None where this is not the way. Tiles and warps by what was fastest on an H200 (``bench.tune``)."""
     if not (x.is_contiguous() and other.is_contiguous()):
         return None
-    many, bf16 = norm.all_groups > 4 * multiprocessors(x), x.element_size() == 2
-    if norm.all_groups < multiprocessors(x) and norm.length > _RESIDENT:
+    if norm.all_groups < multiprocessors(x) and norm.length > 16384:
         return None
-    bc, bs, offset = next_power_of_2(norm.per_group), next_power_of_2(norm.size), offset_type(norm.length)
-    # Where groups are many, a padded tile costs more than reading a group again out of the cache.
-    dense = 3 * bc * bs <= 4 * norm.length and (bf16 or backward)
-    if bc * bs <= (_RESIDENT if dense or not many else _RESIDENT // 4):
-        most = (16 if bf16 else 32) if backward else 8 if many else 16
-        warps = 4 if bc * bs <= 2048 else 8 if bc * bs <= 8192 else most
-        return {"BC": bc, "BS": bs, "RESIDENT": True, "OFFSET": offset, "num_warps": warps}
-    # Few channels at once, so that no block of them is mostly padding; a warp stays in a channel.
-    bc = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(norm.per_group, b) * b <= 5 * norm.per_group)
-    wide = norm.size >= 2048
-    if (backward and bf16 and norm.size >= 1024) or not (backward or bf16 or wide):
-        tile, warps = min(bs, 512) * 8, 8
+    bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
+    chosen = _resident(norm, x, bc * bs, backward) or _steps(norm, x, bc, backward)
+    return {"OFFSET": offset_type(norm.length), "BC": bc, "BS": bs, **chosen}
+
+
+def _resident(norm: Norm, x, padded: int, backward: bool) -> dict | None:
+    """Where groups are many, a padded tile costs more than reading a group again out of the cache."""
+    if norm.all_groups <= 4 * multiprocessors(x):
+        most = 16384 if backward else 8192
+    elif 3 * padded > 4 * norm.length or norm.kind == EVONORM_S0:
+        most = 4096
     else:
-        tile = 8 * min(bs, (1024 if wide else 512) // x.element_size())
-        warps = 16 if wide and not bf16 else 8 if wide and bc < 8 else 4
-    return {"BC": bc, "BS": tile // bc, "RESIDENT": False, "OFFSET": offset, "num_warps": warps}
+        most = 8192 if backward or x.element_size() == 2 else 32768
+    if padded > min(most, _RESIDENT):
+        return None
+    if backward:
+        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 16
+    else:
+        warps = 2 if padded <= 2048 else max(4, padded // 2048)
+    return {"RESIDENT": True, "LANES": 1024, "num_warps": warps}
+
+
+def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
+    """Few channels at once, so that no block of them is mostly padding; a warp stays in a channel. ``LANES``: of the
+    forward's first pass."""
+    bc = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(norm.per_group, b) * b <= 5 * norm.per_group)
+    few, bf16 = norm.all_groups <= 2 * multiprocessors(x), x.element_size() == 2
+    if backward:
+        small = norm.size < (1024 if bf16 else 2048)
+        tile, warps = (1024 if bf16 else 2048, 4) if small else (4096, 8)
+        lanes = 1024
+    elif norm.size < 1024:
+        tile, warps, lanes = (2048, 4, 1024) if bf16 else (4096, 8, 2048)
+    else:
+        tile, warps, lanes = (8192, 8, 4096) if few and norm.size >= 2048 else (4096, 8, 2048)
+    return {
+        "RESIDENT": False, "BC": bc, "BS": min(next_power_of_2(norm.size), tile // bc), "LANES": lanes, "num_warps": warps
+    }  # fmt: skip
 
 
 def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
+    step = math.gcd(norm.size, 16)
     launch(
         _group_fwd_kernel, (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
-        norm.size, norm.freedom, eps, LANES=_TILE, **given, **norm.flags,
+        norm.size // step, norm.freedom, eps, STEP=step, **given, **norm.flags,
     )  # fmt: skip
 
 
 def backward(norm: Norm, dy, x, stats, dx, given: dict):
     sums = torch.empty(norm.sums, norm.n, norm.c, dtype=torch.float32, device=x.device)
+    step, given = math.gcd(norm.size, 16), {k: v for k, v in given.items() if k != "LANES"}
     launch(
         _group_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters, stats, dx, sums, norm.groups, norm.all_groups,
-        norm.per_group, norm.size, norm.freedom, **given, **norm.flags,
+        norm.per_group, norm.size // step, norm.freedom, STEP=step, **given, **norm.flags,
     )  # fmt: skip
     return sums
-

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import Tiles, image_strides, merge, place
 from fx_fusion.kernels.launch import launch, next_power_of_2
-from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, parameters, result, store_sums
+from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, of_input, parameters, result, store_sums
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def _tile_kernel(
     mean = tl.load(stats_ptr + group, live_c, 0.0)
     rstd = tl.load(stats_ptr + all_groups + group, live_c, 0.0)
     w, b, v = parameters(w_ptr, b_ptr, v_ptr, c, live_c, KIND, HAS_W, HAS_B)
+    scale = rstd * w
     if STEP == 2:
         across = tl.load(group_sums_ptr + group, live_c, 0.0) / length
         along = tl.load(group_sums_ptr + all_groups + group, live_c, 0.0) / freedom
@@ -75,22 +76,25 @@ def _tile_kernel(
         out = out_ptr + base + c * out_c + s * out_s
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
         if STEP == 0:
-            y = result(x, mean, rstd, w, b, v, KIND)
+            y = result(x, mean, scale, b, v, KIND)
             tl.store(out, y.to(out_ptr.dtype.element_ty), mask)
         else:
             dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
-            db, dw, dv, direct, xhat = gradients(x, dy, mean, rstd, w, b, v, KIND)
+            db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND)
             if STEP == 1:
                 dbs += db
                 dws += dw
                 if KIND == 2:
                     dvs += dv
             else:
-                dx = rstd * (direct - across - xhat * along)
+                dx = of_input(direct, apart, scale, rstd, across, along)
                 tl.store(out, dx.to(out_ptr.dtype.element_ty), mask)
     if STEP == 1:
         at = (image * splits + split) * channels + c_row
-        store_sums(sums_ptr, at, all_parts, tl.sum(dbs, 0), tl.sum(dws, 0), tl.sum(dvs, 0), c_row < channels, KIND)
+        store_sums(
+            sums_ptr, at[None, :], all_parts, tl.sum(dbs, 0)[None, :], tl.sum(dws, 0)[None, :] * rstd,
+            tl.sum(dvs, 0)[None, :] * scale, live_c, KIND,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,8 @@ import math
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.fast_math import sigmoid
+
 GROUP_NORM, GROUP_NORM_SWISH, EVONORM_S0 = 0, 1, 2
 
 
@@ -43,37 +45,46 @@ def parameters(w_ptr, b_ptr, v_ptr, c, live, KIND: tl.constexpr, HAS_W: tl.const
 
 
 @triton.jit
-def result(x, mean, rstd, w, b, v, KIND: tl.constexpr):
+def result(x, mean, scale, b, v, KIND: tl.constexpr):
+    """``scale`` is rstd · w."""
     if KIND == 2:
-        y = x * tl.sigmoid(v * x) * (rstd * w) + b
+        y = x * sigmoid(v * x) * scale + b
     else:
-        y = (x - mean) * rstd * w + b
+        y = (x - mean) * scale + b
         if KIND == 1:
-            y = y * tl.sigmoid(y)
+            y = y * sigmoid(y)
     return y
 
 
 @triton.jit
-def gradients(x, dy, mean, rstd, w, b, v, KIND: tl.constexpr):
-    """Terms of ``(db, dw, dv, dx without the group's part)`` at every element."""
-    xhat = (x - mean) * rstd
+def gradients(x, dy, mean, scale, b, v, KIND: tl.constexpr):
+    """At every element, without what is the same in a channel: terms of db, of dw / rstd, of dv / scale, of the part of
+    dx / scale that does not go through the statistics, and x - mean."""
+    apart = x - mean
     if KIND == 2:
-        s = tl.sigmoid(v * x)
-        bent = x * s * (1.0 - s)
-        dw = dy * x * s * rstd
-        dv = dy * w * rstd * x * bent
-        direct = dy * w * (s + v * bent)
+        s = sigmoid(v * x)
+        t = x * s
+        bent = t - t * s
         db = dy
+        dw = dy * t
+        dv = dy * x * bent
+        direct = dy * (s + v * bent)
     else:
         db = dy
         if KIND == 1:
-            z = xhat * w + b
-            s = tl.sigmoid(z)
-            db = dy * s * (1.0 + z * (1.0 - s))
-        dw = db * xhat
+            z = apart * scale + b
+            s = sigmoid(z)
+            db = dy * (s + z * (s - s * s))
+        dw = db * apart
         dv = dw
-        direct = db * w
-    return db, dw, dv, direct, xhat
+        direct = db
+    return db, dw, dv, direct, apart
+
+
+@triton.jit
+def of_input(direct, apart, scale, rstd, across, along):
+    """dx: ``across`` and ``along`` are the group's sums of dxhat, and of dxhat · xhat, by what they are divided by."""
+    return direct * scale - (apart * (rstd * along * rstd) + rstd * across)
 
 
 @triton.jit

@@ -33,18 +33,19 @@ STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
 
 @triton.jit
 def _rotate(
-    x_ptr, y_ptr, ca, cb, sa, sb, batch, pos, length, first, heads, half,
+    x_ptr, y_ptr, ca, cb, sa, sb, batch, pos, length, first, heads,
     x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, lanes, sign,
-    IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
+    IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     """Tiles of positions x 1 or of 1 x heads, by what of the two is the next in memory."""
     for start in range(0, MOST, HEADS):
         head = (first + start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        mask = (head < heads) & (pos < length) & (lanes[None, :] < half)
+        mask = (head < heads) & (pos < length) & (lanes[None, :] < HALF)
         at_a = 2 * lanes if IN_PAIRS else lanes
-        at_b = 2 * lanes + 1 if IN_PAIRS else lanes + half
+        at_b = 2 * lanes + 1 if IN_PAIRS else lanes + HALF
         to_a = 2 * lanes if OUT_PAIRS else lanes
-        to_b = 2 * lanes + 1 if OUT_PAIRS else lanes + half
+        to_b = 2 * lanes + 1 if OUT_PAIRS else lanes + HALF
         x = x_ptr + batch * x_b + pos * x_s + head * x_h
         y = y_ptr + batch * y_b + pos * y_s + head * y_h
         a = tl.load(x + at_a[None, :] * x_d, mask, 0.0).to(tl.float32)
@@ -61,11 +62,11 @@ def _rotate(
 
 @triton.jit
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, qo_ptr, ko_ptr, length, blocks, half, q_heads, k_heads, q_programs, programs, sign,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, qo_ptr, ko_ptr, length, blocks, q_heads, k_heads, q_programs, programs, sign,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, qo_b, qo_h, qo_s, qo_d, ko_b, ko_h, ko_s, ko_d,
     cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
-    HAS_K: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, SHARED: tl.constexpr,
-    BACKWARD: tl.constexpr, LANES: tl.constexpr, POSITIONS: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
+    HAS_K: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, SHARED: tl.constexpr, BACKWARD: tl.constexpr,
+    HALF: tl.constexpr, LANES: tl.constexpr, POSITIONS: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One position a program, or a block of them, and up to MOST heads of q or of k."""
     sign = tl.cast(sign, tl.float32)
@@ -74,14 +75,14 @@ def _rope_kernel(
     batch = pid // programs // blocks
     pos = (pid // programs % blocks) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
     lanes = tl.arange(0, LANES)
-    live = (lanes[None, :] < half) & (pos < length)
+    live = (lanes[None, :] < HALF) & (pos < length)
     # Columns of cos and sin that belong to the members of a pair. Where the layout changes, the tables have d/2.
     if SHARED:
         at_a = lanes
         at_b = lanes
     else:
         at_a = 2 * lanes if OUT_PAIRS else lanes
-        at_b = 2 * lanes + 1 if OUT_PAIRS else lanes + half
+        at_b = 2 * lanes + 1 if OUT_PAIRS else lanes + HALF
     cos = cos_ptr + batch * cos_b + pos * cos_s
     sin = sin_ptr + batch * sin_b + pos * sin_s
     ca = tl.load(cos + at_a[None, :] * cos_d, live, 0.0).to(tl.float32)
@@ -90,13 +91,13 @@ def _rope_kernel(
     sb = tl.load(sin + at_b[None, :] * sin_d, live, 0.0).to(tl.float32)
     if part < q_programs:
         _rotate(
-            q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, length, part * MOST, q_heads, half, q_b, q_h, q_s, q_d,
-            qo_b, qo_h, qo_s, qo_d, lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HEADS, MOST,
+            q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, length, part * MOST, q_heads, q_b, q_h, q_s, q_d,
+            qo_b, qo_h, qo_s, qo_d, lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, HEADS, MOST,
         )  # fmt: skip
     elif HAS_K:
         _rotate(
-            k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, length, (part - q_programs) * MOST, k_heads, half,
-            k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HEADS, MOST,
+            k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, length, (part - q_programs) * MOST, k_heads,
+            k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, HEADS, MOST,
         )  # fmt: skip
 
 
@@ -130,28 +131,28 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     b, h, s, d = q.shape
     in_pairs, out_pairs = _layouts(style, backward)
     lanes = next_power_of_2(d // 2)
-    tiles = _tiles(q, k, lanes)
+    tiles = _tiles(q, lanes)
     q_programs, k_programs = cdiv(h, tiles["MOST"]), 0 if k is None else cdiv(k.shape[1], tiles["MOST"])
     blocks = cdiv(s, tiles["POSITIONS"])
     key, key_out = (q, q_out) if k is None else (k, k_out)
     launch(
         _rope_kernel, (b * blocks * (q_programs + k_programs),),
-        q, key, cos_rows, sin_rows, q_out, key_out, s, blocks, d // 2, h, key.shape[1], q_programs, q_programs + k_programs,
+        q, key, cos_rows, sin_rows, q_out, key_out, s, blocks, h, key.shape[1], q_programs, q_programs + k_programs,
         -1.0 if style == "reversed" else 1.0,
         *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(), *_strides(cos_rows, q), *_strides(sin_rows, q),
         HAS_K=k is not None, IN_PAIRS=in_pairs, OUT_PAIRS=out_pairs, SHARED=cos.shape[-1] != d, BACKWARD=backward,
-        LANES=lanes, **tiles,
+        HALF=d // 2, LANES=lanes, **tiles,
     )  # fmt: skip
 
 
-def _tiles(q, k, lanes: int) -> dict:
-    """Rows of a tile follow each other in memory: heads of a position (as models have them) or positions of a head."""
-    rows = max(1, 2048 // lanes)
+def _tiles(q, lanes: int) -> dict:
+    """Rows of a tile follow each other in memory: heads of a position (as models have them) or positions of a head. So
+    many that a thread loads 16 numbers, by what was fastest on an H200 (``bench.tune``)."""
+    rows = max(1, 512 // lanes)
     if q.stride(1) > q.stride(2):  # cos and sin have as many rows, and serve all heads
-        positions, heads = min(next_power_of_2(q.shape[2]), max(1, rows // 2)), q.shape[1] if k is None else k.shape[1]
-        return {"POSITIONS": positions, "HEADS": 1, "MOST": min(16, next_power_of_2(heads)), "num_warps": 4}
+        return {"POSITIONS": min(next_power_of_2(q.shape[2]), rows), "HEADS": 1, "MOST": 4, "num_warps": 2}
     heads = min(next_power_of_2(q.shape[1]), rows)
-    return {"POSITIONS": 1, "HEADS": heads, "MOST": heads, "num_warps": 4}
+    return {"POSITIONS": 1, "HEADS": heads, "MOST": heads, "num_warps": 1}
 
 
 def _layouts(style: str, backward: bool) -> tuple[bool, bool]:

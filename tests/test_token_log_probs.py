@@ -146,7 +146,9 @@ def test_slices_of_logits_stay_where_they_lie():
     def function(x, w, t):
         return exp_of_log(F.linear(x, w)[:, :-1].float() / 0.7, t[:, 1:])
 
-    _, report = rewritten(function, **tensors(torch.bfloat16), options={"fusions": ["log_probs_entropy"], "select": "always"})
+    _, report = rewritten(
+        function, **tensors(torch.bfloat16), options={"fusions": ["log_probs_entropy"], "select": "always"}
+    )
     assert report.count("log_probs_entropy") == 0
     assert "slice" in reasons(report, "log_probs_entropy")
 

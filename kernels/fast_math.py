@@ -1,0 +1,22 @@
+"""Functions in as few instructions as the hardware has for them: kernels wait for what they do at each element."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    """Results below 2^-126 are 0; ``tl.exp`` keeps them, for three instructions more."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of x > 0. The square of a reciprocal root is two instructions, a division five."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
+def sigmoid(x):
+    return reciprocal(1.0 + exp(-x))
