@@ -75,7 +75,8 @@ class Bench:
     def excess(self) -> float:
         """How much of the allowed error the fused function uses, at a size that float64 can follow; computed once for all
         cases that are checked at the same small size."""
-        small = {d: min(n, 512) if d in ("m", "b", "v", "s") else n for d, n in self.case.sizes.items()}
+        least = {"m": 512, "v": 512, "s": 512, "b": 4}
+        small = {d: min(n, least.get(d, n)) for d, n in self.case.sizes.items()}
         key = repr((self.fusion.name, sorted(small.items()), self.case.scalars, self.layout(), self.statics, self.dtype))
         if key not in _CHECKED:
             inputs = self.inputs(dataclasses.replace(self.case, sizes=small))

@@ -41,7 +41,8 @@ class Cell:
     inductor: float
 
     def distance(self, sizes: Mapping[str, float]) -> float:
-        return sum(abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items())
+        """Over the dims that a site has a size for: one that may be broadcast is none of its."""
+        return sum(abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items() if d in sizes)
 
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:

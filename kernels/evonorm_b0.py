@@ -76,6 +76,7 @@ def _tile_kernel(
     RUNNING: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: db, dw, dv, (1 − r) q and r q of each channel over a split. STEP 2: dx from their sums."""
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     block, split, image = place(channels, splits, BC)
     c_row = block * BC + tl.arange(0, BC)
     c = c_row[None, :]
@@ -108,7 +109,7 @@ def _tile_kernel(
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
         right = v * x + deviation
-        inverse = reciprocal(tl.maximum(least, right, propagate_nan=tl.PropagateNan.ALL))
+        inverse = reciprocal(tl.maximum(least, right, propagate_nan=tl.PropagateNan.ALL), EXACT)
         y = x * inverse
         out = out_ptr + base + c * out_c + s * out_s
         if STEP == 0:

@@ -11,12 +11,17 @@ def exp(x):
 
 
 @triton.jit
-def reciprocal(x):
-    """1 / x of x > 0. The square of a reciprocal root is two instructions, a division five."""
-    root = tl.rsqrt(x)
-    return root * root
+def reciprocal(x, EXACT: tl.constexpr):
+    """1 / x of x > 0. The square of a reciprocal root is two instructions, a division five; it is off by 2^-22, which
+    numbers of 16 bits do not show: EXACT is for those of 32."""
+    if EXACT:
+        y = 1.0 / x
+    else:
+        root = tl.rsqrt(x)
+        y = root * root
+    return y
 
 
 @triton.jit
-def sigmoid(x):
-    return reciprocal(1.0 + exp(-x))
+def sigmoid(x, EXACT: tl.constexpr):
+    return reciprocal(1.0 + exp(-x), EXACT)

@@ -33,8 +33,8 @@ WIDEST = 16384
 
 
 @triton.jit
-def _activation(g, SILU: tl.constexpr):
-    s = sigmoid(g)
+def _activation(g, SILU: tl.constexpr, EXACT: tl.constexpr):
+    s = sigmoid(g, EXACT)
     if SILU:
         a = g * s
         da = s * (1.0 + g * (1.0 - s))
@@ -57,7 +57,8 @@ def _fwd_kernel(
     cols = group * n + lanes
     mask = (rows[:, None] < m) & (lanes < n)
     h = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask, 0.0).to(tl.float32)
-    a, _ = _activation(tl.load(gate_ptr + rows[:, None] * gate_stride + cols, mask, 0.0).to(tl.float32), SILU)
+    gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols, mask, 0.0)
+    a, _ = _activation(gate.to(tl.float32), SILU, gate.dtype == tl.float32)
     if BEFORE:
         h *= a
     rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1) / n + eps)
@@ -89,10 +90,10 @@ def _bwd_kernel(
         live = (rows < m) & (start + tl.arange(0, ROWS) < rows_each)
         mask = live[:, None] & (lanes < n)
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask, 0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols, mask, 0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols, mask, 0.0)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols, mask, 0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows * tl.num_programs(1) + group, live, 0.0)[:, None]
-        a, slope = _activation(gate, SILU)
+        a, slope = _activation(gate.to(tl.float32), SILU, gate.dtype == tl.float32)
         xhat = x * rstd
         g = dy
         if BEFORE:

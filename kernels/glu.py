@@ -31,7 +31,7 @@ def activation(g, KIND: tl.constexpr):
     """``(a(g), a'(g))`` in fp32."""
     if KIND <= 1:
         slope = 1.0 if KIND == 0 else 1.702
-        s = sigmoid(slope * g)
+        s = sigmoid(slope * g, True)
         a = g * s
         da = s * (1.0 + slope * g * (1.0 - s))
     elif KIND == 2:
@@ -40,7 +40,7 @@ def activation(g, KIND: tl.constexpr):
         da = cdf + g * 0.3989422804014327 * exp(-0.5 * g * g)
     else:
         u = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        s = sigmoid(2.0 * u)  # (1 + tanh u) / 2
+        s = sigmoid(2.0 * u, True)  # (1 + tanh u) / 2
         a = g * s
         da = s + 2.0 * g * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
     return a, da

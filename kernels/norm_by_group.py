@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import merge, moments_of_lanes, offset_type, shifted
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.norm_formulas import EVONORM_S0, Norm, gradients, of_input, parameters, result, store_sums
+from fx_fusion.kernels.norm_formulas import EVONORM_S0, GROUP_NORM, Norm, gradients, of_input, parameters, result, store_sums
 
 _RESIDENT = 32768  # elements of a (padded) group that one program keeps in registers, at most
 
@@ -21,6 +21,7 @@ def _group_fwd_kernel(
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     freedom = tl.cast(freedom, tl.float32)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
     size = steps * STEP  # what wide loads and stores need to know
@@ -35,7 +36,7 @@ def _group_fwd_kernel(
         apart = tl.where(mask, x - mean, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(apart * apart, 1), 0) / freedom + eps)
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
-        y = result(x, mean, rstd * w, b, v, KIND)
+        y = result(x, mean, rstd * w, b, v, KIND, EXACT)
         tl.store(y_ptr + base + c * size + s, y.to(y_ptr.dtype.element_ty), mask)
     else:
         lanes = tl.arange(0, LANES)
@@ -60,7 +61,7 @@ def _group_fwd_kernel(
                 mask = (c < per_group) & (s < size)
                 at = base + c.to(OFFSET) * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-                y = result(x, mean, rstd * w, b, v, KIND)
+                y = result(x, mean, rstd * w, b, v, KIND, EXACT)
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
     tl.store(stats_ptr + pid, mean)
     tl.store(stats_ptr + all_groups + pid, rstd)
@@ -73,6 +74,7 @@ def _group_bwd_kernel(
     OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw (and dv) of each channel of each image."""
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
     size = steps * STEP  # what wide loads and stores need to know
@@ -90,7 +92,7 @@ def _group_bwd_kernel(
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         scale = rstd * w
-        db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND)
+        db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND, EXACT)
         dbs = tl.sum(db, 1)[:, None]
         dws = tl.sum(dw, 1)[:, None] * rstd
         dvs = tl.sum(dv, 1)[:, None] * scale
@@ -116,7 +118,7 @@ def _group_bwd_kernel(
                 at = base + c.to(OFFSET) * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
                 dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-                db, dw, dv, _, _ = gradients(x, dy, mean, rstd * w, b, v, KIND)
+                db, dw, dv, _, _ = gradients(x, dy, mean, rstd * w, b, v, KIND, EXACT)
                 dbs += db
                 dws += dw
                 if KIND == 2:
@@ -140,7 +142,7 @@ def _group_bwd_kernel(
                 at = base + c.to(OFFSET) * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-                _, _, _, direct, apart = gradients(x, dy, mean, rstd * w, b, v, KIND)
+                _, _, _, direct, apart = gradients(x, dy, mean, rstd * w, b, v, KIND, EXACT)
                 dx = of_input(direct, apart, rstd * w, rstd, across, along)
                 tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
 
@@ -158,16 +160,19 @@ def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
 
 def _resident(norm: Norm, x, padded: int, backward: bool) -> dict | None:
     """Where groups are many, a padded tile costs more than reading a group again out of the cache."""
+    bf16 = x.element_size() == 2
     if norm.all_groups <= 4 * multiprocessors(x):
-        most = 16384 if backward else 8192
+        most = 16384 if backward or norm.kind == GROUP_NORM else 8192
     elif 3 * padded > 4 * norm.length or norm.kind == EVONORM_S0:
         most = 4096
+    elif backward or bf16:
+        most = 16384 if norm.kind == GROUP_NORM else 8192
     else:
-        most = 8192 if backward or x.element_size() == 2 else 32768
+        most = 32768
     if padded > min(most, _RESIDENT):
         return None
     if backward:
-        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 16
+        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 16 if bf16 else 32
     else:
         warps = 2 if padded <= 2048 else max(4, padded // 2048)
     return {"RESIDENT": True, "LANES": 1024, "num_warps": warps}

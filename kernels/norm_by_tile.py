@@ -51,6 +51,7 @@ def _tile_kernel(
     OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: sums of the gradient terms of each channel over a split. STEP 2: dx from the groups' sums."""
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     freedom = tl.cast(freedom, tl.float32)
     block, split, image = place(channels, splits, BC)
     c_row = block * BC + tl.arange(0, BC)
@@ -76,11 +77,11 @@ def _tile_kernel(
         out = out_ptr + base + c * out_c + s * out_s
         x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
         if STEP == 0:
-            y = result(x, mean, scale, b, v, KIND)
+            y = result(x, mean, scale, b, v, KIND, EXACT)
             tl.store(out, y.to(out_ptr.dtype.element_ty), mask)
         else:
             dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
-            db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND)
+            db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND, EXACT)
             if STEP == 1:
                 dbs += db
                 dws += dw

@@ -45,24 +45,24 @@ def parameters(w_ptr, b_ptr, v_ptr, c, live, KIND: tl.constexpr, HAS_W: tl.const
 
 
 @triton.jit
-def result(x, mean, scale, b, v, KIND: tl.constexpr):
+def result(x, mean, scale, b, v, KIND: tl.constexpr, EXACT: tl.constexpr):
     """``scale`` is rstd · w."""
     if KIND == 2:
-        y = x * sigmoid(v * x) * scale + b
+        y = x * sigmoid(v * x, EXACT) * scale + b
     else:
         y = (x - mean) * scale + b
         if KIND == 1:
-            y = y * sigmoid(y)
+            y = y * sigmoid(y, EXACT)
     return y
 
 
 @triton.jit
-def gradients(x, dy, mean, scale, b, v, KIND: tl.constexpr):
+def gradients(x, dy, mean, scale, b, v, KIND: tl.constexpr, EXACT: tl.constexpr):
     """At every element, without what is the same in a channel: terms of db, of dw / rstd, of dv / scale, of the part of
     dx / scale that does not go through the statistics, and x - mean."""
     apart = x - mean
     if KIND == 2:
-        s = sigmoid(v * x)
+        s = sigmoid(v * x, EXACT)
         t = x * s
         bent = t - t * s
         db = dy
@@ -73,7 +73,7 @@ def gradients(x, dy, mean, scale, b, v, KIND: tl.constexpr):
         db = dy
         if KIND == 1:
             z = apart * scale + b
-            s = sigmoid(z)
+            s = sigmoid(z, EXACT)
             db = dy * (s + z * (s - s * s))
         dw = db * apart
         dv = dw

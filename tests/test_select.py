@@ -14,7 +14,7 @@ from fx_fusion.match import Match
 from fx_fusion.options import parse
 from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.sites import choose, find_matches
-from fx_fusion.testing import rewriting_backend
+from fx_fusion.testing import make_inputs, rewriting_backend
 
 
 def norm(x, w):
@@ -217,8 +217,9 @@ def test_norms_of_channels_last_images_that_the_graph_returns(returned):
     graph = torch.fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     with FakeTensorMode():
-        x.meta["example_value"] = torch.empty(16, 64, 64, 64, device="cuda").to(memory_format=torch.channels_last)
-        w.meta["example_value"] = torch.empty(8, 64, 1, 1, device="cuda")
+        # Where Inductor is slower, if there is a GPU to ask the table of.
+        x.meta["example_value"] = torch.empty(64, 256, 56, 56, device="cuda").to(memory_format=torch.channels_last)
+        w.meta["example_value"] = torch.empty(8, 256, 1, 1, device="cuda")
         norm = graph.call_function(F.group_norm, (x, 32))
         norm.meta["example_value"] = F.group_norm(x.meta["example_value"], 32)
         conv = graph.call_function(torch.conv2d, (norm, w))
@@ -262,3 +263,13 @@ def test_which_graphs_inductor_lays_out_channels_last():
     assert goes_channels_last(convolutions((128, 1, 3, 3), groups=128)), "depthwise"
     assert not goes_channels_last(convolutions((128, 64, 3, 3), device="cpu"))
     assert not goes_channels_last(torch.fx.Graph())
+
+
+@pytest.mark.parametrize("fusion", all_fusions(), ids=lambda fusion: fusion.name)
+def test_sites_can_be_compared_with_what_was_measured(fusion):
+    """Cells have the dims of what was measured; a site lacks those that a table of it may have one of."""
+    case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
+    given = make_inputs(fusion, case, fusion.variants[0], torch.float32, "cpu")
+    sizes = tables.sizes_of(fusion, {n: t for n, t in given.items() if isinstance(t, torch.Tensor)})
+    for cell in tables.cells_of("NVIDIA H200", fusion.name):
+        assert cell.distance(sizes) >= 0
