@@ -28,7 +28,7 @@ def rotated_attention(q, k, v, cos, sin):
 
 
 def conv_evonorm(x, kernel, groups, v, weight, bias, eps, correction):
-    """And a small convolution that reads it, to 8 channels: PyTorch returns results contiguous, which no network asks for."""
+    """And a small convolution that reads it: PyTorch returns results contiguous, which no network asks for."""
     y = F.conv2d(x, kernel, padding=1)
     y = swish_over_group_deviation(y, groups, v, weight, bias, eps, correction)
     return F.conv2d(y, x.new_ones(()).expand(8, y.shape[1], 1, 1))
