@@ -12,17 +12,17 @@ from pathlib import Path
 
 def main() -> None:
     into, *more = (Path(name) for name in sys.argv[1:])
-    last: dict[tuple, dict] = {}
+    cells: dict[tuple, dict[tuple, dict]] = {}
     for file in (into, *more):
         for row in (json.loads(line) for line in file.read_text().splitlines()):
-            key = tuple(row.get(name) for name in ("fusion", "case", "dtype", "mode", "provider"))
+            cell, what = ((row.get(name) for name in names) for names in (("fusion", "case", "dtype"), ("mode", "provider")))
+            rows = cells.pop(key := tuple(cell), {})
             # Timings and failures of a cell replace each other.
-            for other in [k for k in last if k[:3] == key[:3] and (k[3] is None) != (key[3] is None)]:
-                del last[other]
-            last.pop(key, None)
-            last[key] = row
-    into.write_text("".join(json.dumps(row) + "\n" for row in last.values()))
-    print(f"{into}: {len(last)} rows")
+            rows = {k: old for k, old in rows.items() if (k[0] is None) == ("mode" not in row)}
+            cells[key] = {**rows, tuple(what): row}
+    made = [row for rows in cells.values() for row in rows.values()]
+    into.write_text("".join(json.dumps(row) + "\n" for row in made))
+    print(f"{into}: {len(made)} rows")
 
 
 if __name__ == "__main__":

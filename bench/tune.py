@@ -43,11 +43,6 @@ TILES = (
 )  # fmt: skip
 # Batch, heads of q and of k, positions, columns.
 HEADS = ((4, 32, 8, 4096, 128), (8, 32, 8, 2048, 64), (64, 12, 12, 128, 64), (2, 8, 1, 8192, 256), (1, 32, 8, 1024, 128))
-# Elements of a tile, warps, lanes of the first pass.
-TILES = (
-    (1024, 4, 1024), (2048, 4, 1024), (2048, 4, 2048), (2048, 8, 2048), (4096, 4, 2048), (4096, 4, 4096), (4096, 8, 2048),
-    (4096, 8, 4096), (8192, 16, 4096),
-)  # fmt: skip
 
 
 def rows(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = LOGITS, device: str = "cuda") -> Iterator[Work]:
@@ -76,7 +71,6 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
         y, p = torch.empty_like(x), torch.randn(shape[1], device=device).to(dtype)
         stats = channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
         norm = norm_formulas.Norm(x, at_once, p, p, None, kind, 0)
-        offset = norm_by_group.offset_type(norm.length)
         bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
         tiles = [
             {"BC": block, "BS": min(bs, tile // block), "RESIDENT": False, "LANES": lanes, "num_warps": warps}
@@ -96,7 +90,7 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
             found = []
             for given in tiles:
                 how = "resident" if given["RESIDENT"] else f"{given['LANES']} lanes"
-                chosen = patch.object(norm_by_group, "options", lambda *_, given={"OFFSET": offset, **given}, **__: given)
+                chosen = patch.object(norm_by_group, "options", lambda *_, given=given, **__: given)
                 found.append((f"{given['BC']} x {given['BS']}, {given['num_warps']} warps, {how}", chosen))
             yield f"{' x '.join(map(str, shape))} {name}", call, found
 

@@ -15,8 +15,8 @@
 
 Shapes     x: (n, c, ...), contiguous or channels last (no copy; anything else is copied); weight, bias, v: (c).
 Dtypes     bf16 | fp16 | fp32, parameters in any of them; arithmetic in fp32, one rounding per store.
-Statistics sums of distances from the first value of a lane, lanes merged with Chan's formula: what cancels is bounded by
-           how many values a lane sees (a dozen to some hundred), never mean² against variance.
+Statistics sums of distances from a value of the lane and, every 32 values, from its mean so far; lanes merged with Chan's
+           formula: never mean² against variance.
 Saved      x, weight, bias, v, stats: mean and rstd, one of each a group.
 Traffic    A group that fits one tile is read once: forward 2, backward 3 elements an element. Larger groups are read
            twice by the program that owns them, the second time out of the cache. Channels last, or too few groups to

@@ -157,7 +157,7 @@ def _plan(block: int, loaded: int) -> tuple[int, int, int, int]:
     """Of the backward: rows of a tile, programs a multiprocessor, warps, stages, by what was fastest on an H200.
     ``loaded``: bytes for an element."""
     if block >= 8192:
-        return 1, 1, min(32, block * loaded // 3072), 1
+        return 1, 1, 16 if block * loaded <= 8192 * 6 else 32, 1
     if block == 4096:
         return 1, 1, 8, 3
     return 2048 // block, 2, 4 if block >= 512 else 8, 3

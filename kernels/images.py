@@ -9,20 +9,29 @@ import triton.language as tl
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 from fx_fusion.layouts import is_channels_last
 
+STEPS = tl.constexpr(32)  # values of a lane between two calls of ``rebased``
+
 
 @triton.jit
 def shifted(sums, squares, x, shift, live):
-    """One more value in each live lane, as its distance from the lane's first: no more cancels than that one is off, and
-    it takes three instructions where Welford's update takes eight."""
+    """One more value in each live lane, as its distance from ``shift``: three instructions, Welford's update takes eight."""
     apart = tl.where(live, x - shift, 0.0)
     return sums + apart, squares + apart * apart
 
 
 @triton.jit
-def moments_of_lanes(sums, squares, shift, count):
-    """Mean and m2 of the ``count`` values that each lane has seen."""
-    middle = sums / tl.maximum(count, 1.0)
-    return shift + middle, tl.maximum(squares - sums * middle, 0.0, propagate_nan=tl.PropagateNan.ALL)
+def rebased(sums, squares, shift, count):
+    """The same moments about the mean of the ``count`` values that each lane has seen: sums, squares (now m2) and shift
+    (now the mean). Between two calls the squares grow by STEPS values, so what cancels here is bounded by that."""
+    move = sums / tl.maximum(count, 1.0)
+    squares = tl.maximum(squares - sums * move, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.zeros_like(sums), squares, shift + move
+
+
+@triton.jit
+def seen(length, LANES: tl.constexpr):
+    """How many of ``length`` values each lane has seen."""
+    return tl.maximum((length - tl.arange(0, LANES) + LANES - 1) // LANES, 0).to(tl.float32)
 
 
 @triton.jit
@@ -58,14 +67,16 @@ def moments_kernel(
     end = tl.minimum(size, first + part)
     s = first + tl.arange(0, BS)[:, None]
     shift = tl.load(base + s.to(OFFSET) * stride_s, (c < channels) & (s < end), 0.0).to(tl.float32)
-    for s0 in tl.range(first + BS, end, BS, num_stages=3):
-        s = s0 + tl.arange(0, BS)[:, None]
-        live = (c < channels) & (s < end)
-        x = tl.load(base + s.to(OFFSET) * stride_s, live, 0.0).to(tl.float32)
-        sums, squares = shifted(sums, squares, x, shift, live)
-    seen = tl.maximum((end - first - tl.arange(0, BS)[:, None] + BS - 1) // BS, 0).to(tl.float32)
-    means, m2s = moments_of_lanes(sums, squares, shift, seen)
-    _, mean, m2 = merge(means, m2s, seen + tl.zeros((BS, BC), tl.float32), 0)
+    for start in range(first + BS, end, STEPS * BS):
+        stop = tl.minimum(end, start + STEPS * BS)
+        for s0 in tl.range(start, stop, BS, num_stages=3):
+            s = s0 + tl.arange(0, BS)[:, None]
+            live = (c < channels) & (s < end)
+            x = tl.load(base + s.to(OFFSET) * stride_s, live, 0.0).to(tl.float32)
+            sums, squares = shifted(sums, squares, x, shift, live)
+        sums, squares, shift = rebased(sums, squares, shift, seen(stop - first, BS)[:, None])
+    count = seen(end - first, BS)[:, None] + tl.zeros((BS, BC), tl.float32)
+    _, mean, m2 = merge(shift, squares, count, 0)
     at = (image * splits + split) * channels + block * BC + tl.arange(0, BC)
     live = block * BC + tl.arange(0, BC) < channels
     tl.store(parts_ptr + at, mean, live)

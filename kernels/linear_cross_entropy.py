@@ -13,7 +13,7 @@ Shapes     x: (m, h); weight: (v, h); bias, class_weight: (v); target: (m); loss
 Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32. dW of more than four chunks is accumulated in fp32 and
            rounded once; of up to four in bf16, rounded after each (fp16: in fp32 until the backward has scaled it).
 Saved      dx and dW (nothing of size m·v).
-Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.25 GiB, and dW in fp32 if there are more than four.
+Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 if there are more than four.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here with few large chunks, so that
            the matrix products stay efficient, and fp32 accumulation.
 """
@@ -41,8 +41,9 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     least, most = _CHUNK_BYTES[device]
     fourth = max(least, cdiv(m, _ROUNDED_CHUNKS) * row)
     budget = max(_ROW_MULTIPLE, min(fourth, most) // row)
-    if fourth > most:
-        return min(m, 1 << (budget.bit_length() - 1))
+    rows = 1 << (budget.bit_length() - 1)
+    if fourth > most and not 0 < m % rows < rows // 2:
+        return min(m, rows)
     chunks = cdiv(m, budget)
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 

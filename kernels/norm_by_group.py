@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import merge, moments_of_lanes, offset_type, shifted
+from fx_fusion.kernels.images import STEPS, merge, rebased, seen, shifted
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 from fx_fusion.kernels.norm_formulas import EVONORM_S0, GROUP_NORM, Norm, gradients, of_input, parameters, result, store_sums
 
@@ -17,7 +17,7 @@ _RESIDENT = 32768  # elements of a (padded) group that one program keeps in regi
 def _group_fwd_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, steps, freedom, eps,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
-    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     freedom = tl.cast(freedom, tl.float32)
@@ -43,13 +43,14 @@ def _group_fwd_kernel(
         sums = tl.zeros((LANES,), tl.float32)
         squares = tl.zeros((LANES,), tl.float32)
         shift = tl.load(x_ptr + base + lanes, lanes < length, 0.0, eviction_policy="evict_last").to(tl.float32)
-        for start in tl.range(LANES, length, LANES, num_stages=3):
-            live = start + lanes < length
-            x = tl.load(x_ptr + base + start + lanes, live, 0.0, eviction_policy="evict_last").to(tl.float32)
-            sums, squares = shifted(sums, squares, x, shift, live)
-        seen = tl.maximum((length - lanes + LANES - 1) // LANES, 0).to(tl.float32)
-        means, m2s = moments_of_lanes(sums, squares, shift, seen)
-        _, mean, m2 = merge(means, m2s, seen, 0)
+        for first_step in range(LANES, length, STEPS * LANES):
+            stop = tl.minimum(length, first_step + STEPS * LANES)
+            for start in tl.range(first_step, stop, LANES, num_stages=3):
+                live = start + lanes < length
+                x = tl.load(x_ptr + base + start + lanes, live, 0.0, eviction_policy="evict_last").to(tl.float32)
+                sums, squares = shifted(sums, squares, x, shift, live)
+            sums, squares, shift = rebased(sums, squares, shift, seen(stop, LANES))
+        _, mean, m2 = merge(shift, squares, seen(length, LANES), 0)
         rstd = 1.0 / tl.sqrt_rn(m2 / freedom + eps)
         # Backwards: what was read last is still in the cache.
         blocks = tl.cdiv(per_group, BC)
@@ -59,7 +60,7 @@ def _group_fwd_kernel(
             for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
-                at = base + c.to(OFFSET) * size + s
+                at = base + c * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 y = result(x, mean, rstd * w, b, v, KIND, EXACT)
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
@@ -71,7 +72,7 @@ def _group_fwd_kernel(
 def _group_bwd_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, steps, freedom,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
-    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw (and dv) of each channel of each image."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -115,7 +116,7 @@ def _group_bwd_kernel(
             for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
-                at = base + c.to(OFFSET) * size + s
+                at = base + c * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
                 dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
                 db, dw, dv, _, _ = gradients(x, dy, mean, rstd * w, b, v, KIND, EXACT)
@@ -139,7 +140,7 @@ def _group_bwd_kernel(
             for s0 in tl.range(0, size, BS, num_stages=3):
                 s = s0 + tl.arange(0, BS)[None, :]
                 mask = (c < per_group) & (s < size)
-                at = base + c.to(OFFSET) * size + s
+                at = base + c * size + s
                 x = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 dy = tl.load(dy_ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
                 _, _, _, direct, apart = gradients(x, dy, mean, rstd * w, b, v, KIND, EXACT)
@@ -151,11 +152,11 @@ def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
     """None where this is not the way. Tiles and warps by what was fastest on an H200 (``bench.tune``)."""
     if not (x.is_contiguous() and other.is_contiguous()):
         return None
-    if norm.all_groups < multiprocessors(x) and norm.length > 16384:
+    if norm.length >= 2**31 or (norm.all_groups < multiprocessors(x) and norm.length > 16384):
         return None
     bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
     chosen = _resident(norm, x, bc * bs, backward) or _steps(norm, x, bc, backward)
-    return {"OFFSET": offset_type(norm.length), "BC": bc, "BS": bs, **chosen}
+    return {"BC": bc, "BS": bs, **chosen}
 
 
 def _resident(norm: Norm, x, padded: int, backward: bool) -> dict | None:

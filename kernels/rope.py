@@ -17,7 +17,8 @@ Shapes     q: (b, h, s, d), k: (b, g, s, d) or absent, any strides; cos, sin: (b
            or are contiguous.
 Dtypes     q, k bf16 | fp16 | fp32; cos, sin the same or fp32; arithmetic in fp32, one rounding per store.
 Saved      cos, sin.
-Traffic    forward and backward each 2 elements an element of q and k, and cos and sin once.
+Traffic    forward and backward each 2 elements an element of q and k; cos and sin from memory once, for further heads out
+           of the cache.
 Source     Su et al. 2021, arXiv:2104.09864.
 """
 
@@ -146,10 +147,10 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
 
 
 def _tiles(q, lanes: int) -> dict:
-    """Rows of a tile follow each other in memory: heads of a position (as models have them) or positions of a head. So
-    many that a thread loads 16 numbers, by what was fastest on an H200 (``bench.tune``)."""
+    """Rows of a tile follow each other in memory: heads of a position (as models have them) or positions of a head. As
+    many as were fastest on an H200 (``bench.tune``)."""
     rows = max(1, 512 // lanes)
-    if q.stride(1) > q.stride(2):  # cos and sin have as many rows, and serve all heads
+    if q.stride(1) > q.stride(2):  # cos and sin have as many rows, and serve four heads
         return {"POSITIONS": min(next_power_of_2(q.shape[2]), rows), "HEADS": 1, "MOST": 4, "num_warps": 2}
     heads = min(next_power_of_2(q.shape[1]), rows)
     return {"POSITIONS": 1, "HEADS": heads, "MOST": heads, "num_warps": 1}

@@ -160,6 +160,7 @@ def test_chunks_are_few_and_equal():
     assert rows_in_a_chunk(4096, 32000, 2, "cuda") == 4096
     for m, v in ((16383, 128256), (12285, 128256), (8190, 151936), (8191, 262144)):
         assert -(-m // rows_in_a_chunk(m, v, 2, "cuda")) == 4, "more would be summed in float32"
+    assert rows_in_a_chunk(20481, 151936, 2, "cuda") == 4352, "no chunk of one row behind five of 4096"
     assert rows_in_a_chunk(3, 10, 4, "cpu") == 3
     assert rows_in_a_chunk(0, 10, 4, "cpu") == 1
     for m in (1, 255, 1000, 5000, 16383):
@@ -345,6 +346,33 @@ def test_norms_of_images(channels, groups, resident, last, device, monkeypatch):
     for ours, theirs in zip((y, dx, dw, db), (expected, *gradients), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-4)
     assert y.stride() == dx.stride() == x.stride()
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
+@pytest.mark.parametrize("way", ["by_group", "by_tile"])
+def test_images_that_begin_unlike_the_rest(way, device, monkeypatch):
+    """A border of zeros: every lane begins with one, and sees hundreds of other values."""
+    steps = {"RESIDENT": False, "BC": 1, "BS": 16, "LANES": 16, "num_warps": 1}
+    monkeypatch.setattr(norm_by_group, "_RESIDENT", 1)
+    monkeypatch.setattr(norm_by_group, "_steps", lambda *_: steps)
+    x = torch.full((4, 1, 128, 128) if way == "by_group" else (4, 1, 512, 256), 255.0, device=device)
+    x[:, :, 0] = 0
+    if way == "by_tile":
+        monkeypatch.setattr(norm_by_group, "options", lambda *_, **__: None)
+        monkeypatch.setattr(images, "multiprocessors", lambda x: 0)
+    stats = channel_norm.norm_fwd(x, torch.empty_like(x), 1, None, None, None, 1e-5, norm_formulas.GROUP_NORM)
+    flat = x.double().flatten(1)
+    torch.testing.assert_close(stats[0].double(), flat.mean(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(stats[1].double(), (flat.var(1, unbiased=False) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("n", [128, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("loaded", [6, 8, 10, 12])
+def test_warps_are_powers_of_two(n, loaded):
+    """Of mixed dtypes too: x, gate and dy may have 2 or 4 bytes each."""
+    *_, warps, stages = gated_rms_norm._plan(n, loaded)
+    assert warps in (4, 8, 16, 32)
+    assert stages >= 1
 
 
 def test_results_may_be_written_to_in_place(device):
