@@ -137,6 +137,27 @@ def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
 
 
+def nudged(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Inputs that differ by up to half a rounding (some go to the next number)."""
+
+    def moved(t: Tensor) -> Tensor:
+        generator = torch.Generator(t.device).manual_seed(seed)
+        noise = torch.rand(t.shape, generator=generator, device=t.device) - 0.5
+        return (t.double() * (1 + torch.finfo(t.dtype).eps * noise)).to(t.dtype)
+
+    return {n: moved(v) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
+
+
+def least_accurate(runs: Sequence[Run], oracle: Run) -> Run:
+    """Of every output and gradient the one that is furthest from the truth."""
+
+    def error(run: Run, name: str) -> float:
+        apart = (run.values[name].double() - oracle.values[name].double()).nan_to_num().abs()
+        return apart.max().item() if apart.numel() else 0.0
+
+    return Run({name: max(runs, key=lambda run: error(run, name)).values[name] for name in oracle.values})
+
+
 def worst_excess(fused: Run, eager: Run, oracle: Run, dtype: torch.dtype) -> tuple[str, float]:
     """The output or gradient that uses most of what the rule allows, and how much: above 1 it fails."""
     worst = ("", 0.0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion import sites
-from fx_fusion.testing import run, run_oracle, worst_excess
+from fx_fusion.testing import Run, least_accurate, nudged, run, run_oracle, worst_excess
 from tests.helpers import reasons, rewritten, statuses
 
 N, C, G, H, W = 3, 8, 2, 5, 6
@@ -286,3 +286,19 @@ def test_a_near_miss_says_why():
     x, (v, w, b) = images(), parameters()
     _, report = rewritten(NOT_S0["groups interleaved"], x, v, w, b)
     assert "expands (3, 1, 2, 1, 1) to (3, 4, 2, 5, 6)" in reasons(report, "evonorm_s0")
+
+
+def test_nearly_tied_elements_may_go_either_way():
+    """As the maximum of EvoNorm-B0: the accuracy rule takes eager's largest error over inputs within a rounding."""
+
+    def largest(x, least):
+        return torch.maximum(least, x).square().sum(1)
+
+    x = torch.randn(4, 1000)
+    inputs = {"x": x, "least": x.clone()}
+    oracle, eager, fused = run_oracle(largest, inputs), run(largest, inputs), run(largest, nudged(inputs, 99))
+    assert worst_excess(fused, eager, oracle, torch.float32)[1] > 1000
+    others = [run(largest, nudged(inputs, seed)) for seed in range(8)]
+    assert worst_excess(fused, least_accurate([eager, *others], oracle), oracle, torch.float32)[1] <= 1
+    wrong = Run({**fused.values, "dx": fused.values["dx"] * 3})
+    assert worst_excess(wrong, least_accurate([eager, *others], oracle), oracle, torch.float32)[1] > 1
