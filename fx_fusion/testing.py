@@ -140,12 +140,13 @@ def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def nudged(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Inputs that differ by up to half a rounding (some go to the next number)."""
 
-    def moved(t: Tensor) -> Tensor:
-        generator = torch.Generator(t.device).manual_seed(seed)
-        noise = torch.rand(t.shape, generator=generator, device=t.device) - 0.5
-        return (t.double() * (1 + torch.finfo(t.dtype).eps * noise)).to(t.dtype)
-
-    return {n: moved(v) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
+    made = dict(inputs)
+    for at, (name, t) in enumerate(inputs.items()):
+        if isinstance(t, Tensor) and t.is_floating_point():
+            generator = torch.Generator(t.device).manual_seed(1000 * seed + at)
+            noise = torch.rand(t.shape, generator=generator, device=t.device) - 0.5
+            made[name] = (t.double() * (1 + torch.finfo(t.dtype).eps * noise)).to(t.dtype)
+    return made
 
 
 def least_accurate(runs: Sequence[Run], oracle: Run) -> Run:
