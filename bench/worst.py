@@ -46,6 +46,8 @@ def _key(row: dict) -> tuple:
 
 def worst(found: Iterator[tuple[float, str]]) -> str:
     ranked = sorted(found)
+    if not ranked:
+        return "none was measured"
     below = sum(ratio < 0.97 for ratio, _ in ranked)
     return f"{len(ranked)} cells, {below} below 0.97; the worst {ranked[0][0]:.3f} of Inductor's speed, {ranked[0][1]}"
 
