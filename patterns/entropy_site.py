@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, same_shape, value
@@ -75,8 +76,9 @@ def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
         found = _sum_of_products(view, expected, logits)
         if found is None or found[0] != {"p", "logits"} or not _is_over_classes(view, total, "logsumexp"):
             return None
-        fits = is_same(view, source_of(total), logits) and same_shape(value(total), value(expected))
-        return EntropySite(node, 1, {node, total, expected, *found[1]}) if fits else None
+        nodes = {node, total, expected, *found[1]}
+        fits = _same_rows(view, source_of(total), logits, nodes) and same_shape(value(total), value(expected))
+        return EntropySite(node, 1, nodes) if fits else None
     found = _sum_of_products(view, node, logits)
     return EntropySite(node, -1, {node, *found[1]}) if found is not None and found[0] == {"p", "log_p"} else None
 
@@ -108,7 +110,7 @@ def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[st
 def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> Iterator[str]:
     if not is_tensor(factor):
         return
-    if is_same(view, factor, logits):
+    if _same_rows(view, factor, logits, nodes):
         yield "logits"
         return
     for op, kind in (("softmax", "p"), ("log_softmax", "log_p"), ("exp", "p")):
@@ -118,9 +120,47 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
         nodes.update(term.nodes)
         if op == "exp":
             below = inner_term(view, term.operands[0], "log_softmax")
-            if below is None or below.attrs != (-1,) or not is_same(view, below.operands[0], logits):
+            if below is None or below.attrs != (-1,) or not _same_rows(view, below.operands[0], logits, nodes):
                 return
             nodes.update(below.nodes)
             yield kind
-        elif term.attrs == (-1,) and is_same(view, term.operands[0], logits):
+        elif term.attrs == (-1,) and _same_rows(view, term.operands[0], logits, nodes):
             yield kind
+
+
+def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -> bool:
+    """Whether two nodes are the same logits: also written twice (``logits / t``), or with other leading dims. ``nodes``
+    gets those that make ``a`` from what both have in common."""
+    if a is None:
+        return False
+    above: set[fx.Node] = set()
+    a, b = _below_views(view, a, above), _below_views(view, b, set())
+    if not (is_same(view, a, b) or view.same_value(a, b)):
+        return False
+    _apart(view, a, b, above)
+    nodes.update(above)
+    return True
+
+
+def _below_views(view: View, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
+    """What a node is a view of whose last dim is the same: row after row they hold the same."""
+    while view.name(node) in ("view", "reshape", "flatten"):
+        source = source_of(node)
+        if source is None or value(source).dim() * value(node).dim() == 0:
+            break
+        if not statically_known_true(value(source).shape[-1] == value(node).shape[-1]):
+            break
+        nodes.add(node)
+        node = source
+    return node
+
+
+def _apart(view: View, a: fx.Node, b: fx.Node, nodes: set[fx.Node]) -> None:
+    """The nodes of ``a``, which has the value of ``b``, that are none of b's."""
+    if a is b or is_same(view, a, b):
+        return
+    one, other = view.term(a), view.term(b)
+    nodes.update(one.nodes)
+    for x, y in zip(one.operands, other.operands, strict=True):
+        if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+            _apart(view, x, y, nodes)
