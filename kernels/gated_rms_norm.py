@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.fast_math import sigmoid
-from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
 from fx_fusion.op import fused_op
 
 WIDEST = 16384
@@ -140,7 +140,7 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     if not (m and n):
         return dx, dgate, torch.zeros_like(weight)
     block = next_power_of_2(n)
-    rows, each, warps, stages = _plan(block, sum(t.element_size() for t in (x, gate, dy)))
+    rows, each, warps, stages = _plan(block, sum(t.element_size() for t in (x, gate, dy)), x)
     programs = min(cdiv(m, rows), cdiv(each * multiprocessors(x), groups))
     rows_each = cdiv(cdiv(m, programs), rows) * rows
     programs = cdiv(m, rows_each)
@@ -153,14 +153,14 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     return dx, dgate, column_sums(dw, [weight.dtype])[0]
 
 
-def _plan(block: int, loaded: int) -> tuple[int, int, int, int]:
+def _plan(block: int, loaded: int, x) -> tuple[int, int, int, int]:
     """Of the backward: rows of a tile, programs a multiprocessor, warps, stages, by what was fastest on an H200.
     ``loaded``: bytes for an element."""
     if block >= 8192:
         return 1, 1, 16 if block * loaded <= 8192 * 6 else 32, 1
     if block == 4096:
-        return 1, 1, 8, 3
-    return 2048 // block, 2, 4 if block >= 512 else 8, 3
+        return 1, 1, 8, stages_ahead(block * loaded, x)
+    return 2048 // block, 2, 4 if block >= 512 else 8, stages_ahead(2048 * loaded, x)
 
 
 def _fake(x, gate, weight, eps, before, silu, round_first, groups):

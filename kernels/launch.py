@@ -69,9 +69,9 @@ def write_back(x: Tensor, rows: Tensor, order: list[int]) -> None:
         laid_out.copy_(rows.view(laid_out.shape))
 
 
-def stages_ahead(bytes_a_stage: int) -> int:
-    """Stages of a loop whose loads run ahead through shared memory: up to three, as many as fit."""
-    return max(1, min(3, (200 << 10) // bytes_a_stage))
+def stages_ahead(bytes_a_stage: int, x: Tensor) -> int:
+    """Stages of a loop whose loads run ahead through shared memory: up to three, as many as fit on x's device."""
+    return max(1, min(3, (shared_memory(x) - (27 << 10)) // bytes_a_stage))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -90,6 +90,16 @@ def _multiprocessors(index: int) -> int:
 def multiprocessors(x: Tensor) -> int:
     """SMs of the tensor's device; 2 in the interpreter, so that several programs share the rows in tests too."""
     return _multiprocessors(x.device.index or 0) if x.is_cuda else 2
+
+
+@functools.cache
+def _shared_memory(index: int) -> int:
+    return getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 48 << 10)
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes that a program can have on the tensor's device; those of an H200 where it is on none."""
+    return _shared_memory(x.device.index or 0) if x.is_cuda else 227 << 10
 
 
 @triton.jit

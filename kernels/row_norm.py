@@ -239,7 +239,7 @@ def _tile(n: int) -> tuple[int, int, int]:
     return rows, block, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def _bwd_tile(n: int, bytes_an_element: int) -> tuple[int, int, int, int, int]:
+def _bwd_tile(n: int, bytes_an_element: int, x) -> tuple[int, int, int, int, int]:
     """Rows, columns, warps, programs a multiprocessor and stages of the backward.
 
     A large tile and loads that run up to two tiles ahead (through shared memory) instead of many programs: 16384 x 4096
@@ -247,7 +247,7 @@ def _bwd_tile(n: int, bytes_an_element: int) -> tuple[int, int, int, int, int]:
     """
     block = next_power_of_2(n)
     rows = max(1, min(64, 8192 // block))
-    stages = stages_ahead(rows * block * bytes_an_element)
+    stages = stages_ahead(rows * block * bytes_an_element, x)
     return rows, block, 16 if block >= 4096 else 8, 1, stages
 
 
@@ -288,7 +288,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     if m and n:
         wide = n > _WHOLE_ROW // 2
         loaded = sum(t.element_size() for t in (dy, dh, h) if t is not None)
-        tile_rows, block, warps, per_sm, stages = (1, 0, 16, 1, 1) if wide else _bwd_tile(n, loaded)
+        tile_rows, block, warps, per_sm, stages = (1, 0, 16, 1, 1) if wide else _bwd_tile(n, loaded, h)
         programs = min(cdiv(m, tile_rows), multiprocessors(h) * per_sm)
         rows_each = cdiv(cdiv(m, programs), tile_rows) * tile_rows
         programs = cdiv(m, rows_each)
