@@ -293,11 +293,11 @@ def _plan(logits, align: int, given: bool, gradient: bool) -> tuple[int, int, in
     """Logits in one step of a program, warps, programs a multiprocessor, and stages; by what was fastest on an H200
     (``bench.tune``)."""
     m, width = logits.shape
-    whole, many = next_power_of_2(width), cdiv(m, multiprocessors(logits))
-    if many <= 2:
+    whole, rows = next_power_of_2(width), cdiv(m, multiprocessors(logits))
+    if rows <= 2:
         plan = 16384, 32, 2, 1
     elif not gradient:
-        plan = (2048, 4, 16, 1) if many > 8 else (4096, 8, 8, 1)
+        plan = (2048, 4, 16, 1) if rows > 8 else (4096, 8, 8, 1)
     elif whole <= 8192:
         plan = (2048, 8, 8, 1) if given else (2048, 4, 16, 1)
     elif not given:

@@ -160,41 +160,40 @@ def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
 
 
 def _resident(norm: Norm, x, padded: int, backward: bool) -> dict | None:
-    """Where groups are many, a padded tile costs more than reading a group again out of the cache."""
-    bf16 = x.element_size() == 2
+    """For a group that stays in registers as one tile of ``padded`` elements. Where groups are many, a tile that is mostly
+    padding costs more than reading a group again out of the cache."""
+    wide = x.element_size() == 4
     if norm.all_groups <= 4 * multiprocessors(x):
         most = 16384 if backward or norm.kind == GROUP_NORM else 8192
     elif 3 * padded > 4 * norm.length or norm.kind == EVONORM_S0:
         most = 4096
-    elif backward or bf16:
-        most = 16384 if norm.kind == GROUP_NORM else 8192
-    else:
+    elif wide and not backward:
         most = 32768
+    else:
+        most = 16384 if norm.kind == GROUP_NORM else 8192
     if padded > min(most, _RESIDENT):
         return None
     if backward:
-        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 16 if bf16 else 32
+        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 32 if wide else 16
     else:
         warps = 2 if padded <= 2048 else max(4, padded // 2048)
     return {"RESIDENT": True, "LANES": 1024, "num_warps": warps}
 
 
 def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
-    """Few channels at once, so that no block of them is mostly padding; a warp stays in a channel. ``LANES``: of the
-    forward's first pass."""
+    """For a group that is read twice: few channels at once, so that no block of them is mostly padding; a warp stays in a
+    channel. ``LANES``: of the forward's first pass."""
     bc = next(b for b in (8, 4, 2, 1) if b <= bc and 4 * cdiv(norm.per_group, b) * b <= 5 * norm.per_group)
-    few, bf16 = norm.all_groups <= 2 * multiprocessors(x), x.element_size() == 2
+    few, wide = norm.all_groups <= 2 * multiprocessors(x), x.element_size() == 4
     if backward:
-        small = norm.size < (1024 if bf16 else 2048)
-        tile, warps = (1024 if bf16 else 2048, 4) if small else (4096, 8)
-        lanes = 1024
+        small = norm.size < (2048 if wide else 1024)
+        tile, warps, lanes = (4096, 8, 0) if not small else (2048, 4, 0) if wide else (1024, 4, 0)
     elif norm.size < 1024:
-        tile, warps, lanes = (2048, 4, 1024) if bf16 else (4096, 8, 2048)
+        tile, warps, lanes = (4096, 8, 2048) if wide else (2048, 4, 1024)
     else:
         tile, warps, lanes = (8192, 8, 4096) if few and norm.size >= 2048 else (4096, 8, 2048)
-    return {
-        "RESIDENT": False, "BC": bc, "BS": min(next_power_of_2(norm.size), tile // bc), "LANES": lanes, "num_warps": warps
-    }  # fmt: skip
+    bs = min(next_power_of_2(norm.size), tile // bc)
+    return {"RESIDENT": False, "BC": bc, "BS": bs, "LANES": lanes, "num_warps": warps}
 
 
 def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
