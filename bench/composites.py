@@ -27,11 +27,15 @@ def rotated_attention(q, k, v, cos, sin):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+def read_by_convolution(y):
+    """Images as a convolution reads them: PyTorch returns the result of a norm contiguous, which nothing in a network asks
+    for. The convolution is a small one, to 8 channels, the same for all."""
+    return F.conv2d(y, y.new_ones(()).expand(8, y.shape[1], 1, 1))
+
+
 def conv_evonorm(x, kernel, groups, v, weight, bias, eps, correction):
-    """And a small convolution that reads it: PyTorch returns results contiguous, which no network asks for."""
     y = F.conv2d(x, kernel, padding=1)
-    y = swish_over_group_deviation(y, groups, v, weight, bias, eps, correction)
-    return F.conv2d(y, x.new_ones(()).expand(8, y.shape[1], 1, 1))
+    return read_by_convolution(swish_over_group_deviation(y, groups, v, weight, bias, eps, correction))
 
 
 def norm_swish_conv(x, kernel, groups, weight, bias, eps):

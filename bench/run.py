@@ -23,7 +23,7 @@ from rich.progress import Progress
 from tabulate import tabulate
 
 import fx_fusion
-from bench.composites import COMPOSITES
+from bench.composites import COMPOSITES, read_by_convolution
 from bench.grid import cases_of
 from bench.peers import liger
 from bench.process import environment
@@ -61,7 +61,8 @@ class Bench:
         self.statics = {**fusion.variants[0], **case.statics}
         self.function = functools.partial(reference_of(fusion, self.statics), **self.statics)
         if self.layout() == "b ... c":
-            self.function = functools.partial(_convolved, self.function)
+            norm = self.function
+            self.function = lambda **inputs: read_by_convolution(norm(**inputs))
         torch._dynamo.reset()
         found = providers(fusion, self.function, self.statics)
         self.providers = {p: f for p, f in found.items() if p in wanted}
@@ -161,13 +162,6 @@ class Bench:
                     "peak_mib": round(timing.peak_mib(call), 1),
                 })  # fmt: skip
         return rows
-
-
-def _convolved(norm: Callable[..., Any], x: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """Images channels last as a convolution reads them: PyTorch returns the result of a norm contiguous, which nothing in
-    such a network asks for. The convolution is a small one, to 8 channels, the same for all."""
-    y = norm(x=x, **rest)
-    return torch.nn.functional.conv2d(y, x.new_ones(()).expand(8, x.shape[1], 1, 1))
 
 
 def _as_tuple(made: Any) -> tuple[Any, ...]:

@@ -139,7 +139,6 @@ def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def nudged(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Inputs that differ by up to half a rounding (some go to the next number)."""
-
     made = dict(inputs)
     for at, (name, t) in enumerate(inputs.items()):
         if isinstance(t, Tensor) and t.is_floating_point():
@@ -152,11 +151,16 @@ def nudged(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
 def least_accurate(runs: Sequence[Run], oracle: Run) -> Run:
     """Of every output and gradient the one that is furthest from the truth."""
 
-    def error(run: Run, name: str) -> float:
-        apart = (run.values[name].double() - oracle.values[name].double()).nan_to_num().abs()
-        return apart.max().item() if apart.numel() else 0.0
+    def furthest(name: str, exact: Tensor) -> Tensor:
+        return max((run.values[name] for run in runs), key=lambda found: _error(found, exact))
 
-    return Run({name: max(runs, key=lambda run: error(run, name)).values[name] for name in oracle.values})
+    return Run({name: furthest(name, exact) for name, exact in oracle.values.items()})
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """The largest difference; 0 where there is nothing."""
+    apart = (found.double() - exact.double()).nan_to_num().abs()
+    return apart.max().item() if apart.numel() else 0.0
 
 
 def worst_excess(fused: Run, eager: Run, oracle: Run, dtype: torch.dtype) -> tuple[str, float]:
@@ -170,8 +174,8 @@ def worst_excess(fused: Run, eager: Run, oracle: Run, dtype: torch.dtype) -> tup
             return name, float("inf")
         if not exact.numel():
             continue
-        error = (found - exact).nan_to_num().abs().max().item() / unit
-        allowed = 2 * (usual - exact).nan_to_num().abs().max().item() / unit + 2 * torch.finfo(dtype).eps
+        error = _error(found, exact) / unit
+        allowed = 2 * _error(usual, exact) / unit + 2 * torch.finfo(dtype).eps
         if error / allowed > worst[1]:
             worst = (name, error / allowed)
     return worst

@@ -1,7 +1,5 @@
 """Norms of contiguous images: each group is one program's. A group that fits one tile stays in registers."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -197,18 +195,17 @@ def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
 
 
 def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
-    step = math.gcd(norm.size, 16)
     launch(
         _group_fwd_kernel, (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
-        norm.size // step, norm.freedom, eps, STEP=step, **given, **norm.flags,
+        norm.size // norm.step, norm.freedom, eps, STEP=norm.step, **given, **norm.flags,
     )  # fmt: skip
 
 
 def backward(norm: Norm, dy, x, stats, dx, given: dict):
     sums = torch.empty(norm.sums, norm.n, norm.c, dtype=torch.float32, device=x.device)
-    step, given = math.gcd(norm.size, 16), {k: v for k, v in given.items() if k != "LANES"}
+    given = {name: option for name, option in given.items() if name != "LANES"}
     launch(
         _group_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters, stats, dx, sums, norm.groups, norm.all_groups,
-        norm.per_group, norm.size // step, norm.freedom, STEP=step, **given, **norm.flags,
+        norm.per_group, norm.size // norm.step, norm.freedom, STEP=norm.step, **given, **norm.flags,
     )  # fmt: skip
     return sums
