@@ -21,15 +21,17 @@ def copy_rate() -> float:
     return 2 * source.numel() * 4 / ms * 1e3
 
 
-def cpu_ms(call: Call, calls: int = 10) -> float:
-    """Milliseconds of a call on the CPU: the median of some."""
-    call()
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
+def cpu_in_turns(calls: Sequence[Call], rounds: int = 10) -> list[float]:
+    """Milliseconds of each call on the CPU: the median of some, taken in turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
         call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    for _ in range(rounds):
+        for call, found in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+    return [statistics.median(found) * 1e3 for found in times]
 
 
 def device_ms(call: Call) -> float:
@@ -37,9 +39,9 @@ def device_ms(call: Call) -> float:
     return in_turns([call])[0]
 
 
-def in_turns(calls: Sequence[Call], rounds: int = 5, long: float = 5.0) -> list[float]:
-    """``device_ms`` of each. Calls of more than ``long`` milliseconds take turns, and the median of the rounds counts: a GPU
-    that has multiplied for long is slower, and whoever came last would be."""
+def in_turns(calls: Sequence[Call], rounds: int = 5, long: float = 1.0) -> list[float]:
+    """``device_ms`` of each. Calls of more than ``long`` milliseconds take turns, and the median of the rounds counts: how
+    fast a GPU multiplies depends on what it did before, by 10 % and more."""
     from triton.testing import do_bench
 
     graphs = [_captured(call) for call in calls]
@@ -47,7 +49,7 @@ def in_turns(calls: Sequence[Call], rounds: int = 5, long: float = 5.0) -> list[
     if len(graphs) > 1 and max(map(max, times)) > long:
         for _ in range(rounds - 1):
             for graph, found in zip(graphs, times, strict=True):
-                found.append(do_bench(graph.replay, warmup=5, rep=100, return_mode="median"))
+                found.append(do_bench(graph.replay, warmup=5, rep=50, return_mode="median"))
     for graph in graphs:
         graph.reset()
     return [statistics.median(found) for found in times]

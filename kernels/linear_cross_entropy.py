@@ -5,13 +5,14 @@
 
 The gradients are made in the forward, from the chunk that is there anyway: 6·m·h·v FLOPs in all, against 8 if the
 backward computed the logits again. They are made for an upstream gradient of 1 a row and without the 1/count of the
-mean; the backward multiplies by (upstream · coefficient), one number on the device. So nothing underflows in fp16, and
-nothing is read back to the host. With ``reduction="none"`` the upstream gradient is a number a row, unknown in the
+mean; the backward multiplies by (upstream · factor), one number on the device. So nothing underflows in fp16, and
+nothing is read back to the host. dW could overflow there: x is made smaller by the power of two that rules it out, and
+the factor of dW larger. With ``reduction="none"`` the upstream gradient is a number a row, unknown in the
 forward, and has to be inside the sum of dW: then, and only then, the backward computes the logits again.
 
 Shapes     x: (m, h); weight: (v, h); bias, class_weight: (v); target: (m); loss: () or (m).
 Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32. dW of more than four chunks is accumulated in fp32 and
-           rounded once; of up to four in bf16, rounded after each (fp16: in fp32 until the backward has scaled it).
+           rounded once; of up to four it is rounded after each.
 Saved      dx and dW (nothing of size m·v).
 Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 if there are more than four.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here with few large chunks, so that
@@ -26,10 +27,11 @@ from fx_fusion.kernels.logit_rows import launch_rows
 from fx_fusion.op import interpreting, plain_op, register_autograd
 
 # Every chunk reads and writes dW: 4096 rows of it (1 GiB at 128256 classes) make that some 2 % of its products, or 5 % in
-# fp32. A sum that is rounded to bf16 four times on its way is off by 1.6 roundings in the mean, where one is off by one.
+# fp32. A sum that is rounded to 16 bits four times on its way is off by 1.6 roundings in the mean, where one is off by one.
 _ROUNDED_CHUNKS = 4
 # So: a fourth of all logits, within these bounds.
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
+_WHOLE_ROWS = 2048  # float32 products of 1024 rows cost 3 % more
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
 _CLASS_MULTIPLE = 64  # classes are padded to this where 16 bytes don't divide a row: cuBLAS is four times slower there
 
@@ -41,6 +43,8 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     least, most = _CHUNK_BYTES[device]
     fourth = max(least, cdiv(m, _ROUNDED_CHUNKS) * row)
     budget = max(_ROW_MULTIPLE, min(fourth, most) // row)
+    if itemsize == 4 and device == "cuda":
+        budget = max(budget, min(_WHOLE_ROWS, most // row))
     rows = 1 << (budget.bit_length() - 1)
     if fourth > most and not 0 < m % rows < rows // 2:
         return min(m, rows)
@@ -48,13 +52,17 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
-def each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, loss, entropy=None, dentropy=None):
-    """Fill ``loss`` (and ``entropy``); return the gradients of x, weight, bias that are needed (None for the others)."""
+def each_chunk(
+    x, weight, bias, target, class_weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None
+):  # fmt: skip
+    """Fill ``loss`` (and ``entropy``); return the gradients of x, weight, bias that are needed (None for the others), that
+    of weight times ``headroom``."""
     m, v = x.shape[0], weight.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
     step = rows_in_a_chunk(m, v, x.element_size(), x.device.type)
-    rounded = x.dtype == torch.bfloat16 and cdiv(m, step) <= _ROUNDED_CHUNKS
+    # Without headroom a part of an fp16 sum could overflow where the whole doesn't.
+    rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= _ROUNDED_CHUNKS
     weight, bias = _padded(weight), None if bias is None else _padded(bias)
     buffer = torch.empty(step, weight.shape[0], dtype=x.dtype, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
@@ -72,7 +80,7 @@ def each_chunk(x, weight, bias, target, class_weight, options, dloss, needs, los
         if dx is not None:
             torch.mm(logits, weight, out=dx[rows])
         if needs_dw:
-            dw = _accumulate(dw, logits, x_rows, rounded)
+            dw = _accumulate(dw, logits, x_rows if headroom is None else x_rows * headroom, rounded)
         if db is not None:
             db += logits[:, :v].sum(0, dtype=torch.float32)
     return dx, None if dw is None else dw[:v], db
@@ -179,21 +187,31 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     now = needs if reduction != "none" else [False] * 3
-    dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, None, now, loss)
+    headroom = _headroom(x, class_weight, scale) if now[1] and x.dtype == torch.float16 else None
+    dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, None, now, loss, headroom=headroom)
     coefficient = _coefficient(target, class_weight, reduction, ignore_index)
     reduced = _reduce(loss, target, class_weight, coefficient, reduction, ignore_index)
+    factors = torch.stack([coefficient, coefficient if headroom is None else coefficient / headroom])
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
         reduced,
-        coefficient,
+        factors,
         empty if dx is None else dx,
-        torch.empty(0, dtype=_kept_dtype(weight), device=x.device) if dw is None else dw.to(_kept_dtype(weight)),
+        torch.empty_like(empty) if dw is None else dw.to(x.dtype),
         torch.empty(0, dtype=torch.float32, device=x.device) if db is None else db,
     )
 
 
-def _kept_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+def _headroom(x, class_weight, scale: float) -> Tensor:
+    """The largest power of two up to 1 by which dW = Σ dlᵀ · x keeps below 2^15: |dl| is at most scale · the largest class
+    weight in each of the m rows."""
+    largest = (
+        torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+    )
+    bound = largest * (abs(scale) * x.shape[0] / 2**15)
+    if class_weight is not None:
+        bound = bound * class_weight.float().abs().amax()
+    return torch.exp2(-torch.log2(bound).ceil().clamp(min=0))
 
 
 def _fake(
@@ -204,9 +222,9 @@ def _fake(
     empty = x.new_empty
     return (
         empty((m,) if reduction == "none" else (), dtype=torch.float32),
-        empty((), dtype=torch.float32),
+        empty((2,), dtype=torch.float32),
         empty(x.shape if needs_dx else (0,)),
-        empty(weight.shape if needs_dw else (0,), dtype=_kept_dtype(weight)),
+        empty(weight.shape if needs_dw else (0,)),
         empty(weight.shape[:1] if needs_db else (0,), dtype=torch.float32),
     )
 
@@ -232,7 +250,7 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale,
 
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
-    f"({_INPUTS}, str reduction, {_OPTIONS}) -> (Tensor loss, Tensor coefficient, Tensor dx, Tensor dweight, Tensor dbias)",
+    f"({_INPUTS}, str reduction, {_OPTIONS}) -> (Tensor loss, Tensor factors, Tensor dx, Tensor dweight, Tensor dbias)",
     _fwd,
     _fake,
 )
@@ -246,9 +264,9 @@ linear_cross_entropy_rows_bwd = plain_op(
 
 def _setup_context(ctx, inputs, output):
     x, weight, bias, target, class_weight, reduction, *options, needs = inputs
-    _, coefficient, dx, dweight, dbias = output
+    _, factors, dx, dweight, dbias = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(coefficient, dx, dweight, dbias)
+    ctx.mark_non_differentiable(factors, dx, dweight, dbias)
     ctx.reduction, ctx.options, ctx.needs, ctx.has = (
         reduction,
         options,
@@ -259,7 +277,7 @@ def _setup_context(ctx, inputs, output):
     if reduction == "none":
         ctx.save_for_backward(*(t for t in (x, weight, bias, target, class_weight) if t is not None))
     else:
-        ctx.save_for_backward(coefficient, dx, dweight, dbias)
+        ctx.save_for_backward(factors, dx, dweight, dbias)
 
 
 def _backward(ctx, dloss, *_):
@@ -274,9 +292,9 @@ def _backward(ctx, dloss, *_):
         class_weight = saved.pop(0) if ctx.has[1] else None
         made = linear_cross_entropy_rows_bwd(dloss, x, weight, bias, target, class_weight, *ctx.options, list(ctx.needs))
     else:
-        coefficient, *unscaled = ctx.saved_tensors
-        factor = dloss.float() * coefficient
-        made = tuple(g.float() * factor for g in unscaled)
+        factors, dx, dweight, dbias = ctx.saved_tensors
+        of_rows, of_weight = dloss.float() * factors[0], dloss.float() * factors[1]
+        made = dx.float() * of_rows, dweight.float() * of_weight, dbias * of_rows
     wanted = [need and ctx.needs_input_grad[i] for i, need in enumerate(ctx.needs)]
     grads = (g.to(d) if n else None for g, d, n in zip(made, ctx.dtypes, wanted, strict=True))
     return (*grads, *nothing)

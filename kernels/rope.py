@@ -33,32 +33,55 @@ STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
 
 
 @triton.jit
+def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The members (a, b) of the pairs of ROWS rows at ``at``. Those that lie side by side are read as one row: every other
+    number by itself took four times as long."""
+    if PAIRS:
+        cols = tl.arange(0, 2 * LANES)[None, :]
+        row = tl.load(at + cols * step, live & (cols < 2 * HALF), 0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(row, (ROWS, LANES, 2)))
+    else:
+        lanes = tl.arange(0, LANES)[None, :]
+        a = tl.load(at + lanes * step, live & (lanes < HALF), 0.0).to(tl.float32)
+        b = tl.load(at + (lanes + HALF) * step, live & (lanes < HALF), 0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """``_pairs``, the other way."""
+    dtype = at.dtype.element_ty
+    if PAIRS:
+        cols = tl.arange(0, 2 * LANES)[None, :]
+        row = tl.reshape(tl.join(a.to(dtype), b.to(dtype)), (ROWS, 2 * LANES))
+        tl.store(at + cols * step, row, live & (cols < 2 * HALF))
+    else:
+        lanes = tl.arange(0, LANES)[None, :]
+        tl.store(at + lanes * step, a.to(dtype), live & (lanes < HALF))
+        tl.store(at + (lanes + HALF) * step, b.to(dtype), live & (lanes < HALF))
+
+
+@triton.jit
 def _rotate(
     x_ptr, y_ptr, ca, cb, sa, sb, batch, pos, length, first, heads,
-    x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, lanes, sign,
-    IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    MOST: tl.constexpr,
+    x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, sign,
+    IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Tiles of positions x 1 or of 1 x heads, by what of the two is the next in memory."""
     for start in range(0, MOST, HEADS):
         head = (first + start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        mask = (head < heads) & (pos < length) & (lanes[None, :] < HALF)
-        at_a = 2 * lanes if IN_PAIRS else lanes
-        at_b = 2 * lanes + 1 if IN_PAIRS else lanes + HALF
-        to_a = 2 * lanes if OUT_PAIRS else lanes
-        to_b = 2 * lanes + 1 if OUT_PAIRS else lanes + HALF
+        live = (head < heads) & (pos < length)
         x = x_ptr + batch * x_b + pos * x_s + head * x_h
         y = y_ptr + batch * y_b + pos * y_s + head * y_h
-        a = tl.load(x + at_a[None, :] * x_d, mask, 0.0).to(tl.float32)
-        b = tl.load(x + at_b[None, :] * x_d, mask, 0.0).to(tl.float32)
+        a, b = _pairs(x, x_d, live, IN_PAIRS, HALF, ROWS, LANES)
         if BACKWARD:
             new_a = a * ca + sign * b * sb
             new_b = b * cb - sign * a * sa
         else:
             new_a = a * ca - sign * b * sa
             new_b = b * cb + sign * a * sb
-        tl.store(y + to_a[None, :] * y_d, new_a.to(y_ptr.dtype.element_ty), mask)
-        tl.store(y + to_b[None, :] * y_d, new_b.to(y_ptr.dtype.element_ty), mask)
+        _store_pairs(y, y_d, new_a, new_b, live, OUT_PAIRS, HALF, ROWS, LANES)
 
 
 @triton.jit
@@ -75,30 +98,30 @@ def _rope_kernel(
     part = pid % programs
     batch = pid // programs // blocks
     pos = (pid // programs % blocks) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
-    lanes = tl.arange(0, LANES)
-    live = (lanes[None, :] < HALF) & (pos < length)
-    # Columns of cos and sin that belong to the members of a pair. Where the layout changes, the tables have d/2.
-    if SHARED:
-        at_a = lanes
-        at_b = lanes
-    else:
-        at_a = 2 * lanes if OUT_PAIRS else lanes
-        at_b = 2 * lanes + 1 if OUT_PAIRS else lanes + HALF
+    # cos and sin of the members of a pair. Where the layout changes, both members have the same.
     cos = cos_ptr + batch * cos_b + pos * cos_s
     sin = sin_ptr + batch * sin_b + pos * sin_s
-    ca = tl.load(cos + at_a[None, :] * cos_d, live, 0.0).to(tl.float32)
-    cb = tl.load(cos + at_b[None, :] * cos_d, live, 0.0).to(tl.float32)
-    sa = tl.load(sin + at_a[None, :] * sin_d, live, 0.0).to(tl.float32)
-    sb = tl.load(sin + at_b[None, :] * sin_d, live, 0.0).to(tl.float32)
+    if SHARED:
+        lanes = tl.arange(0, LANES)[None, :]
+        live = (pos < length) & (lanes < HALF)
+        ca = tl.load(cos + lanes * cos_d, live, 0.0).to(tl.float32)
+        sa = tl.load(sin + lanes * sin_d, live, 0.0).to(tl.float32)
+        cb = ca
+        sb = sa
+    else:
+        ca, cb = _pairs(cos, cos_d, pos < length, OUT_PAIRS, HALF, POSITIONS, LANES)
+        sa, sb = _pairs(sin, sin_d, pos < length, OUT_PAIRS, HALF, POSITIONS, LANES)
+    ROWS: tl.constexpr = POSITIONS * HEADS
     if part < q_programs:
         _rotate(
             q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, length, part * MOST, q_heads, q_b, q_h, q_s, q_d,
-            qo_b, qo_h, qo_s, qo_d, lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, HEADS, MOST,
+            qo_b, qo_h, qo_s, qo_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS, MOST,
         )  # fmt: skip
     elif HAS_K:
         _rotate(
             k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, length, (part - q_programs) * MOST, k_heads,
-            k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, lanes, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, HEADS, MOST,
+            k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS,
+            MOST,
         )  # fmt: skip
 
 

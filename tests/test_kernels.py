@@ -162,6 +162,7 @@ def test_chunks_are_few_and_equal():
     for m, v in ((16383, 128256), (12285, 128256), (8190, 151936), (8191, 262144)):
         assert -(-m // rows_in_a_chunk(m, v, 2, "cuda")) == 4, "more would be summed in float32"
     assert rows_in_a_chunk(20481, 151936, 2, "cuda") == 4352, "no chunk of one row behind five of 4096"
+    assert rows_in_a_chunk(2048, 128256, 4, "cuda") == 2048, "products in float32 are not cut below that"
     assert rows_in_a_chunk(3, 10, 4, "cpu") == 3
     assert rows_in_a_chunk(0, 10, 4, "cpu") == 1
     for m in (1, 255, 1000, 5000, 16383):

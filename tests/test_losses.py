@@ -223,6 +223,25 @@ def test_float16_with_a_loss_scale():
         assert error < 2e-3
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_float16_sums_that_overflow_before_the_mean(weighted):
+    """Of 4096 rows of 60 and one target: their sum is past 65504, their mean is not, and what is kept stays in fp16."""
+    big = torch.full((4096, H), 60.0).half() * torch.rand(4096, H, generator=generator).round().half()
+    w = torch.randn(V, H, generator=generator).half().requires_grad_()
+    t = torch.full((4096,), 3)
+    classes = torch.full((V,), 4.0).half() if weighted else None
+    function = lambda w: F.cross_entropy(F.linear(big, w), t, weight=classes)  # noqa: E731
+    exact = w.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(big.double(), exact), t).backward()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append((t.shape, t.dtype)), t)[1], lambda t: t):
+        loss, report = rewritten(function, w)
+    report.assert_fused(linear_cross_entropy=1)
+    assert (w.shape, torch.float16) in kept and (w.shape, torch.float32) not in kept
+    loss.backward()
+    torch.testing.assert_close(w.grad.double(), exact.grad, rtol=1e-3, atol=2e-3)
+
+
 def test_autocast_computes_the_head_in_bfloat16():
     def step(x, head, target):
         with torch.autocast("cpu", dtype=torch.bfloat16):

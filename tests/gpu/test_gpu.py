@@ -182,12 +182,13 @@ def test_attention_with_a_causal_mask_is_cudnns():
     assert any("cudnn" in e.key.lower() for e in profile.key_averages())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunks", [1, 2, 4, 6])
-def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, monkeypatch):
-    """Up to four chunks dW is rounded to bfloat16 after each: still twice the error of eager at most."""
+def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype, monkeypatch):
+    """Up to four chunks dW is rounded to 16 bits after each: still twice the error of eager at most."""
     m, h, v = 1536, 256, 4096
     monkeypatch.setitem(linear_kernel._CHUNK_BYTES, "cuda", (m // chunks * v * 2,) * 2)
-    x, weight = (torch.randn(*shape, device="cuda").to(torch.bfloat16) for shape in ((m, h), (v, h)))
+    x, weight = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, h), (v, h)))
     inputs = {"x": x / 16, "weight": weight, "target": torch.randint(0, v, (m,), device="cuda")}
 
     def fused(x, weight, target):
@@ -197,5 +198,5 @@ def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, monkeypatch):
     def eager(x, weight, target):
         return F.cross_entropy((x @ weight.t()).float() if x.dtype != torch.float64 else x @ weight.t(), target)
 
-    name, used = worst_excess(run(fused, inputs), run(eager, inputs), run_oracle(eager, inputs), torch.bfloat16)
+    name, used = worst_excess(run(fused, inputs), run(eager, inputs), run_oracle(eager, inputs), dtype)
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
