@@ -61,5 +61,10 @@ def computed_in(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else tensor.dtype
 
 
+def on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether a GPU multiplies matrices of this dtype on its tensor cores: float32 where the user allows TF32."""
+    return dtype.itemsize < 4 or torch.backends.cuda.matmul.fp32_precision not in ("ieee", "none")
+
+
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 import torch
 from torch import Tensor
 
+from fx_fusion.dtypes import on_tensor_cores
 from fx_fusion.kernels.launch import cdiv
 from fx_fusion.kernels.logit_rows import launch_rows
 from fx_fusion.op import interpreting, plain_op, register_autograd
@@ -33,7 +34,9 @@ _ROUNDED_CHUNKS = 4
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
 _WHOLE_ROWS = 2048  # float32 products of 1024 rows cost 3 % more
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
-_CLASS_MULTIPLE = 64  # classes are padded to this where 16 bytes don't divide a row: cuBLAS is four times slower there
+_CLASS_MULTIPLE = (
+    64  # classes are padded to this where 16 bytes don't divide a row: tensor cores are four times slower there
+)
 
 
 def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
@@ -90,7 +93,7 @@ def _padded(weight):
     """Rows of zeros behind the classes, so that rows of logits and all products are aligned; columns of logits that
     belong to them stay zero, and so do their gradients."""
     v = weight.shape[0]
-    if v * weight.element_size() % 16 == 0 or not (weight.is_cuda or interpreting()):
+    if v * weight.element_size() % 16 == 0 or not (weight.is_cuda or interpreting()) or not on_tensor_cores(weight.dtype):
         return weight
     more = cdiv(v, _CLASS_MULTIPLE) * _CLASS_MULTIPLE - v
     return torch.nn.functional.pad(weight, (0, 0, 0, more) if weight.dim() == 2 else (0, more))

@@ -10,6 +10,7 @@ from torch import fx
 
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.dtypes import computed_in, on_tensor_cores
 from fx_fusion.match import NearMiss
 from fx_fusion.patterns.loss_site import Logits, LossSite, one_a_row, read_logits
 from fx_fusion.rewrite import Editor
@@ -63,8 +64,10 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> s
 
 def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again, 8
-    products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on."""
-    if x.device.type != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= 1024:
+    products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on;
+    without tensor cores, which multiply 15 times as fast, from some 200."""
+    most = 1024 if on_tensor_cores(computed_in(x)) else 128
+    if x.device.type != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= most:
         return None
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
 

@@ -233,17 +233,19 @@ def test_norms_of_channels_last_images_that_the_graph_returns(returned):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "trained", "reduction", "kept"),
+    ("hidden", "dtype", "trained", "reduction", "kept"),
     [
-        (4096, True, "none", True), (4096, False, "none", False), (768, True, "none", False), (4096, True, "mean", False),
+        (4096, torch.bfloat16, True, "none", True), (4096, torch.bfloat16, False, "none", False),
+        (768, torch.bfloat16, True, "none", False), (4096, torch.bfloat16, True, "mean", False),
+        (768, torch.float32, True, "none", True), (64, torch.float32, True, "none", False),
     ],
 )  # fmt: skip
-def test_heads_whose_backward_would_make_the_logits_again(hidden, trained, reduction, kept):
+def test_heads_whose_backward_would_make_the_logits_again(hidden, dtype, trained, reduction, kept):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        x = torch.empty(8192, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=trained)
-        lm_head = torch.empty(128256, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=trained)
+        x = torch.empty(8192, hidden, device="cuda", dtype=dtype, requires_grad=trained)
+        lm_head = torch.empty(128256, hidden, device="cuda", dtype=dtype, requires_grad=trained)
         target = torch.empty(8192, device="cuda", dtype=torch.int64)
         loss = fusion_named("linear_cross_entropy").pays(x, lm_head, None, target, None, reduction, -100, 0.0, 0.0, 1.0)
         assert (loss is not None) == kept
@@ -252,6 +254,23 @@ def test_heads_whose_backward_would_make_the_logits_again(hidden, trained, reduc
             assert (both is not None) == kept
             with torch.no_grad():
                 assert fusion_named("token_log_probs").pays(x, lm_head, None, target, 0.0, 1.0) is None
+
+
+@pytest.fixture
+def tf32():
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("tf32")
+def test_tensor_cores_make_logits_of_float32_again():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, lm_head = (torch.empty(n, 768, device="cuda", requires_grad=True) for n in (8192, 128256))
+        target = torch.empty(8192, device="cuda", dtype=torch.int64)
+        assert fusion_named("token_log_probs").pays(x, lm_head, None, target, 0.0, 1.0) is None
 
 
 def test_which_graphs_inductor_lays_out_channels_last():
