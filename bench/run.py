@@ -129,7 +129,8 @@ class Bench:
         arguments = {**self.statics, **inputs}
         if self.fusion.pays is not None and (sentence := self.fusion.pays(**arguments)) is not None:
             return sentence
-        return why_slower_for(self.fusion, {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)})
+        tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
+        return why_slower_for(self.fusion, tensors, self.statics)
 
     def compile(self) -> None:
         for provider in ("inductor", "fx_fusion"):
@@ -140,7 +141,7 @@ class Bench:
         """The rows of this cell; one row with ``error`` if the fused function is wrong or fails."""
         about = {
             "fusion": self.fusion.name, "case": self.case.name, "sizes": dict(self.case.sizes), "dtype": str(self.dtype)[6:],
-            "layout": self.layout(),
+            "layout": self.layout(), "statics": dict(self.case.statics),
         }  # fmt: skip
         if (used := self.excess()) > 1:
             return [{**about, "error": f"uses {used:.1f} times the allowed error"}]

@@ -33,7 +33,7 @@ def decided(rows: list[dict], table: list[Cell]) -> Iterator[tuple[float, str]]:
             continue
         of_fusion = [c for c in table if c.fusion == row["fusion"]]
         width = 4 if row["dtype"] == "float32" else 2
-        near = nearest_of(of_fusion, width, row["mode"] == "forward", row["layout"], row["sizes"])
+        near = nearest_of(of_fusion, width, row["mode"] == "forward", row["layout"], row["sizes"], row.get("statics", {}))
         # Besides the table a fusion has a rule of its own (``pays``); which of both spoke, the sentence says.
         by_rule = row["keeps"] is not None and not row["keeps"].startswith(("Inductor was ", "Inductor moves "))
         kept = by_rule or (near is not None and near.ours > TOLERANCE * near.inductor)

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Cell:
     sizes: Mapping[str, float]
     ours: float
     inductor: float
+    statics: Mapping[str, Any] = field(default_factory=dict)  # of a variant other than the first: it speaks for that only
 
     def distance(self, sizes: Mapping[str, float]) -> float:
         """Over the dims that a site has a size for: one that may be broadcast is none of its."""
@@ -49,10 +50,10 @@ def why_slower(fusion: Fusion, match: Match) -> str | None:
     """Why Inductor should keep this site as far as tables and formulas know, or None."""
     if fusion.pair is not None and len(match.outputs) > 1:
         return None  # cells are of one tensor; what several in one launch are worth is measured in ``bench.composites``
-    return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)})
+    return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)}, match.statics)
 
 
-def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | None:
+def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[str, Any]) -> str | None:
     """The same for the tensors of a site, by the names of the fusion's inputs."""
     tensors = list(given.values())
     floating = [t for t in tensors if t.is_floating_point()]
@@ -63,7 +64,8 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | N
     forward_only = not trained(*floating)
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
     first = fusion.tensors()[0]
-    nearest = nearest_of(cells, itemsize, forward_only, layout_of(str(fusion.inputs[first]), given[first]), sizes)
+    layout = layout_of(str(fusion.inputs[first]), given[first])
+    nearest = nearest_of(cells, itemsize, forward_only, layout, sizes, statics)
     if nearest is None:
         return _by_roofline(fusion, sizes, itemsize)
     if nearest.ours <= TOLERANCE * nearest.inductor:
@@ -73,10 +75,19 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> str | N
 
 
 def nearest_of(
-    cells: Iterable[Cell], itemsize: int, forward_only: bool, layout: str, sizes: Mapping[str, float]
+    cells: Iterable[Cell],
+    itemsize: int,
+    forward_only: bool,
+    layout: str,
+    sizes: Mapping[str, float],
+    statics: Mapping[str, Any],
 ) -> Cell | None:
     """The cell of the same kind whose sizes are nearest, the last one where several are."""
-    alike = [c for c in cells if (c.itemsize, c.forward_only, c.layout) == (itemsize, forward_only, layout)]
+    alike = [
+        c for c in cells
+        if (c.itemsize, c.forward_only, c.layout) == (itemsize, forward_only, layout)
+        and all(statics.get(name) == wanted for name, wanted in c.statics.items())
+    ]  # fmt: skip
     return min(reversed(alike), key=lambda c: c.distance(sizes), default=None)
 
 

@@ -35,7 +35,7 @@ STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
 @triton.jit
 def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     """The members (a, b) of the pairs of ROWS rows at ``at``. Those that lie side by side are read as one row: every other
-    number by itself took four times as long."""
+    number by itself took four to seven times as long."""
     if PAIRS:
         cols = tl.arange(0, 2 * LANES)[None, :]
         row = tl.load(at + cols * step, live & (cols < 2 * HALF), 0.0).to(tl.float32)

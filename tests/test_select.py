@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from bench.table import cells
 from fx_fusion import measure, select, tables
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
@@ -66,6 +67,25 @@ def test_the_nearest_cell_decides(monkeypatch):
     small, large = {"m": 100.0, "n": 1000.0}, {"m": 10000.0, "n": 4096.0}
     assert min(cells, key=lambda c: c.distance(small)) is cells[0]
     assert min(cells, key=lambda c: c.distance(large)) is cells[1]
+
+
+def test_a_cell_of_a_variant_speaks_for_that_variant_only():
+    halves = tables.Cell("rope", 2, False, "b h s d", {"s": 2048}, 2.0, 1.0)
+    pairs = tables.Cell("rope", 2, False, "b h s d", {"s": 2048}, 1.0, 2.0, {"style": "rotate_every_two"})
+    where = 2, False, "b h s d", {"s": 2048.0}
+    assert tables.nearest_of((halves, pairs), *where, {"style": "rotate_half", "out": "input"}) is halves
+    assert tables.nearest_of((halves, pairs), *where, {"style": "rotate_every_two", "out": "input"}) is pairs
+
+
+def test_of_both_16_bit_dtypes_the_table_has_the_one_that_says_more_for_inductor():
+    row = {"fusion": "rms_norm", "case": "a", "mode": "forward", "layout": "... n", "sizes": {"m": 1, "n": 8}}
+    times = {"bfloat16": (1.0, 1.1), "float16": (1.0, 0.9), "float32": (1.0, 5.0)}
+    rows = [
+        {**row, "dtype": dtype, "provider": provider, "ms": ms}
+        for dtype, both in times.items()
+        for provider, ms in zip(("fx_fusion", "inductor"), both, strict=True)
+    ]
+    assert [(c["itemsize"], c["inductor"]) for c in cells(rows)] == [(2, 0.9), (4, 5.0)]
 
 
 @pytest.mark.parametrize(("ours", "status"), [(1.0, "fused"), (3.0, "kept")])
