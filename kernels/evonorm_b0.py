@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.fast_math import reciprocal
-from fx_fusion.kernels.images import Tiles, as_images, empty_images, image_strides, merge, place
+from fx_fusion.kernels.images import Tiles, as_images, empty_images, lie_last, merge, multiple, offset, place
 from fx_fusion.kernels.launch import cdiv, column_sums, launch
 from fx_fusion.op import fused_op
 
@@ -72,10 +72,12 @@ def _statistics_kernel(
 @triton.jit
 def _tile_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, images_ptr, batch_ptr, out_ptr, sums_ptr, totals_ptr,
-    images, channels, size, part, splits, all_parts, x_c, x_s, dy_c, dy_s, out_c, out_s,
-    RUNNING: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+    images, channels, size, part, splits, all_parts,
+    RUNNING: tl.constexpr, STEP: tl.constexpr, X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+    UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: db, dw, dv, (1 − r) q and r q of each channel over a split. STEP 2: dx from their sums."""
+    channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     block, split, image = place(channels, splits, BC)
     c_row = block * BC + tl.arange(0, BC)
@@ -107,15 +109,15 @@ def _tile_kernel(
     for s0 in tl.range(split * part, end, BS, num_stages=3):
         s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
-        x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
+        x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
         right = v * x + deviation
         inverse = reciprocal(tl.maximum(least, right, propagate_nan=tl.PropagateNan.ALL), EXACT)
         y = x * inverse
-        out = out_ptr + base + c * out_c + s * out_s
+        out = out_ptr + base + offset(c, s, channels, size, OUT_LAST)
         if STEP == 0:
             tl.store(out, (y * w + b).to(out_ptr.dtype.element_ty), mask)
         else:
-            dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
             dw = dy * y
             q = dw * inverse  # by -w what it is above, which waits for the sums
             won = tl.where(right > least, q, tl.where(right == least, 0.5 * q, 0.0))  # a tie: half to each, as max
@@ -156,7 +158,7 @@ def _fwd(x, v, weight, bias, running_var, eps):
     )  # fmt: skip
     launch(
         _tile_kernel, tiles.grid, x, x, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, y, var, var,
-        *shape, *tiles.strides, *tiles.strides, *image_strides(y), RUNNING=running_var is not None, STEP=0, **tiles.options,
+        *shape, RUNNING=running_var is not None, STEP=0, **lie_last(x, x, y), **tiles.options,
     )  # fmt: skip
     return y, var, images, batch
 
@@ -168,13 +170,12 @@ def _bwd(dy, x, v, weight, bias, running_var, images, batch, eps, needs):
     x, dy = as_images(x), as_images(dy)
     tiles = Tiles(x)
     shape = tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts
-    strides = *tiles.strides, *image_strides(dy), *image_strides(dx)
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
     tensors = x, dy, weight.contiguous(), bias.contiguous(), v.contiguous(), images, batch, dx, sums
-    fixed = {"RUNNING": running_var is not None, **tiles.options}
-    launch(_tile_kernel, tiles.grid, *tensors, sums, *shape, *strides, STEP=1, **fixed)
+    fixed = {"RUNNING": running_var is not None, **lie_last(x, dy, dx), **tiles.options}
+    launch(_tile_kernel, tiles.grid, *tensors, sums, *shape, STEP=1, **fixed)
     dbias, dweight, dv, losses = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
-    launch(_tile_kernel, tiles.grid, *tensors, losses, *shape, *strides, STEP=2, **fixed)
+    launch(_tile_kernel, tiles.grid, *tensors, losses, *shape, STEP=2, **fixed)
     return dx, dv, dweight, dbias
 
 

@@ -45,6 +45,18 @@ def merge(mean, m2, count, axis: tl.constexpr):
 
 
 @triton.jit
+def multiple(n, of: tl.constexpr):
+    """n, which is a multiple of ``of``: what wide loads have to know, and Triton sees by itself of 16 alone."""
+    return n if of == 16 else n // of * of
+
+
+@triton.jit
+def offset(c, s, channels, size, LAST: tl.constexpr):
+    """Of a channel at a position of an image."""
+    return s * channels + c if LAST else c * size + s
+
+
+@triton.jit
 def place(channels, splits, BC: tl.constexpr):
     """Of a program of a tiled launch: its block of channels, its split of the positions, its image."""
     pid = tl.program_id(0)
@@ -54,25 +66,26 @@ def place(channels, splits, BC: tl.constexpr):
 
 @triton.jit
 def moments_kernel(
-    x_ptr, parts_ptr, channels, size, part, stride_c, stride_s, splits, all_parts,
-    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+    x_ptr, parts_ptr, channels, size, part, splits, all_parts, LAST: tl.constexpr,
+    UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Mean and m2 of each channel over ``part`` positions of one image: ``parts`` is (2, n, splits, channels)."""
+    channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     block, split, image = place(channels, splits, BC)
-    c = block * BC + tl.arange(0, BC)[None, :]
-    base = x_ptr + image * channels * size + c.to(OFFSET) * stride_c
+    c = (block * BC + tl.arange(0, BC)[None, :]).to(OFFSET)
+    base = x_ptr + image * channels * size
     sums = tl.zeros((BS, BC), tl.float32)
     squares = tl.zeros((BS, BC), tl.float32)
     first = split * part
     end = tl.minimum(size, first + part)
-    s = first + tl.arange(0, BS)[:, None]
-    shift = tl.load(base + s.to(OFFSET) * stride_s, (c < channels) & (s < end), 0.0).to(tl.float32)
+    s = (first + tl.arange(0, BS)[:, None]).to(OFFSET)
+    shift = tl.load(base + offset(c, s, channels, size, LAST), (c < channels) & (s < end), 0.0).to(tl.float32)
     for start in range(first + BS, end, STEPS * BS):
         stop = tl.minimum(end, start + STEPS * BS)
         for s0 in tl.range(start, stop, BS, num_stages=3):
-            s = s0 + tl.arange(0, BS)[:, None]
+            s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
             live = (c < channels) & (s < end)
-            x = tl.load(base + s.to(OFFSET) * stride_s, live, 0.0).to(tl.float32)
+            x = tl.load(base + offset(c, s, channels, size, LAST), live, 0.0).to(tl.float32)
             sums, squares = shifted(sums, squares, x, shift, live)
         sums, squares, shift = rebased(sums, squares, shift, seen(stop - first, BS)[:, None])
     count = seen(end - first, BS)[:, None] + tl.zeros((BS, BC), tl.float32)
@@ -88,9 +101,9 @@ def as_images(x):
     return x if x.is_contiguous() or is_channels_last(x) else x.contiguous()
 
 
-def image_strides(x) -> tuple[int, int]:
-    """From channel to channel and from position to position."""
-    return (1, x.shape[1]) if is_channels_last(x) else (math.prod(x.shape[2:]), 1)
+def lie_last(x, dy, out) -> dict[str, bool]:
+    """Which of a kernel's images have their channels last."""
+    return {"X_LAST": is_channels_last(x), "DY_LAST": is_channels_last(dy), "OUT_LAST": is_channels_last(out)}
 
 
 def empty_images(x):
@@ -106,7 +119,6 @@ class Tiles:
     def __init__(self, x):
         self.n, self.c = x.shape[0], x.shape[1]
         self.size = math.prod(x.shape[2:])
-        self.strides = image_strides(x)
         warp, programs = 512 // x.element_size(), 8 * multiprocessors(x)  # elements that a warp loads at once
         if is_channels_last(x):  # by what was fastest on an H200: large images in few programs, small ones in narrow blocks
             large = x.numel() >= 2**23
@@ -122,14 +134,17 @@ class Tiles:
         self.splits = cdiv(self.size, self.part)
         self.grid = (blocks * self.splits * self.n,)  # of one dim: the others end at 65535
         self.all_parts = self.n * self.splits * self.c
-        self.options = {"OFFSET": offset_type(self.c * self.size), "BC": self.bc, "BS": self.bs, "num_warps": 4}
+        self.options = {
+            "UNIT_C": math.gcd(16, self.c), "UNIT_S": math.gcd(16, self.size), "OFFSET": offset_type(self.c * self.size),
+            "BC": self.bc, "BS": self.bs, "num_warps": 4,
+        }  # fmt: skip
 
     def moments(self, x):
         """(2, n, splits, c): mean and m2 of each channel in each split."""
         parts = torch.empty(2, self.n, self.splits, self.c, dtype=torch.float32, device=x.device)
         launch(
-            moments_kernel, self.grid, x, parts, self.c, self.size, self.part, *self.strides, self.splits,
-            self.all_parts, **self.options,
+            moments_kernel, self.grid, x, parts, self.c, self.size, self.part, self.splits, self.all_parts,
+            LAST=is_channels_last(x), **self.options,
         )  # fmt: skip
         return parts
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import STEPS, merge, rebased, seen, shifted
+from fx_fusion.kernels.images import STEPS, merge, multiple, rebased, seen, shifted
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 from fx_fusion.kernels.norm_formulas import EVONORM_S0, GROUP_NORM, Norm, gradients, of_input, parameters, result, store_sums
 
@@ -13,8 +13,8 @@ _RESIDENT = 32768  # elements of a (padded) group that one program keeps in regi
 
 @triton.jit
 def _group_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, steps, freedom, eps,
-    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, size, freedom, eps,
+    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
     BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
@@ -22,7 +22,7 @@ def _group_fwd_kernel(
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
-    size = steps * STEP  # what wide loads and stores need to know
+    size = multiple(size, UNIT)
     length = per_group * size
     base = pid * length
     if RESIDENT:
@@ -68,15 +68,15 @@ def _group_fwd_kernel(
 
 @triton.jit
 def _group_bwd_kernel(
-    x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, steps, freedom,
-    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
+    x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, size, freedom,
+    KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
     BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw (and dv) of each channel of each image."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     pid = tl.program_id(0).to(tl.int64)
     first = (pid % groups) * per_group
-    size = steps * STEP  # what wide loads and stores need to know
+    size = multiple(size, UNIT)
     length = per_group * size
     base = pid * length
     freedom = tl.cast(freedom, tl.float32)
@@ -197,7 +197,7 @@ def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
 def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
     launch(
         _group_fwd_kernel, (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
-        norm.size // norm.step, norm.freedom, eps, STEP=norm.step, **given, **norm.flags,
+        norm.size, norm.freedom, eps, UNIT=norm.unit, **given, **norm.flags,
     )  # fmt: skip
 
 
@@ -206,6 +206,6 @@ def backward(norm: Norm, dy, x, stats, dx, given: dict):
     given = {name: option for name, option in given.items() if name != "LANES"}
     launch(
         _group_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters, stats, dx, sums, norm.groups, norm.all_groups,
-        norm.per_group, norm.size // norm.step, norm.freedom, STEP=norm.step, **given, **norm.flags,
+        norm.per_group, norm.size, norm.freedom, UNIT=norm.unit, **given, **norm.flags,
     )  # fmt: skip
     return sums

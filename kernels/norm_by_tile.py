@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import Tiles, image_strides, merge, place
+from fx_fusion.kernels.images import Tiles, lie_last, merge, multiple, offset, place
 from fx_fusion.kernels.launch import launch, next_power_of_2
 from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, of_input, parameters, result, store_sums
 
@@ -46,11 +46,12 @@ def _group_moments_kernel(
 def _tile_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, out_ptr, sums_ptr, group_sums_ptr,
     channels, groups, all_groups, per_group, size, part, splits, all_parts, length, freedom,
-    x_c, x_s, dy_c, dy_s, out_c, out_s,
+    X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, STEP: tl.constexpr,
-    OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+    UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """STEP 0: y. STEP 1: sums of the gradient terms of each channel over a split. STEP 2: dx from the groups' sums."""
+    channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     freedom = tl.cast(freedom, tl.float32)
     block, split, image = place(channels, splits, BC)
@@ -74,13 +75,13 @@ def _tile_kernel(
     for s0 in tl.range(split * part, end, BS, num_stages=3):
         s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
-        out = out_ptr + base + c * out_c + s * out_s
-        x = tl.load(x_ptr + base + c * x_c + s * x_s, mask, 0.0).to(tl.float32)
+        out = out_ptr + base + offset(c, s, channels, size, OUT_LAST)
+        x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
         if STEP == 0:
             y = result(x, mean, scale, b, v, KIND, EXACT)
             tl.store(out, y.to(out_ptr.dtype.element_ty), mask)
         else:
-            dy = tl.load(dy_ptr + base + c * dy_c + s * dy_s, mask, 0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
             db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND, EXACT)
             if STEP == 1:
                 dbs += db
@@ -151,7 +152,7 @@ def _tile(norm: Norm, tiles: Tiles, x, dy, stats, out, sums, group_sums, **step)
     launch(
         _tile_kernel, tiles.grid, x, dy, *norm.parameters, stats, out, sums, group_sums, norm.c, norm.groups,
         norm.all_groups, norm.per_group, norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.length, norm.freedom,
-        *tiles.strides, *image_strides(dy), *image_strides(out), **step, **tiles.options, **norm.flags,
+        **step, **lie_last(x, dy, out), **tiles.options, **norm.flags,
     )  # fmt: skip
 
 

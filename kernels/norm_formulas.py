@@ -19,7 +19,7 @@ class Norm:
         self.size = math.prod(x.shape[2:])
         self.all_groups, self.per_group = self.n * groups, self.c // groups
         self.length = self.per_group * self.size
-        self.step = math.gcd(self.size, 16)  # what every row of positions starts at a multiple of
+        self.unit = math.gcd(self.size, 16)  # what every row of positions starts at a multiple of
         self.freedom = float(self.length - correction)
         self.parameters = tuple(x if t is None else t.contiguous() for t in (weight, bias, v))
         self.flags = {"KIND": kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
