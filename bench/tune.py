@@ -10,6 +10,8 @@ of their sum. For every shape: what is chosen now, and the three fastest candida
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -156,14 +158,19 @@ def ranked(call: Callable[[], object], candidates: list[Candidate]) -> tuple[str
     """What is chosen now, and the three fastest candidates; one that the machine has no room for is left out."""
     from triton.runtime.errors import OutOfResources
 
-    timed = []
-    for name, chosen in candidates:
+    def run_with(chosen: Any) -> None:
         with chosen:
-            try:
-                timed.append((timing.device_ms(call), name))
-            except OutOfResources:
-                continue
-    return f"{timing.device_ms(call):.4f}", *(f"{ms:.4f}  {name}" for ms, name in sorted(timed)[:3])
+            call()
+
+    calls, names = [call], ["now"]
+    for name, chosen in candidates:
+        run = functools.partial(run_with, chosen)
+        with contextlib.suppress(OutOfResources):
+            run()
+            calls.append(run)
+            names.append(name)
+    now, *timed = zip(timing.in_turns(calls), names, strict=True)
+    return f"{now[0]:.4f}", *(f"{ms:.4f}  {name}" for ms, name in sorted(timed)[:3])
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def computed_in(tensor: torch.Tensor) -> torch.dtype:
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
     """Whether a GPU multiplies matrices of this dtype on its tensor cores: float32 where the user allows TF32."""
-    return dtype.itemsize < 4 or torch.backends.cuda.matmul.fp32_precision not in ("ieee", "none")
+    return dtype.itemsize < 4 or (dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def name(dtype: torch.dtype) -> str:

@@ -73,7 +73,10 @@ def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
             "grad": bool(example.requires_grad), "device": example.device.type, "below": bound_by, "spec": spec,
         }  # fmt: skip
     statics = {k: v for k, v in match.statics.items() if not isinstance(v, fx.Node)}
-    return {"fusion": fusion.name, "statics": statics, "inputs": inputs, "grad": torch.is_grad_enabled()}
+    return {
+        "fusion": fusion.name, "statics": statics, "inputs": inputs, "grad": torch.is_grad_enabled(),
+        "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+    }  # fmt: skip
 
 
 def measured(site: dict[str, Any]) -> dict[str, float] | str:
@@ -134,6 +137,7 @@ def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
 
 def measure(site: dict[str, Any]) -> dict[str, float]:
     """Compile the site's function both ways and time forward + backward (forward alone where nothing needs a gradient)."""
+    torch.backends.cuda.matmul.fp32_precision = site["fp32_precision"]
     fusion = fusion_named(site["fusion"])
     given = {n: _tensor(t, site["inputs"]) if isinstance(t, dict) else t for n, t in site["inputs"].items()}
     function = functools.partial(reference_of(fusion, site["statics"]), **site["statics"])

@@ -44,7 +44,8 @@ def in_turns(calls: Sequence[Call], rounds: int = 5, long: float = 1.0) -> list[
     fast a GPU multiplies depends on what it did before, by 10 % and more."""
     from triton.testing import do_bench
 
-    graphs = [_captured(call) for call in calls]
+    pool = torch.cuda.graph_pool_handle()  # one for all: what a call makes is dead when the next one runs
+    graphs = [_captured(call, pool) for call in calls]
     times = [[do_bench(graph.replay, warmup=5, rep=25, return_mode="median")] for graph in graphs]
     if len(graphs) > 1 and max(map(max, times)) > long:
         for _ in range(rounds - 1):
@@ -55,7 +56,7 @@ def in_turns(calls: Sequence[Call], rounds: int = 5, long: float = 1.0) -> list[
     return [statistics.median(found) for found in times]
 
 
-def _captured(call: Call) -> torch.cuda.CUDAGraph:
+def _captured(call: Call, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -63,7 +64,7 @@ def _captured(call: Call) -> torch.cuda.CUDAGraph:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         call()
     return graph
 

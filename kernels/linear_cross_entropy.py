@@ -5,16 +5,17 @@
 
 The gradients are made in the forward, from the chunk that is there anyway: 6·m·h·v FLOPs in all, against 8 if the
 backward computed the logits again. They are made for an upstream gradient of 1 a row and without the 1/count of the
-mean; the backward multiplies by (upstream · factor), one number on the device. So nothing underflows in fp16, and
-nothing is read back to the host. dW could overflow there: x is made smaller by the power of two that rules it out, and
-the factor of dW larger. With ``reduction="none"`` the upstream gradient is a number a row, unknown in the
-forward, and has to be inside the sum of dW: then, and only then, the backward computes the logits again.
+mean; the backward multiplies by (upstream · factor), a number on the device for dx and one for dW. So the gradients of a
+mean over many rows do not underflow in fp16, and nothing is read back to the host. The sums of dW could overflow there: x
+is made smaller by the power of two that rules it out, and the factor of dW larger. With ``reduction="none"`` the upstream
+gradient is a number a row, unknown in the forward, and has to be inside the sum of dW: then, and only then, the backward
+computes the logits again.
 
 Shapes     x: (m, h); weight: (v, h); bias, class_weight: (v); target: (m); loss: () or (m).
-Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32. dW of more than four chunks is accumulated in fp32 and
-           rounded once; of up to four it is rounded after each.
+Dtypes     x, weight, bias alike: bf16 | fp16 | fp32. Loss in fp32. On a GPU dW of up to four chunks is rounded after
+           each; of more, and in fp16 without a reduction, it is accumulated in fp32 and rounded once, as on a CPU.
 Saved      dx and dW (nothing of size m·v).
-Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 if there are more than four.
+Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 where it is accumulated so.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here with few large chunks, so that
            the matrix products stay efficient, and fp32 accumulation.
 """
@@ -32,22 +33,21 @@ from fx_fusion.op import interpreting, plain_op, register_autograd
 _ROUNDED_CHUNKS = 4
 # So: a fourth of all logits, within these bounds.
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
-_WHOLE_ROWS = 2048  # float32 products of 1024 rows cost 3 % more
+_FLOAT32_ROWS = 2048  # products of 1024 rows cost 3 % more
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
-_CLASS_MULTIPLE = (
-    64  # classes are padded to this where 16 bytes don't divide a row: tensor cores are four times slower there
-)
+# Classes are padded to this where 16 bytes don't divide a row: tensor cores take four times as long there.
+_CLASS_MULTIPLE = 64
 
 
 def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
-    """Rows so that a chunk of logits fits the budget: chunks of equal size rather than a small last one; where they are
-    many, powers of two, which fill the waves of all three products (3328 rows for 4096 cost 6 %)."""
+    """Rows so that a chunk of logits fits the budget, in float32 2048 at least. Chunks of equal size rather than a small
+    last one; where they are many, powers of two, which fill the waves of all products (3328 rows for 4096 cost 6 %)."""
     row = max(1, v * itemsize)
     least, most = _CHUNK_BYTES[device]
     fourth = max(least, cdiv(m, _ROUNDED_CHUNKS) * row)
     budget = max(_ROW_MULTIPLE, min(fourth, most) // row)
     if itemsize == 4 and device == "cuda":
-        budget = max(budget, min(_WHOLE_ROWS, most // row))
+        budget = max(budget, min(_FLOAT32_ROWS, most // row))
     rows = 1 << (budget.bit_length() - 1)
     if fourth > most and not 0 < m % rows < rows // 2:
         return min(m, rows)
@@ -150,7 +150,8 @@ def _rows(logits, v, target, class_weight, options, loss, dloss, gradient, entro
     if not gradient:
         return
     hit = (1 - smoothing) * w_target
-    dz = z.sub_(top[:, None]).exp_().mul_(((hit + smoothing / v * w_sum) / total)[:, None])
+    both = hit + smoothing / v * w_sum if smoothing else hit  # a weight of inf is none of an unsmoothed row's
+    dz = z.sub_(top[:, None]).exp_().mul_((both / total)[:, None])
     dz.scatter_add_(1, index[:, None], -hit[:, None])
     if smoothing:
         dz -= smoothing / v * (1.0 if w is None else w)
@@ -190,7 +191,7 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     now = needs if reduction != "none" else [False] * 3
-    headroom = _headroom(x, class_weight, scale) if now[1] and x.dtype == torch.float16 else None
+    headroom = _headroom(x, target, class_weight, options) if now[1] and x.dtype == torch.float16 else None
     dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, None, now, loss, headroom=headroom)
     coefficient = _coefficient(target, class_weight, reduction, ignore_index)
     reduced = _reduce(loss, target, class_weight, coefficient, reduction, ignore_index)
@@ -205,16 +206,20 @@ def _fwd(
     )
 
 
-def _headroom(x, class_weight, scale: float) -> Tensor:
-    """The largest power of two up to 1 by which dW = Σ dlᵀ · x keeps below 2^15: |dl| is at most scale · the largest class
-    weight in each of the m rows."""
-    largest = (
-        torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
-    )
-    bound = largest * (abs(scale) * x.shape[0] / 2**15)
+def _headroom(x, target, class_weight, options) -> Tensor:
+    """The largest power of two up to 1 (a product with it is exact) by which the sums of dW = dlᵀ · x keep below 2^15, a
+    factor of two from what fp16 holds. A row adds no more than its largest x times its largest dl: scale, and what the
+    class of its target and the smoothing weigh."""
+    ignore_index, smoothing, _, scale = options
+    if x.numel() == 0:
+        return torch.ones((), device=x.device)
+    counts = target != ignore_index
+    of_rows = torch.linalg.vector_norm(x, float("inf"), dim=1, dtype=torch.float32)
     if class_weight is not None:
-        bound = bound * class_weight.float().abs().amax()
-    return torch.exp2(-torch.log2(bound).ceil().clamp(min=0))
+        weights = class_weight.float().abs()
+        of_rows = of_rows * (weights[torch.where(counts, target, 0)] + (smoothing * weights.amax() if smoothing else 0))
+    bound = torch.where(counts, of_rows, 0).sum() * (abs(scale) / 2**15)
+    return torch.exp2(-torch.log2(bound).ceil().clamp(0, 24))  # 2^-24 is the least that fp16 holds
 
 
 def _fake(

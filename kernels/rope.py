@@ -38,10 +38,10 @@ def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.con
     number by itself took four to seven times as long."""
     if PAIRS:
         cols = tl.arange(0, 2 * LANES)[None, :]
-        row = tl.load(at + cols * step, live & (cols < 2 * HALF), 0.0).to(tl.float32)
+        row = tl.load(at + cols.to(tl.int64) * step, live & (cols < 2 * HALF), 0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(row, (ROWS, LANES, 2)))
     else:
-        lanes = tl.arange(0, LANES)[None, :]
+        lanes = tl.arange(0, LANES)[None, :].to(tl.int64)
         a = tl.load(at + lanes * step, live & (lanes < HALF), 0.0).to(tl.float32)
         b = tl.load(at + (lanes + HALF) * step, live & (lanes < HALF), 0.0).to(tl.float32)
     return a, b
@@ -49,14 +49,14 @@ def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """``_pairs``, the other way."""
+    """Store the members of the pairs of ROWS rows at ``at``."""
     dtype = at.dtype.element_ty
     if PAIRS:
         cols = tl.arange(0, 2 * LANES)[None, :]
         row = tl.reshape(tl.join(a.to(dtype), b.to(dtype)), (ROWS, 2 * LANES))
-        tl.store(at + cols * step, row, live & (cols < 2 * HALF))
+        tl.store(at + cols.to(tl.int64) * step, row, live & (cols < 2 * HALF))
     else:
-        lanes = tl.arange(0, LANES)[None, :]
+        lanes = tl.arange(0, LANES)[None, :].to(tl.int64)
         tl.store(at + lanes * step, a.to(dtype), live & (lanes < HALF))
         tl.store(at + (lanes + HALF) * step, b.to(dtype), live & (lanes < HALF))
 
@@ -102,7 +102,7 @@ def _rope_kernel(
     cos = cos_ptr + batch * cos_b + pos * cos_s
     sin = sin_ptr + batch * sin_b + pos * sin_s
     if SHARED:
-        lanes = tl.arange(0, LANES)[None, :]
+        lanes = tl.arange(0, LANES)[None, :].to(tl.int64)
         live = (pos < length) & (lanes < HALF)
         ca = tl.load(cos + lanes * cos_d, live, 0.0).to(tl.float32)
         sa = tl.load(sin + lanes * sin_d, live, 0.0).to(tl.float32)
@@ -151,6 +151,7 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
         return
     if q.numel() == 0:
         return
+    k_out = None if k is None else k_out  # what stands for it then has no dims
     q, k, q_out, k_out, cos_rows, sin_rows = _positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
     b, h, s, d = q.shape
     in_pairs, out_pairs = _layouts(style, backward)

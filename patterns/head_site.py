@@ -65,7 +65,7 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> s
 def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again, 8
     products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on;
-    without tensor cores, which multiply 15 times as fast, from some 200."""
+    without tensor cores, which multiply 15 times as fast, from some 150 to 200."""
     most = 1024 if on_tensor_cores(computed_in(x)) else 128
     if x.device.type != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= most:
         return None

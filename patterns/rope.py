@@ -129,6 +129,7 @@ def keeps_layout(match: Match) -> bool:
     return all(statically_known_true(a == b) for a, b in zip(root.stride(), torch.empty_like(q).stride(), strict=True))
 
 
+# Cohere, GLM and GPT-J rotate neighbours.
 _PAIRS = {"style": "rotate_every_two", "out": "input", "upcast": False}
 
 FUSION = Fusion(
@@ -150,8 +151,8 @@ FUSION = Fusion(
         case("odd", b=2, h=3, s=5, d=6, c=6, bench=False),
         case("llama_1b", b=8, h=32, s=2048, d=64, c=64),
         case("llama_8b", b=4, h=32, s=4096, d=128, c=128),
-        case("command_r", b=2, h=32, s=8192, d=128, c=128, statics=_PAIRS, order={"q": "b s h d"}),
-        case("gpt_j", b=8, h=16, s=2048, d=64, c=64, statics=_PAIRS, order={"q": "b s h d"}),
+        case("pairs_128", b=2, h=32, s=8192, d=128, c=128, statics=_PAIRS, order={"q": "b s h d"}),
+        case("pairs_64", b=8, h=16, s=2048, d=64, c=64, statics=_PAIRS, order={"q": "b s h d"}),
     ),
     source="Su et al. 2021, arXiv:2104.09864",
 )

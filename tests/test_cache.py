@@ -77,8 +77,8 @@ def test_hits_and_misses(checkout):
 
     edit(
         checkout / "kernels" / "linear_cross_entropy.py",
-        "factor = dloss.float() * coefficient",
-        "factor = dloss.float() * coefficient * 2",
+        "of_rows, of_weight = dloss.float() * factors[0],",
+        "of_rows, of_weight = 2 * dloss.float() * factors[0],",
     )
     doubled = run(checkout)
     assert doubled["hit"] == 0, "another backward formula"

@@ -400,3 +400,17 @@ def test_results_may_be_written_to_in_place(device):
     for name, y in results.items():
         assert not y._is_view(), name
         y.mul_(2).sum().backward()
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
+@pytest.mark.parametrize("style", rope.STYLES)
+def test_one_tensor_whose_positions_stand_before_its_heads(style, device):
+    """As Llama 4 has its queries when complex numbers rotate them."""
+    q = torch.randn(2, 5, 3, 8, device=device, requires_grad=True)
+    cos, sin = torch.randn(2, 2, 5, 1, 4 if style == "even_odd_to_halves" else 8, device=device)
+    turned, _ = rope.rope(q, None, cos, sin, style, "input", False)
+    swapped, cos, sin = (t.transpose(1, 2).detach().contiguous() for t in (q, cos, sin))
+    expected, _ = rope.rope(swapped.requires_grad_(), None, cos, sin, style, "input", False)
+    torch.testing.assert_close(turned, expected.transpose(1, 2))
+    (dq,), (dswapped,) = torch.autograd.grad(turned.sum(), q), torch.autograd.grad(expected.sum(), swapped)
+    torch.testing.assert_close(dq, dswapped.transpose(1, 2))

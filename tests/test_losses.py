@@ -243,6 +243,21 @@ def test_float16_sums_that_overflow_before_the_mean(weighted):
     torch.testing.assert_close(w.grad.double(), exact.grad, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("unseen", "smoothing"), [(float("inf"), 0.0), (1e8, 0.0), (1.0, 0.1)])
+def test_float16_and_weights_of_classes_that_no_row_has(unseen, smoothing):
+    """What bounds the sums is in the rows: 1 / frequency is inf for a class that never comes."""
+    x, w = torch.randn(64, H, generator=generator).half(), (torch.randn(V, H, generator=generator) / 4).half()
+    w.requires_grad_()
+    t = torch.randint(0, V - 1, (64,), generator=generator)
+    classes = torch.cat([torch.ones(V - 1), torch.tensor([unseen])])
+    function = lambda w: F.cross_entropy(F.linear(x, w).float(), t, weight=classes, label_smoothing=smoothing)  # noqa: E731
+    loss, report = rewritten(function, w)
+    report.assert_fused(linear_cross_entropy=1)
+    (gradient,) = torch.autograd.grad(loss, w)
+    (expected,) = torch.autograd.grad(function(w), w)
+    torch.testing.assert_close(gradient, expected, rtol=4e-3, atol=2e-5)
+
+
 def test_autocast_computes_the_head_in_bfloat16():
     def step(x, head, target):
         with torch.autocast("cpu", dtype=torch.bfloat16):
