@@ -22,7 +22,15 @@ from rich.progress import track
 from tabulate import tabulate
 
 from fx_fusion import timing
-from fx_fusion.kernels import channel_norm, linear_cross_entropy, logit_rows, norm_by_group, norm_formulas, rope
+from fx_fusion.kernels import (
+    channel_norm,
+    linear_cross_entropy,
+    logit_chunks,
+    logit_rows,
+    norm_by_group,
+    norm_formulas,
+    rope,
+)
 from fx_fusion.kernels.launch import cdiv, next_power_of_2
 
 Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it
@@ -134,7 +142,7 @@ def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
         found = []
         for n, most in itertools.product((3, 4, 5, 6, 8, 12), (4, 6)):
             rows = cdiv(m, n * 256) * 256
-            chosen = patch.multiple(linear_cross_entropy, rows_in_a_chunk=lambda *_, rows=rows: rows, _ROUNDED_CHUNKS=most)
+            chosen = patch.multiple(logit_chunks, rows_in_a_chunk=lambda *_, rows=rows: rows, _ROUNDED_CHUNKS=most)
             found.append((f"{n} chunks, {'rounded' if n <= most else 'fp32'}", chosen))
         yield f"{m} x {h} x {v}", call, found
 

@@ -9,13 +9,13 @@ without a reduction. Formulas in ``logit_rows``.
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); target: (m). logp, entropy: (m).
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. logp and entropy in fp32.
 Saved      the inputs (nothing of size m·v).
-Source     chunks: Malek 2024, efficient_cross_entropy; entropy within the online softmax: one more sum a lane.
+Source     entropy within the online softmax: one more sum a lane.
 """
 
 import torch
 
 from fx_fusion.kernels.launch import refuse_tracing
-from fx_fusion.kernels.linear_cross_entropy import each_chunk
+from fx_fusion.kernels.logit_chunks import each_chunk
 from fx_fusion.kernels.logit_rows import NO_IGNORE
 from fx_fusion.op import fused_op
 

@@ -24,7 +24,8 @@ from fx_fusion.kernels import (
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.launch import NotTraceable, as_rows, row_order, traced
-from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy, rows_in_a_chunk
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logit_chunks import rows_in_a_chunk
 from fx_fusion.kernels.logit_rows import NO_IGNORE, launch_rows
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 import transformers
 
 import fx_fusion
-import fx_fusion.kernels.linear_cross_entropy as linear_kernel
 import fx_fusion.registry as registry
+from fx_fusion.kernels import logit_chunks
 from fx_fusion.kernels.cross_entropy import cross_entropy
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.pattern import reference_of
@@ -187,13 +188,13 @@ def test_attention_with_a_causal_mask_is_cudnns():
 def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype, monkeypatch):
     """Up to four chunks dW is rounded to 16 bits after each: still twice the error of eager at most."""
     m, h, v = 1536, 256, 4096
-    monkeypatch.setitem(linear_kernel._CHUNK_BYTES, "cuda", (m // chunks * v * 2,) * 2)
+    monkeypatch.setitem(logit_chunks._CHUNK_BYTES, "cuda", (m // chunks * v * 2,) * 2)
     x, weight = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, h), (v, h)))
     inputs = {"x": x / 16, "weight": weight, "target": torch.randint(0, v, (m,), device="cuda")}
 
     def fused(x, weight, target):
         needs = [True, True, False]
-        return linear_kernel.linear_cross_entropy(x, weight, None, target, None, "mean", -100, 0.0, 0.0, 1.0, needs)[0]
+        return linear_cross_entropy(x, weight, None, target, None, "mean", -100, 0.0, 0.0, 1.0, needs)[0]
 
     def eager(x, weight, target):
         return F.cross_entropy((x @ weight.t()).float() if x.dtype != torch.float64 else x @ weight.t(), target)
