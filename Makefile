@@ -11,7 +11,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_fusions.py tests/test_kernels.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_hostile.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
