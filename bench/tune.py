@@ -1,9 +1,9 @@
 """Times launch shapes of the kernels whose tiles were chosen by measuring.
 
-    python -m bench.tune rows|groups|rope|chunks [--dtype bfloat16]
+    python -m bench.tune rows|groups|channels|rope|chunks [--dtype bfloat16]
 
 ``rows``: ``logit_rows``, the sums, the gradient, and both in one launch. ``groups``: ``norm_by_group``, forward and
-backward. ``rope``: its tiles. ``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype
+backward. ``channels``: ``evonorm_b0``, by tile and by channel. ``rope``: its tiles. ``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype
 of their sum. For every shape: what is chosen now, and the three fastest candidates.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,8 @@ from tabulate import tabulate
 from fx_fusion import timing
 from fx_fusion.kernels import (
     channel_norm,
+    evonorm_b0,
+    evonorm_b0_by_channel,
     linear_cross_entropy,
     logit_chunks,
     logit_rows,
@@ -51,6 +54,13 @@ TILES = (
     (512, 4, 1024), (1024, 4, 1024), (2048, 4, 1024), (2048, 4, 2048), (2048, 8, 2048), (4096, 8, 2048), (4096, 8, 4096),
     (4096, 16, 4096), (8192, 16, 4096),
 )  # fmt: skip
+BATCHES = (
+    (1, 64, 28, 28), (16, 64, 28, 28), (32, 64, 28, 28), (64, 64, 28, 28), (256, 64, 28, 28), (128, 512, 28, 28),
+    (8, 640, 32, 32), (256, 1024, 14, 14), (8, 1280, 16, 16), (64, 2048, 7, 7), (8, 320, 64, 64), (2, 512, 64, 64),
+    (64, 256, 56, 56),
+)  # fmt: skip
+# Elements of a tile, and of a lane.
+OWNED = ((1024, 8), (2048, 8), (4096, 8), (4096, 16), (4096, 32), (8192, 8), (8192, 16), (16384, 16))
 # Batch, heads of q and of k, positions, columns.
 HEADS = ((4, 32, 8, 4096, 128), (8, 32, 8, 2048, 64), (64, 12, 12, 128, 64), (2, 8, 1, 8192, 256), (1, 32, 8, 1024, 128))
 
@@ -105,6 +115,33 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
             yield f"{' x '.join(map(str, shape))} {name}", call, found
 
 
+def channels(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = BATCHES, device: str = "cuda") -> Iterator[Work]:
+    for shape in shapes:
+        x, dy = (torch.randn(*shape, device=device).to(dtype) for _ in range(2))
+        v, w, b = (torch.randn(shape[1], device=device).to(dtype) for _ in range(3))
+        _, _, images, batch = evonorm_b0._fwd(x, v, w, b, None, 1e-3)
+        size = shape[2] * shape[3]
+        bs = next_power_of_2(size)
+        given = [
+            {"UNIT": math.gcd(16, size), "ROWS": tile // bs, "BS": bs, "num_warps": tile // (32 * lane)}
+            for tile, lane in OWNED
+            if bs <= tile <= bs * next_power_of_2(shape[0])
+        ]
+        found = [(f"{g['ROWS']} x {bs}, {g['num_warps']} warps", g) for g in given] + [("by tile", None)]
+        patched = [
+            (name, patch.object(evonorm_b0_by_channel, "options", lambda *_, g=g, **__: g)) for name, g in found
+        ]  # fmt: skip
+
+        def forward(x: Any = x, v: Any = v, w: Any = w, b: Any = b) -> None:
+            evonorm_b0._fwd(x, v, w, b, None, 1e-3)
+
+        def backward(x: Any = x, dy: Any = dy, p: Any = (v, w, b), images: Any = images, batch: Any = batch) -> None:
+            evonorm_b0._bwd(dy, x, *p, None, images, batch, 1e-3, [True] * 4)
+
+        yield f"{' x '.join(map(str, shape))} forward", forward, patched
+        yield f"{' x '.join(map(str, shape))} backward", backward, patched
+
+
 def rotations(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
     for b, h, g, s, d in HEADS:
         cos, sin = (torch.randn(b, 1, s, d, device=device).to(dtype) for _ in range(2))
@@ -147,7 +184,7 @@ def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
         yield f"{m} x {h} x {v}", call, found
 
 
-WORK = {"rows": rows, "groups": groups, "rope": rotations, "chunks": chunks}
+WORK = {"rows": rows, "groups": groups, "channels": channels, "rope": rotations, "chunks": chunks}
 
 
 def main() -> None:

@@ -20,9 +20,6 @@ from fx_fusion.fusion import Case, Fusion
 from fx_fusion.legality import may_be_broadcast
 from fx_fusion.options import Options, parse
 
-LEADING = 2  # "..." stands for this dim times the rest of m
-
-
 def eager_rest(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     """What Inductor is to the backend, without compiling: run the rewritten graph as it is."""
     return gm.forward
@@ -51,8 +48,7 @@ def make_inputs(
         for token in spec.split():
             start = len(shape)
             if token == "...":
-                m = case.sizes["m"]
-                shape += [LEADING, m // LEADING] if m % LEADING == 0 else [m]
+                shape += _two_dims(case.sizes["m"])
             else:
                 shape.append(_table_size(token, case) if may_be_broadcast(token) else case.sizes.get(token, 1))
             dims[token.removesuffix("|1")] = list(range(start, len(shape)))
@@ -75,6 +71,12 @@ def make_inputs(
             tensor = tensor.permute(order).contiguous().permute(back)
         made[name] = tensor.to(dtype)
     return made
+
+
+def _two_dims(m: int) -> list[int]:
+    """What "..." stands for: m as the product of two dims, or one where m is a prime (or 1)."""
+    first = next((d for d in range(2, m) if m % d == 0), m)
+    return [first, m // first] if first < m else [m]
 
 
 def _table_size(token: str, case: Case) -> int:

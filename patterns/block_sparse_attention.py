@@ -150,14 +150,14 @@ def _label(editor: Editor, query: fx.Node, label: Label | int, root: fx.Node) ->
 FUSION = Fusion(
     name="block_sparse_attention",
     pattern=attention_in_a_window,
-    inputs={"query": "b h s d", "key": "b g s d", "value": "b g s d"},
+    inputs={"query": "b h s d", "key": "b h s d", "value": "b h s d"},
     find=find,
     guard=guard,
     pays=pays,
     priority=11,
     cases=(
-        case("gemma", b=4, h=8, g=8, s=2048, d=256),
-        case("mistral", b=1, h=32, g=32, s=8192, d=128),
+        case("gemma", b=4, h=8, s=2048, d=256),
+        case("mistral", b=1, h=32, s=8192, d=128),
     ),
     source="Dong et al. 2024, arXiv:2412.05496",
 )

@@ -1,0 +1,155 @@
+"""EvoNorm-B0 of contiguous images that fit a tile each: a program owns a channel of all images. One launch each way; what
+is read twice is read out of the cache the second time."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fx_fusion.kernels.images import merge, multiple
+from fx_fusion.kernels.larger_deviation import gradients, over_larger
+from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, w_ptr, b_ptr, v_ptr, running_ptr, y_ptr, var_ptr, images_ptr, batch_ptr, images, channels, size, steps, eps,
+    RUNNING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    c = tl.program_id(0)
+    size = multiple(size, UNIT)
+    length = tl.cast(size, tl.float32)
+    s = tl.arange(0, BS)[None, :]
+    total = 0.0
+    mean = 0.0
+    m2 = 0.0
+    for step in range(0, steps):
+        row = (step * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live = row < images
+        at = row * channels + c
+        mask = live[:, None] & (s < size)
+        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        means = tl.div_rn(tl.sum(x, 1), length)  # exact where all are equal
+        apart = tl.where(mask, x - means[:, None], 0.0)
+        m2s = tl.sum(apart * apart, 1)
+        tl.store(images_ptr + at, means, live)
+        tl.store(images_ptr + images * channels + at, tl.sqrt_rn(m2s / length + eps), live)
+        n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
+        away = middle - mean
+        both = total + n
+        mean += away * n / both
+        m2 += spread + away * away * total * n / both
+        total = both
+    var = m2 / total
+    tl.store(var_ptr + c, var)
+    if RUNNING:
+        var = tl.load(running_ptr + c).to(tl.float32)
+    least = tl.sqrt_rn(var + eps)
+    tl.store(batch_ptr + c, mean)
+    tl.store(batch_ptr + channels + c, least)
+    w = tl.load(w_ptr + c).to(tl.float32)
+    b = tl.load(b_ptr + c).to(tl.float32)
+    v = tl.load(v_ptr + c).to(tl.float32)
+    tl.debug_barrier()  # other threads have stored the statistics of images
+    for step in range(0, steps):  # backwards: what was read last is still in the cache
+        row = ((steps - 1 - step) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live = row < images
+        at = row * channels + c
+        mask = live[:, None] & (s < size)
+        deviation = tl.load(images_ptr + images * channels + at, live, 1.0)[:, None]
+        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        _, inverse = over_larger(x, v, deviation, least, EXACT)
+        y = (x * inverse * w + b).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + at[:, None] * size + s, y, mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, pulls_ptr, dx_ptr, dw_ptr, db_ptr, dv_ptr,
+    images, channels, size, steps, RUNNING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """``pulls_ptr``: what the deviation of each image passes on to its elements, written and read by the same program."""
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    c = tl.program_id(0)
+    size = multiple(size, UNIT)
+    length = tl.cast(size, tl.float32)
+    s = tl.arange(0, BS)[None, :]
+    w = tl.load(w_ptr + c).to(tl.float32)
+    v = tl.load(v_ptr + c).to(tl.float32)
+    least = tl.load(batch_ptr + channels + c)
+    dbs = tl.zeros((ROWS, BS), tl.float32)
+    dws = tl.zeros((ROWS, BS), tl.float32)
+    dvs = tl.zeros((ROWS, BS), tl.float32)
+    losses = tl.zeros((ROWS, BS), tl.float32)
+    for step in range(0, steps):
+        row = (step * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live = row < images
+        at = row * channels + c
+        mask = live[:, None] & (s < size)
+        deviation = tl.load(images_ptr + images * channels + at, live, 1.0)
+        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        _, dw, q, won = gradients(x, dy, v, deviation[:, None], least, EXACT)
+        dbs += dy
+        dws += dw
+        dvs += won * x
+        losses += q - won
+        tl.store(pulls_ptr + at, -w * tl.sum(won, 1) / (deviation * length), live)
+    tl.store(db_ptr + c, tl.sum(tl.sum(dbs, 1), 0).to(db_ptr.dtype.element_ty))
+    tl.store(dw_ptr + c, tl.sum(tl.sum(dws, 1), 0).to(dw_ptr.dtype.element_ty))
+    tl.store(dv_ptr + c, (-w * tl.sum(tl.sum(dvs, 1), 0)).to(dv_ptr.dtype.element_ty))
+    mean_of_batch = tl.load(batch_ptr + c)
+    push = -w * tl.sum(tl.sum(losses, 1), 0) / (least * length * images)
+    tl.debug_barrier()  # other threads have stored the pulls
+    for step in range(0, steps):  # backwards: what was read last is still in the cache
+        row = ((steps - 1 - step) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live = row < images
+        at = row * channels + c
+        mask = live[:, None] & (s < size)
+        mean = tl.load(images_ptr + at, live, 0.0)[:, None]
+        deviation = tl.load(images_ptr + images * channels + at, live, 1.0)[:, None]
+        pull = tl.load(pulls_ptr + at, live, 0.0)[:, None]
+        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        dy = tl.load(dy_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        inverse, _, _, won = gradients(x, dy, v, deviation, least, EXACT)
+        dx = w * (dy * inverse - won * v) + (x - mean) * pull
+        if not RUNNING:
+            dx += (x - mean_of_batch) * push
+        tl.store(dx_ptr + at[:, None] * size + s, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
+
+
+def options(x, other, *, backward: bool) -> dict | None:
+    """None where this is not the way."""
+    size = math.prod(x.shape[2:])
+    bs = next_power_of_2(size)
+    if bs > 4096 or not (x.is_contiguous() and other.is_contiguous()):
+        return None
+    rows = min(next_power_of_2(x.shape[0]), max(1, 8192 // bs))
+    return {"UNIT": math.gcd(16, size), "ROWS": rows, "BS": bs, "num_warps": max(1, rows * bs // 512)}
+
+
+def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float, given: dict) -> None:
+    running = var if running_var is None else running_var
+    launch(
+        _forward_kernel, (x.shape[1],), x, weight, bias, v, running, y, var, images, batch, *_shape(x, given), eps,
+        RUNNING=running_var is not None, **given,
+    )  # fmt: skip
+
+
+def backward(dy, x, v, weight, bias, running_var, images, batch, dx, given: dict):
+    """``-> (dv, dweight, dbias)``."""
+    dv, dweight, dbias = (torch.empty_like(t) for t in (v, weight, bias))
+    pulls = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
+    launch(
+        _backward_kernel, (x.shape[1],), x, dy, weight, v, images, batch, pulls, dx, dweight, dbias, dv, *_shape(x, given),
+        RUNNING=running_var is not None, **given,
+    )  # fmt: skip
+    return dv, dweight, dbias
+
+
+def _shape(x, given: dict) -> tuple[int, ...]:
+    n, c, *positions = x.shape
+    return n, c, math.prod(positions), cdiv(n, given["ROWS"])
