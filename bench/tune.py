@@ -3,8 +3,9 @@
     python -m bench.tune rows|groups|channels|rope|chunks [--dtype bfloat16]
 
 ``rows``: ``logit_rows``, the sums, the gradient, and both in one launch. ``groups``: ``norm_by_group``, forward and
-backward. ``channels``: ``evonorm_b0``, by tile and by channel. ``rope``: its tiles. ``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype
-of their sum. For every shape: what is chosen now, and the three fastest candidates.
+backward. ``channels``: ``evonorm_b0``, by tile and by channel. ``rope``: its tiles. ``chunks``: how many of them
+``linear_cross_entropy`` cuts its logits into, and the dtype of their sum. For every shape: what is chosen now, and the
+three fastest candidates.
 """
 
 from __future__ import annotations

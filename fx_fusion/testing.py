@@ -20,6 +20,7 @@ from fx_fusion.fusion import Case, Fusion
 from fx_fusion.legality import may_be_broadcast
 from fx_fusion.options import Options, parse
 
+
 def eager_rest(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     """What Inductor is to the backend, without compiling: run the rewritten graph as it is."""
     return gm.forward
@@ -129,10 +130,15 @@ class _StayDouble(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_oracle(function: Callable[..., Any], inputs: Mapping[str, Any], frozen: Sequence[str] = ()) -> Run:
+def run_oracle(
+    function: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    dys: Sequence[Tensor] | None = None,
+    frozen: Sequence[str] = (),
+) -> Run:
     """``run`` in float64 throughout."""
     with _StayDouble():
-        return run(function, to_double(inputs), frozen=frozen)
+        return run(function, to_double(inputs), dys, frozen)
 
 
 def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:

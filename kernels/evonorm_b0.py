@@ -44,7 +44,7 @@ def _bwd(dy, x, v, weight, bias, running_var, images, batch, eps, needs):
     if not x.numel():
         return dx, *(torch.zeros_like(t) for t in (v, weight, bias))
     x, dy = as_images(x), as_images(dy)
-    given = by_channel.options(x, dy, backward=True)
+    given = by_channel.options(x, dy, dx, backward=True)
     tensors = dy, x, v.contiguous(), weight.contiguous(), bias.contiguous(), running_var, images, batch, dx
     grads = by_tile.backward(*tensors) if given is None else by_channel.backward(*tensors, given)
     return dx, *grads

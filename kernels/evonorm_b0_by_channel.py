@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import merge, multiple
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
-from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
+from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 
 
 @triton.jit
@@ -121,14 +121,26 @@ def _backward_kernel(
         tl.store(dx_ptr + at[:, None] * size + s, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
-def options(x, other, *, backward: bool) -> dict | None:
-    """None where this is not the way."""
-    size = math.prod(x.shape[2:])
-    bs = next_power_of_2(size)
-    if bs > 4096 or not (x.is_contiguous() and other.is_contiguous()):
+def options(x, *others, backward: bool) -> dict | None:
+    """None where this is not the way. It is where a channel is short, and in 16 bits where images are small and their rows
+    begin anywhere (7 x 7, 14 x 14): by what was fastest on an H200 (``bench.tune channels``), tiles too."""
+    if not all(t.is_contiguous() for t in (x, *others)):
         return None
-    rows = min(next_power_of_2(x.shape[0]), max(1, 8192 // bs))
-    return {"UNIT": math.gcd(16, size), "ROWS": rows, "BS": bs, "num_warps": max(1, rows * bs // 512)}
+    n, c, *positions = x.shape
+    size = math.prod(positions)
+    few, wide = c < multiprocessors(x), x.element_size() == 4
+    short = (8192 if wide else 16384) if backward else 16384 if few else 32768
+    bs, broken = next_power_of_2(size), size % 8 != 0 and size < 1024 and not wide
+    if bs > (1024 if backward else 4096) or (n * size > short and not broken):
+        return None
+    if few:
+        tile, lane = (8192, 16) if backward else (16384, 16)
+    elif backward:
+        tile, lane = (1024 if n * size <= 16384 else 4096), 8
+    else:
+        tile, lane = min(4096, 16 * bs), 32
+    rows = min(next_power_of_2(n), max(1, tile // bs))
+    return {"UNIT": math.gcd(16, size), "ROWS": rows, "BS": bs, "num_warps": max(4, rows * bs // (32 * lane))}
 
 
 def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float, given: dict) -> None:

@@ -1,4 +1,5 @@
-"""EvoNorm-B0 of images of any size and layout, in tiles: moments, statistics, results; partial sums, their sums, gradients."""
+"""EvoNorm-B0 of images of any size and layout, in tiles: moments, statistics, results; partial sums, their sums, gradients.
+Where the parts of a channel are few, every program merges them itself: two launches each way instead of three."""
 
 import torch
 import triton
@@ -6,7 +7,45 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import Tiles, lie_last, merge, multiple, offset, place
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
-from fx_fusion.kernels.launch import cdiv, column_sums, launch
+from fx_fusion.kernels.launch import cdiv, column_sums, launch, next_power_of_2
+
+_FEW = 1024  # parts of the channels of a tile
+
+
+@triton.jit
+def _of_images(parts_ptr, image, c, live, channels, size, part, splits, all_parts):
+    """Mean and m2 of channels of images, from those of their splits."""
+    at = image * splits * channels + c
+    means = tl.load(parts_ptr + at, live, 0.0)
+    m2s = tl.load(parts_ptr + all_parts + at, live, 0.0)
+    count = tl.minimum(part, size).to(tl.float32)
+    for split in range(1, splits):
+        n = tl.minimum(part, size - split * part).to(tl.float32)
+        at += channels
+        apart = tl.load(parts_ptr + at, live, 0.0) - means
+        both = count + n
+        means += apart * n / both
+        m2s += tl.load(parts_ptr + all_parts + at, live, 0.0) + apart * apart * count * n / both
+        count = both
+    return means, m2s
+
+
+@triton.jit
+def _of_batch(parts_ptr, c, images, channels, size, part, splits, all_parts, ROWS: tl.constexpr):
+    """Mean and variance of channels ``c``, (1, BC), over the batch, from at most ROWS parts."""
+    row = tl.arange(0, ROWS)[:, None]
+    live = (row < images * splits) & (c < channels)
+    count = tl.where(live, tl.minimum(part, size - row % splits * part), 0).to(tl.float32)
+    at = row * channels + c
+    n, mean, m2 = merge(tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0), count, 0)
+    return mean[None, :], (m2 / tl.maximum(n, 1.0))[None, :]
+
+
+@triton.jit
+def _column(sums_ptr, c, rows, channels, ROWS: tl.constexpr):
+    """The sum over ``rows`` of columns ``c``, (1, BC)."""
+    row = tl.arange(0, ROWS)[:, None]
+    return tl.sum(tl.load(sums_ptr + row * channels + c, (row < rows) & (c < channels), 0.0), 0)[None, :]
 
 
 @triton.jit
@@ -16,6 +55,7 @@ def _statistics_kernel(
 ):  # fmt: skip
     """Mean and standard deviation of each channel, in each image and over the batch."""
     eps = tl.cast(eps, tl.float32)
+    length = tl.cast(size, tl.float32)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     live_c = c < channels
     total = tl.zeros((BC,), tl.float32)
@@ -24,21 +64,11 @@ def _statistics_kernel(
     for first in range(0, images, ROWS):
         image = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         live = (image < images) & live_c[None, :]
-        count = tl.zeros((ROWS, BC), tl.float32)
-        means = tl.zeros((ROWS, BC), tl.float32)
-        m2s = tl.zeros((ROWS, BC), tl.float32)
-        for split in range(splits):
-            n = tl.minimum(part, size - split * part).to(tl.float32)
-            at = (image * splits + split) * channels + c[None, :]
-            apart = tl.load(parts_ptr + at, live, 0.0) - means
-            both = count + n
-            means += apart * n / both
-            m2s += tl.load(parts_ptr + all_parts + at, live, 0.0) + apart * apart * count * n / both
-            count = both
+        means, m2s = _of_images(parts_ptr, image, c[None, :], live, channels, size, part, splits, all_parts)
         at = image * channels + c[None, :]
         tl.store(images_ptr + at, means, live)
-        tl.store(images_ptr + images * channels + at, tl.sqrt_rn(m2s / count + eps), live)
-        n, middle, spread = merge(means, m2s, tl.where(live, count, 0.0), 0)
+        tl.store(images_ptr + images * channels + at, tl.sqrt_rn(m2s / length + eps), live)
+        n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
         apart = middle - mean
         both = tl.maximum(total + n, 1.0)
         mean += apart * n / both
@@ -53,34 +83,67 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _tile_kernel(
-    x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, images_ptr, batch_ptr, out_ptr, sums_ptr, totals_ptr,
-    images, channels, size, part, splits, all_parts,
-    RUNNING: tl.constexpr, STEP: tl.constexpr, X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+def _result_kernel(
+    x_ptr, w_ptr, b_ptr, v_ptr, running_ptr, parts_ptr, y_ptr, var_ptr, images_ptr, batch_ptr,
+    images, channels, size, part, splits, all_parts, eps,
+    RUNNING: tl.constexpr, ROWS: tl.constexpr, X_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """STEP 0: y. STEP 1: db, dw, dv, (1 − r) q and r q of each channel over a split. STEP 2: dx from their sums."""
+    """ROWS: how many parts to merge for the statistics; 0 where they are there."""
+    channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    block, split, image = place(channels, splits, BC)
+    c = block * BC + tl.arange(0, BC)[None, :]
+    live_c = c < channels
+    at = image * channels + c
+    if ROWS:
+        eps = tl.cast(eps, tl.float32)
+        mean, m2 = _of_images(parts_ptr, image, c, live_c, channels, size, part, splits, all_parts)
+        deviation = tl.sqrt_rn(m2 / tl.cast(size, tl.float32) + eps)
+        mean_of_batch, var = _of_batch(parts_ptr, c, images, channels, size, part, splits, all_parts, ROWS)
+        used = tl.load(running_ptr + c, live_c, 1.0).to(tl.float32) if RUNNING else var
+        least = tl.sqrt_rn(used + eps)
+        if split == 0:
+            tl.store(images_ptr + at, mean, live_c)
+            tl.store(images_ptr + images * channels + at, deviation, live_c)
+            if image == 0:
+                tl.store(var_ptr + c, var, live_c)
+                tl.store(batch_ptr + c, mean_of_batch, live_c)
+                tl.store(batch_ptr + channels + c, least, live_c)
+    else:
+        deviation = tl.load(images_ptr + images * channels + at, live_c, 1.0)
+        least = tl.load(batch_ptr + channels + c, live_c, 1.0)
+    w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
+    b = tl.load(b_ptr + c, live_c, 0.0).to(tl.float32)
+    v = tl.load(v_ptr + c, live_c, 0.0).to(tl.float32)
+    base = image * channels * size
+    c = c.to(OFFSET)
+    end = tl.minimum(size, (split + 1) * part)
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
+        s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
+        mask = live_c & (s < end)
+        x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
+        _, inverse = over_larger(x, v, deviation, least, EXACT)
+        y = (x * inverse * w + b).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + base + offset(c, s, channels, size, OUT_LAST), y, mask)
+
+
+@triton.jit
+def _sums_kernel(
+    x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, sums_ptr, images, channels, size, part, splits, all_parts,
+    X_LAST: tl.constexpr, DY_LAST: tl.constexpr,
+    UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """``sums_ptr``: db, dw, dv, (1 − r) q and r q of each channel over a split."""
     channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     block, split, image = place(channels, splits, BC)
     c_row = block * BC + tl.arange(0, BC)
     c = c_row[None, :]
     live_c = c < channels
-    w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
-    b = tl.load(b_ptr + c, live_c, 0.0).to(tl.float32)
     v = tl.load(v_ptr + c, live_c, 0.0).to(tl.float32)
-    of_image = image * channels + c
-    deviation = tl.load(images_ptr + images * channels + of_image, live_c, 1.0)
+    deviation = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
     least = tl.load(batch_ptr + channels + c, live_c, 1.0)
-    if STEP == 2:
-        mean = tl.load(images_ptr + of_image, live_c, 0.0)
-        pull = tl.zeros_like(mean)
-        for i in range(splits):
-            pull += tl.load(sums_ptr + 4 * all_parts + (image * splits + i) * channels + c, live_c, 0.0)
-        pull = pull / (deviation * size)
-        if not RUNNING:
-            mean_of_batch = tl.load(batch_ptr + c, live_c, 0.0)
-            push = tl.load(totals_ptr + c, live_c, 0.0) / (least * size * images)
     base = image * channels * size
     c = c.to(OFFSET)
     dbs = tl.zeros((BS, BC), tl.float32)
@@ -93,57 +156,116 @@ def _tile_kernel(
         s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
-        out = out_ptr + base + offset(c, s, channels, size, OUT_LAST)
-        if STEP == 0:
-            _, inverse = over_larger(x, v, deviation, least, EXACT)
-            tl.store(out, (x * inverse * w + b).to(out_ptr.dtype.element_ty), mask)
+        dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
+        _, dw, q, won = gradients(x, dy, v, deviation, least, EXACT)
+        dbs += dy
+        dws += dw
+        dvs += won * x
+        wins += won
+        losses += q - won
+    at = sums_ptr + (image * splits + split) * channels + c_row
+    live = c_row < channels
+    less = -tl.load(w_ptr + c_row, live, 0.0).to(tl.float32)
+    tl.store(at, tl.sum(dbs, 0), live)
+    tl.store(at + all_parts, tl.sum(dws, 0), live)
+    tl.store(at + 2 * all_parts, tl.sum(dvs, 0) * less, live)
+    tl.store(at + 3 * all_parts, tl.sum(losses, 0) * less, live)
+    tl.store(at + 4 * all_parts, tl.sum(wins, 0) * less, live)
+
+
+@triton.jit
+def _gradient_kernel(
+    x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, sums_ptr, losses_ptr, dx_ptr, dw_ptr, db_ptr, dv_ptr,
+    images, channels, size, part, splits, all_parts,
+    RUNNING: tl.constexpr, ROWS: tl.constexpr, X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+    UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """ROWS: how many parts to add up for dw, db, dv and ``losses_ptr``; 0 where that is done."""
+    channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    block, split, image = place(channels, splits, BC)
+    c = block * BC + tl.arange(0, BC)[None, :]
+    live_c = c < channels
+    w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
+    v = tl.load(v_ptr + c, live_c, 0.0).to(tl.float32)
+    mean = tl.load(images_ptr + image * channels + c, live_c, 0.0)
+    deviation = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
+    least = tl.load(batch_ptr + channels + c, live_c, 1.0)
+    pull = tl.zeros_like(mean)
+    for i in range(splits):
+        pull += tl.load(sums_ptr + 4 * all_parts + (image * splits + i) * channels + c, live_c, 0.0)
+    pull = pull / (deviation * size)
+    if not RUNNING:
+        mean_of_batch = tl.load(batch_ptr + c, live_c, 0.0)
+        if ROWS:
+            losses = _column(sums_ptr + 3 * all_parts, c, images * splits, channels, ROWS)
         else:
-            dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
-            inverse, dw, q, won = gradients(x, dy, v, deviation, least, EXACT)
-            if STEP == 1:
-                dbs += dy
-                dws += dw
-                dvs += won * x
-                wins += won
-                losses += q - won
-            else:
-                dx = w * (dy * inverse - won * v) + (x - mean) * pull
-                if not RUNNING:
-                    dx += (x - mean_of_batch) * push
-                tl.store(out, dx.to(out_ptr.dtype.element_ty), mask)
-    if STEP == 1:
-        at = sums_ptr + (image * splits + split) * channels + c_row
-        live = c_row < channels
-        tl.store(at, tl.sum(dbs, 0), live)
-        tl.store(at + all_parts, tl.sum(dws, 0), live)
-        less = -tl.load(w_ptr + c_row, live, 0.0).to(tl.float32)
-        tl.store(at + 2 * all_parts, tl.sum(dvs, 0) * less, live)
-        tl.store(at + 3 * all_parts, tl.sum(losses, 0) * less, live)
-        tl.store(at + 4 * all_parts, tl.sum(wins, 0) * less, live)
+            losses = tl.load(losses_ptr + c, live_c, 0.0)
+        push = losses / (least * size * images)
+    if ROWS:
+        if image * splits + split == 0:
+            rows = images * splits
+            db = _column(sums_ptr, c, rows, channels, ROWS)
+            dw = _column(sums_ptr + all_parts, c, rows, channels, ROWS)
+            dv = _column(sums_ptr + 2 * all_parts, c, rows, channels, ROWS)
+            tl.store(db_ptr + c, db.to(db_ptr.dtype.element_ty), live_c)
+            tl.store(dw_ptr + c, dw.to(dw_ptr.dtype.element_ty), live_c)
+            tl.store(dv_ptr + c, dv.to(dv_ptr.dtype.element_ty), live_c)
+    base = image * channels * size
+    c = c.to(OFFSET)
+    end = tl.minimum(size, (split + 1) * part)
+    for s0 in tl.range(split * part, end, BS, num_stages=3):
+        s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
+        mask = live_c & (s < end)
+        x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
+        inverse, _, _, won = gradients(x, dy, v, deviation, least, EXACT)
+        dx = w * (dy * inverse - won * v) + (x - mean) * pull
+        if not RUNNING:
+            dx += (x - mean_of_batch) * push
+        tl.store(dx_ptr + base + offset(c, s, channels, size, OUT_LAST), dx.to(dx_ptr.dtype.element_ty), mask)
 
 
 def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float) -> None:
     tiles = Tiles(x)
-    parts = tiles.moments(x)
-    shape = tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts
+    parts, rows, shape = tiles.moments(x), _few(tiles), _shape(tiles)
+    running, use = var if running_var is None else running_var, {"RUNNING": running_var is not None}
+    if not rows:
+        launch(
+            _statistics_kernel, (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, eps, ROWS=64, BC=8, **use
+        )  # fmt: skip
+    lie = lie_last(x, x, y)
     launch(
-        _statistics_kernel, (cdiv(tiles.c, 8),), parts, var if running_var is None else running_var, var, images, batch,
-        *shape, eps, RUNNING=running_var is not None, ROWS=64, BC=8,
-    )  # fmt: skip
-    launch(
-        _tile_kernel, tiles.grid, x, x, weight, bias, v, images, batch, y, var, var, *shape,
-        RUNNING=running_var is not None, STEP=0, **lie_last(x, x, y), **tiles.options,
+        _result_kernel, tiles.grid, x, weight, bias, v, running, parts, y, var, images, batch, *shape, eps, ROWS=rows,
+        X_LAST=lie["X_LAST"], OUT_LAST=lie["OUT_LAST"], **use, **tiles.options,
     )  # fmt: skip
 
 
 def backward(dy, x, v, weight, bias, running_var, images, batch, dx):
     """``-> (dv, dweight, dbias)``."""
     tiles = Tiles(x)
-    shape = tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts
+    rows, shape, lie = _few(tiles), _shape(tiles), lie_last(x, dy, dx)
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
-    tensors = x, dy, weight, bias, v, images, batch, dx, sums
-    fixed = {"RUNNING": running_var is not None, **lie_last(x, dy, dx), **tiles.options}
-    launch(_tile_kernel, tiles.grid, *tensors, sums, *shape, STEP=1, **fixed)
-    dbias, dweight, dv, losses = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
-    launch(_tile_kernel, tiles.grid, *tensors, losses, *shape, STEP=2, **fixed)
+    tensors = x, dy, weight, v, images, batch, sums
+    launch(
+        _sums_kernel, tiles.grid, *tensors, *shape, X_LAST=lie["X_LAST"], DY_LAST=lie["DY_LAST"], **tiles.options
+    )  # fmt: skip
+    if rows:
+        dbias, dweight, dv, losses = *(torch.empty_like(t) for t in (bias, weight, v)), sums
+    else:
+        dbias, dweight, dv, losses = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
+    launch(
+        _gradient_kernel, tiles.grid, *tensors, losses, dx, dweight, dbias, dv, *shape, RUNNING=running_var is not None,
+        ROWS=rows, **lie, **tiles.options,
+    )  # fmt: skip
     return dv, dweight, dbias
+
+
+def _few(tiles: Tiles) -> int:
+    """How many parts of a channel a program merges itself; 0 where there are too many."""
+    rows = next_power_of_2(tiles.n * tiles.splits)
+    return rows if rows * tiles.bc <= _FEW else 0
+
+
+def _shape(tiles: Tiles) -> tuple[int, ...]:
+    return tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts

@@ -1,5 +1,11 @@
 """Kernels at the edges of what they accept, and (without a GPU) through the compiler for an H200."""
 
+import contextlib
+import functools
+import itertools
+import math
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +16,8 @@ from fx_fusion.kernels import (
     channel_norm,
     embedding,
     evonorm_b0,
+    evonorm_b0_by_channel,
+    evonorm_b0_by_tile,
     gated_rms_norm,
     glu,
     images,
@@ -31,6 +39,8 @@ from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish
 from fx_fusion.op import interpreting
+from fx_fusion.patterns.evonorm_b0 import over_larger_deviation
+from fx_fusion.testing import Run, least_accurate, nudged, run, run_oracle, worst_excess
 
 registry.all_fusions()  # declares the references that the ops run on CPU
 
@@ -259,6 +269,54 @@ def test_linear_cross_entropy_keeps_the_contract():
         opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
+B0_WAYS = ("as chosen", "channels", "tiles that merge", "tiles")
+
+
+def by(way):
+    """EvoNorm-B0 in one of its ways, wherever that can take the images."""
+
+    def in_small_tiles(x, *others, backward):
+        if way.startswith("tiles") or not all(t.is_contiguous() for t in (x, *others)):
+            return None
+        size = x[0, 0].numel()
+        bs = launch.next_power_of_2(size)
+        return {"UNIT": math.gcd(16, size), "ROWS": max(1, 64 // bs), "BS": bs, "num_warps": 4}
+
+    patched = contextlib.ExitStack()
+    if way != "as chosen":
+        patched.enter_context(patch.object(evonorm_b0_by_channel, "options", in_small_tiles))
+    if way == "tiles":
+        patched.enter_context(patch.object(evonorm_b0_by_tile, "_FEW", 0))
+    return patched
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels")
+@pytest.mark.parametrize("way", B0_WAYS)
+@pytest.mark.parametrize("shape", [(5, 6, 14, 14), (9, 5, 7, 7), (1, 3, 20, 25), (2, 9, 1, 1)])
+def test_evonorm_b0_by_channel_and_by_tile(shape, way, device):
+    for last, dtype, running in itertools.product((False, True), (torch.float32, torch.bfloat16), (False, True)):
+        form = torch.channels_last if last else torch.contiguous_format
+        x, dy = (torch.randn(shape, device=device).to(dtype, memory_format=form) for _ in range(2))
+        inputs = {"x": x} | {n: torch.randn(shape[1], device=device).to(dtype) for n in ("v", "weight", "bias")}
+        running_var = torch.rand(shape[1], device=device) + 0.1 if running else None
+        name, used = b0_excess(inputs, dy, running_var, way)
+        assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+def b0_excess(inputs, dy, running_var, way):
+    leaves = {n: t.clone(memory_format=torch.preserve_format).requires_grad_() for n, t in inputs.items()}
+    with by(way):
+        y, var, *_ = evonorm_b0.evonorm_b0(*leaves.values(), running_var, 1e-3)
+        y.backward(dy)
+    found = Run({"out0": y.detach(), "out1": var, **{f"d{n}": t.grad for n, t in leaves.items()}})
+    reference = functools.partial(over_larger_deviation, running_var=running_var, eps=1e-3)
+    upstream = (dy, torch.zeros_like(var))
+    exact = run_oracle(reference, inputs, upstream)
+    # The nudged ones for elements that are nearly tied.
+    runs = [run(reference, given, upstream) for given in (inputs, *(nudged(inputs, seed) for seed in range(8)))]
+    return worst_excess(found, least_accurate(runs, exact), exact, dy.dtype)
+
+
 @pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="compiles without running")
 def test_every_kernel_compiles_for_an_h200(monkeypatch):
     """Triton's compiler needs no GPU: every launch of the launchers below goes through it, down to machine code."""
@@ -303,9 +361,10 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
             for kind in (norm_formulas.GROUP_NORM, norm_formulas.GROUP_NORM_SWISH, norm_formulas.EVONORM_S0):
                 kept = channel_norm.norm_fwd(image, torch.empty_like(image), groups, p, p, p, 1e-5, kind)
                 channel_norm.norm_bwd(image, image, groups, p, p, p, kept, kind)
-            for running in (None, p):
-                _, _, per_image, batch = evonorm_b0._fwd(image, p, p, p, running, 1e-3)
-                evonorm_b0._bwd(image, image, p, p, p, running, per_image, batch, 1e-3, [True] * 4)
+            for running, way in itertools.product((None, p), B0_WAYS):
+                with by(way):
+                    _, _, per_image, batch = evonorm_b0._fwd(image, p, p, p, running, 1e-3)
+                    evonorm_b0._bwd(image, image, p, p, p, running, per_image, batch, 1e-3, [True] * 4)
     embedding._bwd(torch.randn(3000, 8), torch.randint(0, 9, (3000,)), 9, -1)
     logits, target, loss, stats = (
         torch.randn(4, 9001).bfloat16(),
