@@ -9,7 +9,7 @@ from fx_fusion.kernels.images import Tiles, lie_last, merge, multiple, offset, p
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, column_sums, launch, next_power_of_2
 
-_FEW = 1024  # parts of the channels of a tile
+_FEW = 512  # parts of the channels of a tile: 128 images of 8 channels (1024) cost 5 %
 
 
 @triton.jit
