@@ -7,9 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import merge, multiple
+from fx_fusion.kernels.images import multiple
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.moments import corrected, merge
+
+_STEPS = 16
 
 
 @triton.jit
@@ -32,11 +35,14 @@ def _forward_kernel(
         at = row * channels + c
         mask = live[:, None] & (s < size)
         x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-        means = tl.div_rn(tl.sum(x, 1), length)  # exact where all are equal
+        means = tl.div_rn(tl.sum(x, 1), length)
         apart = tl.where(mask, x - means[:, None], 0.0)
         m2s = tl.sum(apart * apart, 1)
+        if EXACT:  # of 16 bits the means are, where all are equal
+            m2s, off = corrected(m2s, tl.sum(apart, 1), length)
+            means += off
         tl.store(images_ptr + at, means, live)
-        tl.store(images_ptr + images * channels + at, tl.sqrt_rn(m2s / length + eps), live)
+        tl.store(images_ptr + (images + row) * channels + c, tl.sqrt_rn(m2s / length + eps), live)
         n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
         away = middle - mean
         both = total + n
@@ -59,7 +65,7 @@ def _forward_kernel(
         live = row < images
         at = row * channels + c
         mask = live[:, None] & (s < size)
-        deviation = tl.load(images_ptr + images * channels + at, live, 1.0)[:, None]
+        deviation = tl.load(images_ptr + (images + row) * channels + c, live, 1.0)[:, None]
         x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         _, inverse = over_larger(x, v, deviation, least, EXACT)
         y = (x * inverse * w + b).to(y_ptr.dtype.element_ty)
@@ -89,7 +95,7 @@ def _backward_kernel(
         live = row < images
         at = row * channels + c
         mask = live[:, None] & (s < size)
-        deviation = tl.load(images_ptr + images * channels + at, live, 1.0)
+        deviation = tl.load(images_ptr + (images + row) * channels + c, live, 1.0)
         x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         dy = tl.load(dy_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         _, dw, q, won = gradients(x, dy, v, deviation[:, None], least, EXACT)
@@ -110,7 +116,7 @@ def _backward_kernel(
         at = row * channels + c
         mask = live[:, None] & (s < size)
         mean = tl.load(images_ptr + at, live, 0.0)[:, None]
-        deviation = tl.load(images_ptr + images * channels + at, live, 1.0)[:, None]
+        deviation = tl.load(images_ptr + (images + row) * channels + c, live, 1.0)[:, None]
         pull = tl.load(pulls_ptr + at, live, 0.0)[:, None]
         x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         dy = tl.load(dy_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
@@ -122,16 +128,17 @@ def _backward_kernel(
 
 
 def options(x, *others, backward: bool) -> dict | None:
-    """None where this is not the way. It is where a channel is short, and in 16 bits where images are small and their rows
-    begin anywhere (7 x 7, 14 x 14): by what was fastest on an H200 (``bench.tune channels``), tiles too."""
+    """None where this is not the way. It is where a channel is short, and in 16 bits where the rows of small images begin
+    anywhere (7 x 7, 14 x 14): by what was fastest on an H200 (``bench.tune channels``), tiles too. A step waits for its
+    loads and sums, so there are few of them."""
     if not all(t.is_contiguous() for t in (x, *others)):
         return None
     n, c, *positions = x.shape
     size = math.prod(positions)
     few, wide = c < multiprocessors(x), x.element_size() == 4
     short = (8192 if wide else 16384) if backward else 16384 if few else 32768
-    bs, broken = next_power_of_2(size), size % 8 != 0 and size < 1024 and not wide
-    if bs > (1024 if backward else 4096) or (n * size > short and not broken):
+    bs, broken = next_power_of_2(size), size % 8 != 0 and size < 1024 and not (few or wide)
+    if not 32 < bs <= (1024 if backward else 4096) or (n * size > short and not broken):
         return None
     if few:
         tile, lane = (8192, 16) if backward else (16384, 16)
@@ -140,6 +147,8 @@ def options(x, *others, backward: bool) -> dict | None:
     else:
         tile, lane = min(4096, 16 * bs), 32
     rows = min(next_power_of_2(n), max(1, tile // bs))
+    if cdiv(n, rows) > _STEPS:
+        return None
     return {"UNIT": math.gcd(16, size), "ROWS": rows, "BS": bs, "num_warps": max(4, rows * bs // (32 * lane))}
 
 

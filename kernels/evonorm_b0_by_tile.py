@@ -5,9 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import Tiles, lie_last, merge, multiple, offset, place
+from fx_fusion.kernels.images import Tiles, lie_last, multiple, offset, place
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, column_sums, launch, next_power_of_2
+from fx_fusion.kernels.moments import merge
 
 _FEW = 512  # parts of the channels of a tile: 128 images of 8 channels (1024) cost 5 %
 
@@ -67,7 +68,7 @@ def _statistics_kernel(
         means, m2s = _of_images(parts_ptr, image, c[None, :], live, channels, size, part, splits, all_parts)
         at = image * channels + c[None, :]
         tl.store(images_ptr + at, means, live)
-        tl.store(images_ptr + images * channels + at, tl.sqrt_rn(m2s / length + eps), live)
+        tl.store(images_ptr + (images + image) * channels + c[None, :], tl.sqrt_rn(m2s / length + eps), live)
         n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
         apart = middle - mean
         both = tl.maximum(total + n, 1.0)
@@ -105,13 +106,13 @@ def _result_kernel(
         least = tl.sqrt_rn(used + eps)
         if split == 0:
             tl.store(images_ptr + at, mean, live_c)
-            tl.store(images_ptr + images * channels + at, deviation, live_c)
+            tl.store(images_ptr + (images + image) * channels + c, deviation, live_c)
             if image == 0:
                 tl.store(var_ptr + c, var, live_c)
                 tl.store(batch_ptr + c, mean_of_batch, live_c)
                 tl.store(batch_ptr + channels + c, least, live_c)
     else:
-        deviation = tl.load(images_ptr + images * channels + at, live_c, 1.0)
+        deviation = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
         least = tl.load(batch_ptr + channels + c, live_c, 1.0)
     w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
     b = tl.load(b_ptr + c, live_c, 0.0).to(tl.float32)
@@ -135,6 +136,7 @@ def _sums_kernel(
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw, dv, (1 − r) q and r q of each channel over a split."""
+    all_parts = tl.cast(all_parts, tl.int64)  # times four
     channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     block, split, image = place(channels, splits, BC)
@@ -181,6 +183,7 @@ def _gradient_kernel(
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """ROWS: how many parts to add up for dw, db, dv and ``losses_ptr``; 0 where that is done."""
+    all_parts = tl.cast(all_parts, tl.int64)  # times four
     channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     block, split, image = place(channels, splits, BC)

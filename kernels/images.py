@@ -7,41 +7,8 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.moments import STEPS, merge, rebased, seen, shifted
 from fx_fusion.layouts import is_channels_last
-
-STEPS = tl.constexpr(32)  # values of a lane between two calls of ``rebased``
-
-
-@triton.jit
-def shifted(sums, squares, x, shift, live):
-    """One more value in each live lane, as its distance from ``shift``: three instructions, Welford's update takes eight."""
-    apart = tl.where(live, x - shift, 0.0)
-    return sums + apart, squares + apart * apart
-
-
-@triton.jit
-def rebased(sums, squares, shift, count):
-    """The same moments about the mean of the ``count`` values that each lane has seen: sums, squares (now m2) and shift
-    (now the mean). Between two calls the squares grow by STEPS values, so what cancels here is bounded by that."""
-    move = sums / tl.maximum(count, 1.0)
-    squares = tl.maximum(squares - sums * move, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.zeros_like(sums), squares, shift + move
-
-
-@triton.jit
-def seen(length, LANES: tl.constexpr):
-    """How many of ``length`` values each lane has seen."""
-    return tl.maximum((length - tl.arange(0, LANES) + LANES - 1) // LANES, 0).to(tl.float32)
-
-
-@triton.jit
-def merge(mean, m2, count, axis: tl.constexpr):
-    """Chan's formula along an axis: lanes that have seen ``count`` values each -> total count, mean and m2."""
-    total = tl.sum(count, axis)
-    at_least_one = tl.maximum(total, 1.0)
-    middle = tl.div_rn(tl.sum(mean * count, axis), at_least_one)
-    apart = mean - tl.expand_dims(middle, axis)
-    return total, middle, tl.sum(m2 + apart * apart * count, axis)
 
 
 @triton.jit

@@ -19,5 +19,5 @@ def gradients(x, dy, v, deviation, least, EXACT: tl.constexpr):
     right, inverse = over_larger(x, v, deviation, least, EXACT)
     dw = dy * (x * inverse)
     q = dw * inverse
-    won = tl.where(right > least, q, tl.where(right == least, 0.5 * q, 0.0))  # a tie: half to each, as max
+    won = tl.where(right < least, 0.0, tl.where(right == least, 0.5 * q, q))  # a tie: half to each, as max; NaN: both
     return inverse, dw, q, won

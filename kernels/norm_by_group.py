@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import STEPS, merge, multiple, rebased, seen, shifted
+from fx_fusion.kernels.images import multiple
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
+from fx_fusion.kernels.moments import STEPS, corrected, merge, rebased, seen, shifted
 from fx_fusion.kernels.norm_formulas import EVONORM_S0, GROUP_NORM, Norm, gradients, of_input, parameters, result, store_sums
 
 _RESIDENT = 32768  # elements of a (padded) group that one program keeps in registers, at most
@@ -30,9 +31,14 @@ def _group_fwd_kernel(
         s = tl.arange(0, BS)[None, :]
         mask = (c < per_group) & (s < size)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
-        mean = tl.div_rn(tl.sum(tl.sum(x, 1), 0), tl.cast(length, tl.float32))  # exact where all are equal
+        count = tl.cast(length, tl.float32)
+        mean = tl.div_rn(tl.sum(tl.sum(x, 1), 0), count)
         apart = tl.where(mask, x - mean, 0.0)
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(apart * apart, 1), 0) / freedom + eps)
+        m2 = tl.sum(tl.sum(apart * apart, 1), 0)
+        if EXACT:  # of 16 bits the mean is, where all are equal
+            m2, off = corrected(m2, tl.sum(tl.sum(apart, 1), 0), count)
+            mean += off
+        rstd = 1.0 / tl.sqrt_rn(m2 / freedom + eps)
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         y = result(x, mean, rstd * w, b, v, KIND, EXACT)
         tl.store(y_ptr + base + c * size + s, y.to(y_ptr.dtype.element_ty), mask)

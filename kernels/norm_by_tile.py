@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.images import Tiles, lie_last, merge, multiple, offset, place
+from fx_fusion.kernels.images import Tiles, lie_last, multiple, offset, place
 from fx_fusion.kernels.launch import launch, next_power_of_2
+from fx_fusion.kernels.moments import merge
 from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, of_input, parameters, result, store_sums
 
 

@@ -93,4 +93,4 @@ def store_sums(sums_ptr, at, all_channels, db, dw, dv, live, KIND: tl.constexpr)
     tl.store(sums_ptr + at, db, live)
     tl.store(sums_ptr + all_channels + at, dw, live)
     if KIND == 2:
-        tl.store(sums_ptr + 2 * all_channels + at, dv, live)
+        tl.store(sums_ptr + 2 * tl.cast(all_channels, tl.int64) + at, dv, live)

@@ -37,6 +37,7 @@ from fx_fusion.kernels.launch import (
     stages_ahead,
     write_back,
 )
+from fx_fusion.kernels.moments import corrected
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read again, in blocks
 
@@ -80,15 +81,22 @@ def _fwd_kernel(
     offset = tl.cast(offset, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows[:, None] < m
+    count = tl.cast(n, tl.float32)
+    EXACT: tl.constexpr = h_ptr.dtype.element_ty == tl.float32  # of 16 bits the mean is, where all are equal
     mean = tl.zeros((ROWS,), tl.float32)
     if not WIDE:
         cols = tl.arange(0, BLOCK_N)[None, :]
         mask = live & (cols < n)
         c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, True)
         if CENTER:
-            mean = tl.div_rn(tl.sum(c, 1), tl.cast(n, tl.float32))
+            mean = tl.div_rn(tl.sum(c, 1), count)
             c = tl.where(mask, c - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(c * c, 1) / n + eps)
+        m2 = tl.sum(c * c, 1)
+        if CENTER and EXACT:
+            m2, off = corrected(m2, tl.sum(c, 1), count)
+            mean += off
+            c -= off[:, None]
+        rstd = 1.0 / tl.sqrt_rn(m2 / n + eps)
         _store_y(y_ptr, h_ptr, w_ptr, b_ptr, c, rstd, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
     else:
         if CENTER:
@@ -97,7 +105,8 @@ def _fwd_kernel(
                 cols = start + tl.arange(0, BLOCK_N)[None, :]
                 mask = live & (cols < n)
                 total += _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, False)
-            mean = tl.div_rn(tl.sum(total, 1), tl.cast(n, tl.float32))
+            mean = tl.div_rn(tl.sum(total, 1), count)
+        total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         square = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for start in range(0, n, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]
@@ -105,7 +114,13 @@ def _fwd_kernel(
             c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, False)
             c = tl.where(mask, c - mean[:, None], 0.0)
             square += c * c
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / n + eps)
+            if CENTER and EXACT:
+                total += c
+        m2 = tl.sum(square, 1)
+        if CENTER and EXACT:
+            m2, off = corrected(m2, tl.sum(total, 1), count)
+            mean += off
+        rstd = 1.0 / tl.sqrt_rn(m2 / n + eps)
         for start in range(0, n, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]
             mask = live & (cols < n)

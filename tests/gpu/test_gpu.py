@@ -119,11 +119,16 @@ TRACED = (
 )
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_inductor_sees_the_kernels(name):
+@pytest.mark.parametrize("name", [*TRACED, "evonorm_b0 by tile"])
+def test_inductor_sees_the_kernels(name, monkeypatch):
     """No call into Python, no clone of an operand: the launches are the only kernels, but for a few of Inductor's."""
     from torch._inductor.utils import run_and_get_code
 
+    from fx_fusion.kernels import evonorm_b0_by_channel
+
+    if name.endswith(" by tile"):
+        name = name.removesuffix(" by tile")
+        monkeypatch.setattr(evonorm_b0_by_channel, "options", lambda *_, **__: None)
     fusion = registry.fusion_named(name)
     statics = fusion.variants[0]
     case = next(c for c in fusion.cases if c.name in ("odd", "two_elements"))
