@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,31 +142,46 @@ class Bench:
                 call()
 
     def measure(self, rate: float) -> list[Row]:
-        """The rows of this cell; one row with ``error`` if the fused function is wrong or fails."""
+        """The rows of this cell, of the modes in which something is fused (a bias is no learned one where it has no
+        gradient); one row with ``error`` if the fused function is wrong or fails."""
         about = {
             "fusion": self.fusion.name, "case": self.case.name, "sizes": dict(self.case.sizes), "dtype": str(self.dtype)[6:],
             "layout": self.layout(), "statics": dict(self.case.statics),
         }  # fmt: skip
         if (used := self.excess()) > 1:
             return [{**about, "error": f"uses {used:.1f} times the allowed error"}]
+        with fx_fusion.recording() as compiled_forward:
+            calls = {provider: self.calls(provider) for provider in self.providers}
+        with fx_fusion.recording() as compiled_both:
+            for found in calls.values():
+                found["forward+backward"]()
+        modes = [
+            mode
+            for mode, report in (("forward", compiled_forward), ("forward+backward", compiled_both))
+            if not report.sites or any(site.status == "fused" for site in report.sites)  # none: compiled before
+        ]
+        times = {mode: self.times(calls, mode) for mode in modes}
+        if times.get("forward", {}).get("inductor", 0.0) > 0.8 * times.get("forward+backward", {}).get("inductor", math.inf):
+            times["forward"] = self.times(calls, "forward")  # something came between
         rows = []
-        calls = {provider: self.calls(provider) for provider in self.providers}
-        for mode in self.keeps:
-            of_mode = {provider: found[mode] for provider, found in calls.items()}
-            for call in of_mode.values():
-                call()
-            # Eager launches from Python, and not every op of it can be captured; compiled functions are replayed.
-            times = {p: timing.call_ms(call) for p, call in of_mode.items() if p in LAUNCHED}
-            replayed = [p for p in of_mode if p not in LAUNCHED]
-            times |= zip(replayed, timing.in_turns([of_mode[p] for p in replayed]), strict=True)
-            for provider, call in of_mode.items():
-                ms = times[provider]
-                rows.append({
-                    **about, "keeps": self.keeps[mode], "mode": mode, "provider": provider, "ms": round(ms, 5),
-                    "share": round(self.bytes[mode] / rate / ms * 1e3, 3), "host_us": round(timing.host_us(call), 1),
-                    "peak_mib": round(timing.peak_mib(call), 1),
-                })  # fmt: skip
+        for mode, provider in itertools.product(modes, self.providers):
+            call, ms = calls[provider][mode], times[mode][provider]
+            rows.append({
+                **about, "keeps": self.keeps[mode], "mode": mode, "provider": provider, "ms": round(ms, 5),
+                "share": round(self.bytes[mode] / rate / ms * 1e3, 3), "host_us": round(timing.host_us(call), 1),
+                "peak_mib": round(timing.peak_mib(call), 1),
+            })  # fmt: skip
         return rows
+
+    def times(self, calls: dict[str, dict[str, timing.Call]], mode: str) -> dict[str, float]:
+        """Milliseconds by provider. Eager launches from Python, and not every op of it can be captured; compiled functions
+        are replayed."""
+        of_mode = {provider: found[mode] for provider, found in calls.items()}
+        for call in of_mode.values():
+            call()
+        replayed = [p for p in of_mode if p not in LAUNCHED]
+        launched = {p: timing.call_ms(call) for p, call in of_mode.items() if p in LAUNCHED}
+        return launched | dict(zip(replayed, timing.in_turns([of_mode[p] for p in replayed]), strict=True))
 
 
 def _as_tuple(made: Any) -> tuple[Any, ...]:
