@@ -12,7 +12,7 @@ from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 from fx_fusion.kernels.moments import corrected, merge
 
-_STEPS = 16
+_STEPS = 16  # of a program, one after the other, at most
 
 
 @triton.jit
