@@ -47,35 +47,45 @@ def activation(g, KIND: tl.constexpr):
 
 
 @triton.jit
-def _fwd_kernel(gate_ptr, up_ptr, y_ptr, n, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + row * gate_stride + cols, cols < n, 0.0)
+def _tile(m, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows and columns of a program, and which of them there are."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, cols, (row < m) & (cols < n)
+
+
+@triton.jit
+def _fwd_kernel(
+    gate_ptr, up_ptr, y_ptr, m, n, gate_stride, up_stride, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, cols, live = _tile(m, n, ROWS, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + cols, live, 0.0)
     a, _ = activation(gate.to(tl.float32), KIND)
-    up = tl.load(up_ptr + row * up_stride + cols, cols < n, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + cols, live, 0.0).to(tl.float32)
     y = a.to(gate.dtype).to(tl.float32) * up
-    tl.store(y_ptr + row * n + cols, y.to(gate.dtype), cols < n)
+    tl.store(y_ptr + row * n + cols, y.to(gate.dtype), live)
 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, dy_stride, gate_stride, up_stride,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, m, n, dy_stride, gate_stride, up_stride,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + row * gate_stride + cols, cols < n, 0.0)
+    row, cols, live = _tile(m, n, ROWS, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + cols, live, 0.0)
     a, da = activation(gate.to(tl.float32), KIND)
-    dy = tl.load(dy_ptr + row * dy_stride + cols, cols < n, 0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + cols, cols < n, 0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride + cols, live, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + cols, live, 0.0).to(tl.float32)
     dup = dy * a.to(gate.dtype).to(tl.float32)
-    tl.store(dup_ptr + row * n + cols, dup.to(gate.dtype), cols < n)
-    tl.store(dgate_ptr + row * n + cols, (dy * up * da).to(gate.dtype), cols < n)
+    tl.store(dup_ptr + row * n + cols, dup.to(gate.dtype), live)
+    tl.store(dgate_ptr + row * n + cols, (dy * up * da).to(gate.dtype), live)
 
 
-def _grid(m: int, n: int) -> tuple[tuple[int, int], int]:
+def _grid(m: int, n: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Tiles of some 2048 elements: of a row, or of several that are narrow."""
     block = min(next_power_of_2(n), 2048)
-    return (m, cdiv(n, block)), block
+    rows = 2048 // block
+    return (cdiv(m, rows), cdiv(n, block)), {"ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
 def glu_fwd(gate, up, kind: str):
@@ -83,20 +93,10 @@ def glu_fwd(gate, up, kind: str):
     m, n = gates.shape
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)  # no view: it may be written to in place
     if y.numel():
-        grid, block = _grid(m, n)
+        grid, tile = _grid(m, n)
         launch(
-            _fwd_kernel,
-            grid,
-            gates,
-            ups,
-            y,
-            n,
-            gates.stride(0),
-            ups.stride(0),
-            KIND=ACTIVATIONS.index(kind),
-            BLOCK=block,
-            num_warps=4,
-        )
+            _fwd_kernel, grid, gates, ups, y, m, n, gates.stride(0), ups.stride(0), KIND=ACTIVATIONS.index(kind), **tile
+        )  # fmt: skip
     return y
 
 
@@ -105,9 +105,9 @@ def glu_bwd(dy, gate, up, kind: str):
     m, n = gates.shape
     dgate, dup = (torch.empty((m, n), dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dgate.numel():
-        grid, block = _grid(m, n)
-        launch(_bwd_kernel, grid,
-            dys, gates, ups, dgate, dup, n, dys.stride(0), gates.stride(0), ups.stride(0),
-            KIND=ACTIVATIONS.index(kind), BLOCK=block, num_warps=4,
+        grid, tile = _grid(m, n)
+        launch(
+            _bwd_kernel, grid, dys, gates, ups, dgate, dup, m, n, dys.stride(0), gates.stride(0), ups.stride(0),
+            KIND=ACTIVATIONS.index(kind), **tile,
         )  # fmt: skip
     return dgate.view(gate.shape), dup.view(gate.shape)
