@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -121,13 +120,9 @@ def channels(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = BATCHES, 
         x, dy = (torch.randn(*shape, device=device).to(dtype) for _ in range(2))
         v, w, b = (torch.randn(shape[1], device=device).to(dtype) for _ in range(3))
         _, _, images, batch = evonorm_b0._fwd(x, v, w, b, None, 1e-3)
-        size = shape[2] * shape[3]
-        bs = next_power_of_2(size)
-        given = [
-            {"UNIT": math.gcd(16, size), "ROWS": tile // bs, "BS": bs, "num_warps": tile // (32 * lane)}
-            for tile, lane in OWNED
-            if bs <= tile <= bs * next_power_of_2(shape[0])
-        ]
+        bs = next_power_of_2(shape[2] * shape[3])
+        sizes = [(tile, lane) for tile, lane in OWNED if bs <= tile <= bs * next_power_of_2(shape[0])]
+        given = [evonorm_b0_by_channel.tile_of(x, *size) for size in sizes]
         found = [(f"{g['ROWS']} x {bs}, {g['num_warps']} warps", g) for g in given] + [("by tile", None)]
         patched = [
             (name, patch.object(evonorm_b0_by_channel, "options", lambda *_, g=g, **__: g)) for name, g in found

@@ -31,7 +31,7 @@ def _fwd(x, v, weight, bias, running_var, eps):
         return y, var.fill_(float("nan")), images, batch
     x = as_images(x)
     given = by_channel.options(x, y, backward=False)
-    tensors = x, v.contiguous(), weight.contiguous(), bias.contiguous(), _dense(running_var), y, var, images, batch
+    tensors = x, v.contiguous(), weight.contiguous(), bias.contiguous(), running_var, y, var, images, batch
     if given is None:
         by_tile.forward(*tensors, float(eps))
     else:
@@ -48,10 +48,6 @@ def _bwd(dy, x, v, weight, bias, running_var, images, batch, eps, needs):
     tensors = dy, x, v.contiguous(), weight.contiguous(), bias.contiguous(), running_var, images, batch, dx
     grads = by_tile.backward(*tensors) if given is None else by_channel.backward(*tensors, given)
     return dx, *grads
-
-
-def _dense(t):
-    return None if t is None else t.contiguous()
 
 
 def _fake(x, v, weight, bias, running_var, eps):

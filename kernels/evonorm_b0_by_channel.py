@@ -16,6 +16,15 @@ _STEPS = 16  # of a program, one after the other, at most
 
 
 @triton.jit
+def _images(step, images, channels, c, size, ROWS: tl.constexpr, BS: tl.constexpr):
+    """Of the images of a step: which there are, where their statistics are, which elements there are and where."""
+    row = (step * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    live, at = row < images, row * channels + c
+    s = tl.arange(0, BS)[None, :]
+    return live, at, live[:, None] & (s < size), at[:, None] * size + s
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, running_ptr, y_ptr, var_ptr, images_ptr, batch_ptr, images, channels, size, steps, eps,
     RUNNING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
@@ -25,16 +34,13 @@ def _forward_kernel(
     c = tl.program_id(0)
     size = multiple(size, UNIT)
     length = tl.cast(size, tl.float32)
-    s = tl.arange(0, BS)[None, :]
+    deviations_ptr = images_ptr + tl.cast(images, tl.int64) * channels
     total = 0.0
     mean = 0.0
     m2 = 0.0
     for step in range(0, steps):
-        row = (step * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        live = row < images
-        at = row * channels + c
-        mask = live[:, None] & (s < size)
-        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        live, at, mask, i = _images(step, images, channels, c, size, ROWS, BS)
+        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         means = tl.div_rn(tl.sum(x, 1), length)
         apart = tl.where(mask, x - means[:, None], 0.0)
         m2s = tl.sum(apart * apart, 1)
@@ -42,7 +48,7 @@ def _forward_kernel(
             m2s, off = corrected(m2s, tl.sum(apart, 1), length)
             means += off
         tl.store(images_ptr + at, means, live)
-        tl.store(images_ptr + (images + row) * channels + c, tl.sqrt_rn(m2s / length + eps), live)
+        tl.store(deviations_ptr + at, tl.sqrt_rn(m2s / length + eps), live)
         n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
         away = middle - mean
         both = total + n
@@ -61,15 +67,12 @@ def _forward_kernel(
     v = tl.load(v_ptr + c).to(tl.float32)
     tl.debug_barrier()  # other threads have stored the statistics of images
     for step in range(0, steps):  # backwards: what was read last is still in the cache
-        row = ((steps - 1 - step) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        live = row < images
-        at = row * channels + c
-        mask = live[:, None] & (s < size)
-        deviation = tl.load(images_ptr + (images + row) * channels + c, live, 1.0)[:, None]
-        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        live, at, mask, i = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)
+        deviation = tl.load(deviations_ptr + at, live, 1.0)[:, None]
+        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         _, inverse = over_larger(x, v, deviation, least, EXACT)
         y = (x * inverse * w + b).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + at[:, None] * size + s, y, mask, eviction_policy="evict_first")
+        tl.store(y_ptr + i, y, mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -82,7 +85,7 @@ def _backward_kernel(
     c = tl.program_id(0)
     size = multiple(size, UNIT)
     length = tl.cast(size, tl.float32)
-    s = tl.arange(0, BS)[None, :]
+    deviations_ptr = images_ptr + tl.cast(images, tl.int64) * channels
     w = tl.load(w_ptr + c).to(tl.float32)
     v = tl.load(v_ptr + c).to(tl.float32)
     least = tl.load(batch_ptr + channels + c)
@@ -91,13 +94,10 @@ def _backward_kernel(
     dvs = tl.zeros((ROWS, BS), tl.float32)
     losses = tl.zeros((ROWS, BS), tl.float32)
     for step in range(0, steps):
-        row = (step * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        live = row < images
-        at = row * channels + c
-        mask = live[:, None] & (s < size)
-        deviation = tl.load(images_ptr + (images + row) * channels + c, live, 1.0)
-        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = tl.load(dy_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        live, at, mask, i = _images(step, images, channels, c, size, ROWS, BS)
+        deviation = tl.load(deviations_ptr + at, live, 1.0)
+        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         _, dw, q, won = gradients(x, dy, v, deviation[:, None], least, EXACT)
         dbs += dy
         dws += dw
@@ -111,20 +111,17 @@ def _backward_kernel(
     push = -w * tl.sum(tl.sum(losses, 1), 0) / (least * length * images)
     tl.debug_barrier()  # other threads have stored the pulls
     for step in range(0, steps):  # backwards: what was read last is still in the cache
-        row = ((steps - 1 - step) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        live = row < images
-        at = row * channels + c
-        mask = live[:, None] & (s < size)
+        live, at, mask, i = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)
         mean = tl.load(images_ptr + at, live, 0.0)[:, None]
-        deviation = tl.load(images_ptr + (images + row) * channels + c, live, 1.0)[:, None]
+        deviation = tl.load(deviations_ptr + at, live, 1.0)[:, None]
         pull = tl.load(pulls_ptr + at, live, 0.0)[:, None]
-        x = tl.load(x_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-        dy = tl.load(dy_ptr + at[:, None] * size + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        dy = tl.load(dy_ptr + i, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         inverse, _, _, won = gradients(x, dy, v, deviation, least, EXACT)
         dx = w * (dy * inverse - won * v) + (x - mean) * pull
         if not RUNNING:
             dx += (x - mean_of_batch) * push
-        tl.store(dx_ptr + at[:, None] * size + s, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
+        tl.store(dx_ptr + i, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
 def options(x, *others, backward: bool) -> dict | None:
@@ -146,14 +143,20 @@ def options(x, *others, backward: bool) -> dict | None:
         tile, lane = (1024 if n * size <= 16384 else 4096), 8
     else:
         tile, lane = min(4096, 16 * bs), 32
-    rows = min(next_power_of_2(n), max(1, tile // bs))
-    if cdiv(n, rows) > _STEPS:
-        return None
+    found = tile_of(x, tile, lane)
+    return found if cdiv(n, found["ROWS"]) <= _STEPS else None
+
+
+def tile_of(x, elements: int, lane: int) -> dict:
+    """Whole images of x, some ``elements`` in all, and some ``lane`` of them in a lane."""
+    size = math.prod(x.shape[2:])
+    bs = next_power_of_2(size)
+    rows = min(next_power_of_2(x.shape[0]), max(1, elements // bs))
     return {"UNIT": math.gcd(16, size), "ROWS": rows, "BS": bs, "num_warps": max(4, rows * bs // (32 * lane))}
 
 
 def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float, given: dict) -> None:
-    running = var if running_var is None else running_var
+    running = var if running_var is None else running_var.contiguous()
     launch(
         _forward_kernel, (x.shape[1],), x, weight, bias, v, running, y, var, images, batch, *_shape(x, given), eps,
         RUNNING=running_var is not None, **given,

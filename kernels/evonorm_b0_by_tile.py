@@ -232,34 +232,31 @@ def _gradient_kernel(
 def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float) -> None:
     tiles = Tiles(x)
     parts, rows, shape = tiles.moments(x), _few(tiles), _shape(tiles)
-    running, use = var if running_var is None else running_var, {"RUNNING": running_var is not None}
+    running, use = var if running_var is None else running_var.contiguous(), {"RUNNING": running_var is not None}
     if not rows:
         launch(
             _statistics_kernel, (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, eps, ROWS=64, BC=8, **use
         )  # fmt: skip
-    lie = lie_last(x, x, y)
     launch(
         _result_kernel, tiles.grid, x, weight, bias, v, running, parts, y, var, images, batch, *shape, eps, ROWS=rows,
-        X_LAST=lie["X_LAST"], OUT_LAST=lie["OUT_LAST"], **use, **tiles.options,
+        **use, **lie_last(x=x, out=y), **tiles.options,
     )  # fmt: skip
 
 
 def backward(dy, x, v, weight, bias, running_var, images, batch, dx):
     """``-> (dv, dweight, dbias)``."""
     tiles = Tiles(x)
-    rows, shape, lie = _few(tiles), _shape(tiles), lie_last(x, dy, dx)
+    rows, shape = _few(tiles), _shape(tiles)
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
     tensors = x, dy, weight, v, images, batch, sums
-    launch(
-        _sums_kernel, tiles.grid, *tensors, *shape, X_LAST=lie["X_LAST"], DY_LAST=lie["DY_LAST"], **tiles.options
-    )  # fmt: skip
+    launch(_sums_kernel, tiles.grid, *tensors, *shape, **lie_last(x=x, dy=dy), **tiles.options)
     if rows:
         dbias, dweight, dv, losses = *(torch.empty_like(t) for t in (bias, weight, v)), sums
     else:
         dbias, dweight, dv, losses = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
     launch(
         _gradient_kernel, tiles.grid, *tensors, losses, dx, dweight, dbias, dv, *shape, RUNNING=running_var is not None,
-        ROWS=rows, **lie, **tiles.options,
+        ROWS=rows, **lie_last(x=x, dy=dy, out=dx), **tiles.options,
     )  # fmt: skip
     return dv, dweight, dbias
 

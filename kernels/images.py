@@ -68,9 +68,9 @@ def as_images(x):
     return x if x.is_contiguous() or is_channels_last(x) else x.contiguous()
 
 
-def lie_last(x, dy, out) -> dict[str, bool]:
+def lie_last(**images) -> dict[str, bool]:
     """Which of a kernel's images have their channels last."""
-    return {"X_LAST": is_channels_last(x), "DY_LAST": is_channels_last(dy), "OUT_LAST": is_channels_last(out)}
+    return {f"{name.upper()}_LAST": is_channels_last(image) for name, image in images.items()}
 
 
 def empty_images(x):

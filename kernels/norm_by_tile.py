@@ -153,7 +153,7 @@ def _tile(norm: Norm, tiles: Tiles, x, dy, stats, out, sums, group_sums, **step)
     launch(
         _tile_kernel, tiles.grid, x, dy, *norm.parameters, stats, out, sums, group_sums, norm.c, norm.groups,
         norm.all_groups, norm.per_group, norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.length, norm.freedom,
-        **step, **lie_last(x, dy, out), **tiles.options, **norm.flags,
+        **step, **lie_last(x=x, dy=dy, out=out), **tiles.options, **norm.flags,
     )  # fmt: skip
 
 
