@@ -10,7 +10,7 @@ import triton.language as tl
 from fx_fusion.kernels.images import multiple
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.moments import corrected, merge
+from fx_fusion.kernels.moments import joined, merge
 
 _STEPS = 16  # of a program, one after the other, at most
 
@@ -41,20 +41,18 @@ def _forward_kernel(
     for step in range(0, steps):
         live, at, mask, i = _images(step, images, channels, c, size, ROWS, BS)
         x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        if EXACT:  # equal values have no distance from the first one; of 16 bits their mean is exact
+            shift = tl.load(x_ptr + at * size, live, 0.0)
+            x = tl.where(mask, x - shift[:, None], 0.0)
         means = tl.div_rn(tl.sum(x, 1), length)
         apart = tl.where(mask, x - means[:, None], 0.0)
         m2s = tl.sum(apart * apart, 1)
-        if EXACT:  # of 16 bits the means are, where all are equal
-            m2s, off = corrected(m2s, tl.sum(apart, 1), length)
-            means += off
+        if EXACT:
+            means += shift
         tl.store(images_ptr + at, means, live)
         tl.store(deviations_ptr + at, tl.sqrt_rn(m2s / length + eps), live)
         n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
-        away = middle - mean
-        both = total + n
-        mean += away * n / both
-        m2 += spread + away * away * total * n / both
-        total = both
+        total, mean, m2 = joined(total, mean, m2, n, middle, spread)
     var = m2 / total
     tl.store(var_ptr + c, var)
     if RUNNING:
@@ -104,11 +102,11 @@ def _backward_kernel(
         dvs += won * x
         losses += q - won
         tl.store(pulls_ptr + at, -w * tl.sum(won, 1) / (deviation * length), live)
-    tl.store(db_ptr + c, tl.sum(tl.sum(dbs, 1), 0).to(db_ptr.dtype.element_ty))
-    tl.store(dw_ptr + c, tl.sum(tl.sum(dws, 1), 0).to(dw_ptr.dtype.element_ty))
-    tl.store(dv_ptr + c, (-w * tl.sum(tl.sum(dvs, 1), 0)).to(dv_ptr.dtype.element_ty))
+    tl.store(db_ptr + c, tl.sum(dbs).to(db_ptr.dtype.element_ty))
+    tl.store(dw_ptr + c, tl.sum(dws).to(dw_ptr.dtype.element_ty))
+    tl.store(dv_ptr + c, (-w * tl.sum(dvs)).to(dv_ptr.dtype.element_ty))
     mean_of_batch = tl.load(batch_ptr + c)
-    push = -w * tl.sum(tl.sum(losses, 1), 0) / (least * length * images)
+    push = -w * tl.sum(losses) / (least * length * images)
     tl.debug_barrier()  # other threads have stored the pulls
     for step in range(0, steps):  # backwards: what was read last is still in the cache
         live, at, mask, i = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)

@@ -8,7 +8,7 @@ import triton.language as tl
 from fx_fusion.kernels.images import Tiles, lie_last, multiple, offset, place
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, column_sums, launch, next_power_of_2
-from fx_fusion.kernels.moments import merge
+from fx_fusion.kernels.moments import joined, merge
 
 _FEW = 512  # parts of the channels of a tile: 128 images of 8 channels (1024) cost 5 %
 
@@ -23,11 +23,8 @@ def _of_images(parts_ptr, image, c, live, channels, size, part, splits, all_part
     for split in range(1, splits):
         n = tl.minimum(part, size - split * part).to(tl.float32)
         at += channels
-        apart = tl.load(parts_ptr + at, live, 0.0) - means
-        both = count + n
-        means += apart * n / both
-        m2s += tl.load(parts_ptr + all_parts + at, live, 0.0) + apart * apart * count * n / both
-        count = both
+        middle, spread = tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0)
+        count, means, m2s = joined(count, means, m2s, n, middle, spread)
     return means, m2s
 
 
@@ -70,11 +67,7 @@ def _statistics_kernel(
         tl.store(images_ptr + at, means, live)
         tl.store(images_ptr + (images + image) * channels + c[None, :], tl.sqrt_rn(m2s / length + eps), live)
         n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
-        apart = middle - mean
-        both = tl.maximum(total + n, 1.0)
-        mean += apart * n / both
-        m2 += spread + apart * apart * total * n / both
-        total += n
+        total, mean, m2 = joined(total, mean, m2, n, middle, spread)
     var = m2 / tl.maximum(total, 1.0)
     tl.store(var_ptr + c, var, live_c)
     if RUNNING:

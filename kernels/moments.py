@@ -40,6 +40,16 @@ def merge(mean, m2, count, axis: tl.constexpr):
 
 
 @triton.jit
+def joined(count, mean, m2, n, middle, spread):
+    """Chan's formula for two: moments of ``count`` values and of ``n`` more. The share of the first n is 1, exactly: a
+    rounded product would move their mean."""
+    both = count + n
+    share = tl.div_rn(n, tl.maximum(both, 1.0))
+    apart = middle - mean
+    return both, mean + apart * share, m2 + spread + apart * apart * count * share
+
+
+@triton.jit
 def corrected(squares, sums, count):
     """Squares and sums of distances from a rounded mean -> m2, and what that mean is off by. Equal values have a distance
     of their own otherwise, and 1 / sqrt(var + eps) makes it large. Chan, Golub and LeVeque 1983, equation 1.7."""

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import multiple
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.moments import STEPS, corrected, merge, rebased, seen, shifted
+from fx_fusion.kernels.moments import STEPS, merge, rebased, seen, shifted
 from fx_fusion.kernels.norm_formulas import EVONORM_S0, GROUP_NORM, Norm, gradients, of_input, parameters, result, store_sums
 
 _RESIDENT = 32768  # elements of a (padded) group that one program keeps in registers, at most
@@ -32,13 +32,11 @@ def _group_fwd_kernel(
         mask = (c < per_group) & (s < size)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         count = tl.cast(length, tl.float32)
-        mean = tl.div_rn(tl.sum(tl.sum(x, 1), 0), count)
+        mean = tl.div_rn(tl.sum(x), count)
+        if EXACT:  # of 16 bits the mean is, where all are equal; ``corrected`` afterwards takes more registers
+            mean += tl.div_rn(tl.sum(tl.where(mask, x - mean, 0.0)), count)
         apart = tl.where(mask, x - mean, 0.0)
-        m2 = tl.sum(tl.sum(apart * apart, 1), 0)
-        if EXACT:  # of 16 bits the mean is, where all are equal
-            m2, off = corrected(m2, tl.sum(tl.sum(apart, 1), 0), count)
-            mean += off
-        rstd = 1.0 / tl.sqrt_rn(m2 / freedom + eps)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(apart * apart) / freedom + eps)
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         y = result(x, mean, rstd * w, b, v, KIND, EXACT)
         tl.store(y_ptr + base + c * size + s, y.to(y_ptr.dtype.element_ty), mask)
@@ -104,8 +102,8 @@ def _group_bwd_kernel(
         store_sums(sums_ptr, pid * per_group + c, all_channels, dbs, dws, dvs, c < per_group, KIND)
         across = 0.0
         if KIND != 2:
-            across = tl.sum(tl.sum(dbs * w, 1), 0) / length
-        along = tl.sum(tl.sum(dws * w, 1), 0) / freedom
+            across = tl.sum(dbs * w) / length
+        along = tl.sum(dws * w) / freedom
         dx = of_input(direct, apart, scale, rstd, across, along)
         tl.store(dx_ptr + base + c * size + s, dx.to(dx_ptr.dtype.element_ty), mask)
     else:
@@ -133,8 +131,8 @@ def _group_bwd_kernel(
             dv_c = tl.sum(dvs, 1)[:, None] * (rstd * w)
             store_sums(sums_ptr, pid * per_group + c, all_channels, db_c, dw_c, dv_c, c < per_group, KIND)
             if KIND != 2:
-                across += tl.sum(tl.sum(tl.where(c < per_group, db_c * w, 0.0), 1), 0)
-            along += tl.sum(tl.sum(tl.where(c < per_group, dw_c * w, 0.0), 1), 0)
+                across += tl.sum(tl.where(c < per_group, db_c * w, 0.0))
+            along += tl.sum(tl.where(c < per_group, dw_c * w, 0.0))
         across = across / length
         along = along / freedom
         blocks = tl.cdiv(per_group, BC)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import Tiles, lie_last, multiple, offset, place
 from fx_fusion.kernels.launch import launch, next_power_of_2
-from fx_fusion.kernels.moments import merge
+from fx_fusion.kernels.moments import joined, merge
 from fx_fusion.kernels.norm_formulas import Norm, gradients, of_channels, of_input, parameters, result, store_sums
 
 
@@ -34,11 +34,7 @@ def _group_moments_kernel(
         n, middle, spread = merge(
             tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0), count, 0
         )
-        apart = middle - mean
-        both = total + n
-        mean += apart * n / both
-        m2 += spread + apart * apart * total * n / both
-        total = both
+        total, mean, m2 = joined(total, mean, m2, n, middle, spread)
     tl.store(stats_ptr + pid, mean)
     tl.store(stats_ptr + all_groups + pid, 1.0 / tl.sqrt_rn(m2 / freedom + eps))
 

@@ -315,7 +315,7 @@ def b0_excess(inputs, dy, running_var, way):
 
 
 @pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels")
-@pytest.mark.parametrize("value", [100.1, 1e6 + 0.3])
+@pytest.mark.parametrize("value", [100.1, 985.9, 4148.5, 1e6 + 0.3])
 def test_equal_values_have_no_variance(value, device):
     """Their float32 sum is rounded, so is their mean: 1 / sqrt(eps) makes 0.005 of that at 100, 0.6 at 10^6; eager has 0."""
     least = 2 * torch.finfo(torch.float32).eps
