@@ -17,11 +17,12 @@ _STEPS = 16  # of a program, one after the other, at most
 
 @triton.jit
 def _images(step, images, channels, c, size, ROWS: tl.constexpr, BS: tl.constexpr):
-    """Of the images of a step: which there are, where their statistics are, which elements there are and where."""
+    """Of the images of a step: which there are, where their statistics are, which elements there are, where an image begins
+    and its positions: added last, in 32 bits, or the backward takes 83 registers for 64 (14 x 14), one program for two."""
     row = (step * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live, at = row < images, row * channels + c
     s = tl.arange(0, BS)[None, :]
-    return live, at, live[:, None] & (s < size), at[:, None] * size + s
+    return live, at, live[:, None] & (s < size), at[:, None] * size, s
 
 
 @triton.jit
@@ -39,8 +40,8 @@ def _forward_kernel(
     mean = 0.0
     m2 = 0.0
     for step in range(0, steps):
-        live, at, mask, i = _images(step, images, channels, c, size, ROWS, BS)
-        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        live, at, mask, first, s = _images(step, images, channels, c, size, ROWS, BS)
+        x = tl.load(x_ptr + first + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         if EXACT:  # equal values have no distance from the first one; of 16 bits their mean is exact
             shift = tl.load(x_ptr + at * size, live, 0.0)
             x = tl.where(mask, x - shift[:, None], 0.0)
@@ -65,12 +66,12 @@ def _forward_kernel(
     v = tl.load(v_ptr + c).to(tl.float32)
     tl.debug_barrier()  # other threads have stored the statistics of images
     for step in range(0, steps):  # backwards: what was read last is still in the cache
-        live, at, mask, i = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)
+        live, at, mask, first, s = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)
         deviation = tl.load(deviations_ptr + at, live, 1.0)[:, None]
-        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + first + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         _, inverse = over_larger(x, v, deviation, least, EXACT)
         y = (x * inverse * w + b).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + i, y, mask, eviction_policy="evict_first")
+        tl.store(y_ptr + first + s, y, mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -92,10 +93,10 @@ def _backward_kernel(
     dvs = tl.zeros((ROWS, BS), tl.float32)
     losses = tl.zeros((ROWS, BS), tl.float32)
     for step in range(0, steps):
-        live, at, mask, i = _images(step, images, channels, c, size, ROWS, BS)
+        live, at, mask, first, s = _images(step, images, channels, c, size, ROWS, BS)
         deviation = tl.load(deviations_ptr + at, live, 1.0)
-        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = tl.load(dy_ptr + i, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(x_ptr + first + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + first + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         _, dw, q, won = gradients(x, dy, v, deviation[:, None], least, EXACT)
         dbs += dy
         dws += dw
@@ -109,17 +110,17 @@ def _backward_kernel(
     push = -w * tl.sum(losses) / (least * length * images)
     tl.debug_barrier()  # other threads have stored the pulls
     for step in range(0, steps):  # backwards: what was read last is still in the cache
-        live, at, mask, i = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)
+        live, at, mask, first, s = _images(steps - 1 - step, images, channels, c, size, ROWS, BS)
         mean = tl.load(images_ptr + at, live, 0.0)[:, None]
         deviation = tl.load(deviations_ptr + at, live, 1.0)[:, None]
         pull = tl.load(pulls_ptr + at, live, 0.0)[:, None]
-        x = tl.load(x_ptr + i, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-        dy = tl.load(dy_ptr + i, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + first + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        dy = tl.load(dy_ptr + first + s, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         inverse, _, _, won = gradients(x, dy, v, deviation, least, EXACT)
         dx = w * (dy * inverse - won * v) + (x - mean) * pull
         if not RUNNING:
             dx += (x - mean_of_batch) * push
-        tl.store(dx_ptr + i, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
+        tl.store(dx_ptr + first + s, dx.to(dx_ptr.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
 def options(x, *others, backward: bool) -> dict | None:
