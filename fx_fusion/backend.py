@@ -24,6 +24,7 @@ from fx_fusion.canonicalize import View
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
+from fx_fusion.foreach_scalars import keep_tensors
 from fx_fusion.graph_breaks import why_it_ends
 from fx_fusion.kernel_accesses import remember_accesses
 from fx_fusion.layouts import without_donated_buffers
@@ -83,6 +84,7 @@ def compile_graph(
     sites: list[Site] = []
     layers: list[Callable[[Compiled], Compiled]] = []
     try:
+        graph_report.floats = keep_tensors(gm) if options.fuel is None else 0
         assumptions = Assumptions(gm, allowed=options.speculate)
         sites, deferred = fuse(gm, options, assumptions)
         graph_report.deferred, graph_report.assumes = deferred.names, assumptions.sentences()
@@ -97,7 +99,8 @@ def compile_graph(
     except (RestartAnalysis, SkipFrame):  # Dynamo's control flow, not a failure
         raise
     except Exception as error:
-        if gm is untouched or not any(site.status == "fused" for site in sites):
+        changed = graph_report.floats or any(site.status == "fused" for site in sites)
+        if gm is untouched or not changed:
             raise  # it would fail without us too
         _fall_back(error, options, graph_report)
         sites, layers = [], []

@@ -51,6 +51,7 @@ class GraphReport:
     nodes_after: int = 0
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
     broke: str = ""  # the graph break that it ends at, if it does
+    floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     deferred: tuple[str, ...] = ()
     assumes: tuple[str, ...] = ()
     compile_id: str = ""
@@ -102,6 +103,9 @@ class Report:
         )
         notes = [f"graph {g.index}: unchanged to Inductor: {g.fallback}" for g in self.graphs if g.fallback]
         notes += [f"graph {g.index}: ends at a {g.broke}" for g in self.graphs if g.broke]
+        notes += [
+            f"graph {g.index}: {g.floats} foreach call(s) take a changing float as a tensor" for g in self.graphs if g.floats
+        ]
         notes += [f"graph {g.index}: deferred until read: {', '.join(g.deferred)}" for g in self.graphs if g.deferred]
         notes += [f"graph {g.index}: assumes, and checks at run time: {a}" for g in self.graphs for a in g.assumes]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)

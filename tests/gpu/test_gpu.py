@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fx_fusion
 import fx_fusion.registry as registry
@@ -206,3 +207,26 @@ def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype, monkeypatc
 
     name, used = worst_excess(run(fused, inputs), run(eager, inputs), run_oracle(eager, inputs), dtype)
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_foreach_optimizer_under_a_schedule(dtype):
+    """Parameters on the GPU, the learning rate a tensor on the CPU: Inductor's numbers, one compile for all rates."""
+    found = {}
+    for backend in ("inductor", "fx_fusion"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        made = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in ((300, 70), (7,), (1 << 20,))]
+        optimizer = torch.optim.AdamW(made, lr=1e-2, weight_decay=0.1)
+        counter = CompileCounterWithBackend(backend)
+        step, compiled = torch.compile(optimizer.step, backend=counter), []
+        for rate in (1e-2, 5e-3, 2e-3, 1e-3):
+            for p in made:
+                p.grad = torch.randn_like(p)
+            optimizer.param_groups[0]["lr"] = rate
+            step()
+            compiled.append(counter.frame_count)
+        found[backend] = [p.detach() for p in made]
+    assert compiled[-1] == compiled[1]
+    for a, b in zip(*found.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
