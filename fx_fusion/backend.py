@@ -21,10 +21,10 @@ from fx_fusion import debug
 from fx_fusion.bodies import link_bodies
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
+from fx_fusion.changing_floats import keep_tensors, specialise_mixed
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
-from fx_fusion.foreach_scalars import keep_tensors
 from fx_fusion.graph_breaks import why_it_ends
 from fx_fusion.kernel_accesses import remember_accesses
 from fx_fusion.layouts import without_donated_buffers
@@ -78,6 +78,7 @@ def compile_graph(
 ) -> Compiled:
     """canonicalize -> match -> legality -> select -> rewrite -> defer -> compile the rest -> speculate."""
     started = time.perf_counter()
+    specialise_mixed(gm)
     graph_report = _new_report(gm)
     untouched = snapshot(gm)
     activations = activation_positions(gm)

@@ -1,0 +1,119 @@
+"""Floats that change between calls, a learning rate say: tensors where that is possible, constants where it is not.
+
+Dynamo hands a Python float that has changed to the graph as a 0-d fp64 tensor and the ``item()`` of it, a SymFloat.
+AOTAutograd turns the SymFloat and its arithmetic (``1 - lr * weight_decay``) back into tensors at the ops that it knows, and
+has Dynamo specialise on the value at the others. Two things are amiss with that (torch 2.13).
+
+``torch._foreach_*`` are among the others: Inductor compiles a foreach optimizer, the default on CUDA, anew for every
+learning rate of a schedule, and after eight of them the step runs eagerly. ``keep_tensors`` multiplies the float with a one
+first, which AOTAutograd knows, and the foreach op takes the product: it has an overload for a tensor. The number is rounded
+once, from fp64 to the dtype that the op computes in, as a scalar is.
+
+A float that both kinds of ops take is wrong from its third value on: where it was specialised it stays what it was, and no
+guard says so. ``specialise_mixed`` has Dynamo specialise everywhere then, with a guard.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._prims_common import get_computation_dtype
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from fx_fusion.canonicalize import View, is_tensor, value
+from fx_fusion.rewrite import Editor
+
+# Foreach ops that can take a tensor instead: what they call the number that scales their second operand, or None where the
+# number itself is the second operand.
+_FOREACH: dict[Any, str | None] = {}
+for _end in ("", "_"):
+    _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): None for op in ("mul", "div")}
+    _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "alpha" for op in ("add", "sub")}
+    _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "value" for op in ("addcmul", "addcdiv")}
+
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg}  # of numbers
+# What AOTAutograd makes a tensor for, of a tensor and a number.
+_KNOWN = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
+_KNOWN |= {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_KNOWN |= {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
+_KNOWN_METHODS = {"add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"}
+
+
+def specialise_mixed(gm: fx.GraphModule) -> None:
+    """Raises TensorifyScalarRestartAnalysis, by which AOTAutograd tells Dynamo the same, if some float is taken by ops
+    that take it as a tensor and by ops that do not."""
+    as_tensor: set[Any] = set()
+    as_constant: set[Any] = set()
+    for node in gm.graph.nodes:
+        numbers = [n for n in node.all_input_nodes if isinstance(value(n), torch.SymFloat)]
+        if numbers and not (isinstance(value(node), torch.SymFloat) and node.target in _ARITHMETIC):
+            known = _computed_in(node) is not None or _aot_knows(node)
+            (as_tensor if known else as_constant).update(*(free_symbols(value(n)) for n in numbers))
+    mixed = [str(s) for s in as_tensor & as_constant if not TensorifyState.should_specialize(str(s))]
+    for name in mixed:
+        TensorifyState.specialize(name)
+    if mixed:
+        raise TensorifyScalarRestartAnalysis
+
+
+def keep_tensors(gm: fx.GraphModule) -> int:
+    """Rewrite the foreach calls in place; how many there were."""
+    calls = [(node, dtype) for node in gm.graph.nodes if (dtype := _computed_in(node)) is not None]
+    if calls:
+        editor = Editor(View(gm.graph))
+        for node, dtype in calls:
+            _take_tensor(editor, node, dtype)
+        gm.graph.lint()
+        gm.recompile()
+    return len(calls)
+
+
+def _aot_knows(node: fx.Node) -> bool:
+    known = node.target in (_KNOWN_METHODS if node.op == "call_method" else _KNOWN)
+    return known and is_tensor(node) and not node.kwargs
+
+
+def _computed_in(node: fx.Node) -> torch.dtype | None:
+    """What a foreach call that takes a changing float computes in; None where it can't take a tensor instead."""
+    if node.op != "call_function" or node.target not in _FOREACH or len(node.args) < 2:
+        return None
+    name = _FOREACH[node.target]
+    number = node.args[1] if name is None else node.kwargs.get(name)
+    if not isinstance(number, fx.Node) or not isinstance(value(number), torch.SymFloat):
+        return None
+    tensors = _meeting(node)
+    examples = value(tensors) if isinstance(tensors, fx.Node) else [value(t) for t in tensors]
+    if len(node.kwargs) != (name is not None) or not all(t.dtype.is_floating_point for t in examples):
+        return None
+    dtypes = {get_computation_dtype(t.dtype) for t in examples}
+    # A tensor without dims widens others without dims, unless they are written in place.
+    widens = not node.target.__name__.endswith("_") and any(t.dim() == 0 and t.dtype not in dtypes for t in examples)
+    return None if len(dtypes) != 1 or widens else dtypes.pop()
+
+
+def _meeting(node: fx.Node) -> Any:
+    """The tensors that meet the number."""
+    return node.args[0 if _FOREACH[node.target] is None else 1]
+
+
+def _take_tensor(editor: Editor, node: fx.Node, dtype: torch.dtype) -> None:
+    name = _FOREACH[node.target]
+    number, tensors = (node.args[1] if name is None else node.kwargs[name]), _meeting(node)
+    with editor.graph.inserting_before(node):
+        tensor = editor.once((number, dtype), functools.partial(_as_tensor, editor, number, dtype, node))
+        if name is None:
+            node.args = (tensors, tensor)
+        else:
+            scaled = editor.call(torch._foreach_mul, (tensors, tensor), like=node)
+            node.args, node.kwargs = (node.args[0], scaled, *node.args[2:]), {}
+
+
+def _as_tensor(editor: Editor, number: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    one = editor.call(torch.ones, ((),), {"dtype": dtype}, like=like)
+    return editor.call(torch.mul, (one, number), like=like)

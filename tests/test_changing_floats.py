@@ -1,0 +1,53 @@
+"""Python floats that change between calls: right at every value, whatever takes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fx_fusion
+
+VALUES = (0.5, 0.25, 0.7, 0.9)
+X, Y = torch.rand(4, 6) + 0.1, torch.rand(4, 6) + 0.2
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda s: X.clamp(max=s), lambda s: X**s, lambda s: s**X, lambda s: torch.lerp(X, Y, s), lambda s: X % s,
+        lambda s: torch.full_like(X, s), lambda s: torch.add(X, Y, alpha=s), lambda s: X.masked_fill(X > 0.5, s),
+        lambda s: torch._foreach_add([X], s)[0], lambda s: X * int(s * 10), lambda s: F.leaky_relu(X - 0.5, s),
+    ],
+    ids=["clamp", "pow", "of pow", "lerp", "remainder", "full", "alpha", "fill", "foreach", "int", "leaky"],
+)  # fmt: skip
+def test_a_float_that_is_a_tensor_here_and_a_constant_there(taken):
+    """Through Inductor alone what ``taken`` makes stays that of the second value, torch 2.13."""
+    torch._dynamo.reset()
+
+    def function(s):
+        return X * s, taken(1.5 * s)
+
+    compiled = torch.compile(function, backend="fx_fusion")
+    for s in VALUES:
+        for a, b in zip(compiled(s), function(s), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_float_that_is_a_tensor_everywhere_is_compiled_twice():
+    """Another one that is not does not matter."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("fx_fusion")
+
+    def function(s, t):
+        return X * s + Y, torch._foreach_mul([X], 1 - s)[0], X.clamp(max=t)
+
+    compiled = torch.compile(function, backend=counter)
+    with fx_fusion.recording() as report:
+        for s in VALUES:
+            for a, b in zip(compiled(s, 0.3), function(s, 0.3), strict=True):
+                torch.testing.assert_close(a, b)
+        assert counter.frame_count == 2
+        for s in VALUES:
+            for a, b in zip(compiled(s, s), function(s, s), strict=True):
+                torch.testing.assert_close(a, b)
+    assert "1 foreach call(s) take a changing float as a tensor" in str(report)
