@@ -21,7 +21,7 @@ from fx_fusion import debug
 from fx_fusion.bodies import link_bodies
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
-from fx_fusion.changing_floats import keep_tensors, specialise_mixed
+from fx_fusion.changing_floats import keep_tensors, values_of
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
@@ -67,7 +67,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     tell_inductor()
     remember_accesses()
     with without_donated_buffers(gm):
-        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options, values_of(gm)))
 
 
 def compile_graph(
@@ -78,7 +78,6 @@ def compile_graph(
 ) -> Compiled:
     """canonicalize -> match -> legality -> select -> rewrite -> defer -> compile the rest -> speculate."""
     started = time.perf_counter()
-    specialise_mixed(gm)
     graph_report = _new_report(gm)
     untouched = snapshot(gm)
     activations = activation_positions(gm)

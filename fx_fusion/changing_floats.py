@@ -1,30 +1,27 @@
-"""Floats that change between calls, a learning rate say: tensors where that is possible, constants where it is not.
+"""Floats that change between calls, a learning rate say: one compile for all values in foreach ops, and never another's code.
 
 Dynamo hands a Python float that has changed to the graph as a 0-d fp64 tensor and the ``item()`` of it, a SymFloat.
 AOTAutograd turns the SymFloat and its arithmetic (``1 - lr * weight_decay``) back into tensors at the ops that it knows, and
-has Dynamo specialise on the value at the others. Two things are amiss with that (torch 2.13).
+makes it a constant, with a guard, at the others. Two things are amiss with that (torch 2.13).
 
 ``torch._foreach_*`` are among the others: Inductor compiles a foreach optimizer, the default on CUDA, anew for every
 learning rate of a schedule, and after eight of them the step runs eagerly. ``keep_tensors`` multiplies the float with a one
 first, which AOTAutograd knows, and the foreach op takes the product: it has an overload for a tensor. The number is rounded
 once, from fp64 to the dtype that the op computes in, as a scalar is.
 
-A float that both kinds of ops take is wrong from its third value on: where it was specialised it stays what it was, and no
-guard says so. ``specialise_mixed`` has Dynamo specialise everywhere then, with a guard.
+Where ops of both kinds take one float, ``x * s`` and ``x.clamp(max=s)``, the graph is compiled anew for each value, but to
+the compile caches it is the same graph, and they answer with the code of the value before: silently wrong. ``values_of``
+goes into our part of their keys.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch._prims_common import get_computation_dtype
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.rewrite import Editor
@@ -37,29 +34,12 @@ for _end in ("", "_"):
     _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "alpha" for op in ("add", "sub")}
     _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "value" for op in ("addcmul", "addcdiv")}
 
-_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg}  # of numbers
-# What AOTAutograd makes a tensor for, of a tensor and a number.
-_KNOWN = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
-_KNOWN |= {operator.iadd, operator.isub, operator.imul, operator.itruediv}
-_KNOWN |= {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
-_KNOWN_METHODS = {"add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"}
 
-
-def specialise_mixed(gm: fx.GraphModule) -> None:
-    """Raises TensorifyScalarRestartAnalysis, by which AOTAutograd tells Dynamo the same, if some float is taken by ops
-    that take it as a tensor and by ops that do not."""
-    as_tensor: set[Any] = set()
-    as_constant: set[Any] = set()
-    for node in gm.graph.nodes:
-        numbers = [n for n in node.all_input_nodes if isinstance(value(n), torch.SymFloat)]
-        if numbers and not (isinstance(value(node), torch.SymFloat) and node.target in _ARITHMETIC):
-            known = _computed_in(node) is not None or _aot_knows(node)
-            (as_tensor if known else as_constant).update(*(free_symbols(value(n)) for n in numbers))
-    mixed = [str(s) for s in as_tensor & as_constant if not TensorifyState.should_specialize(str(s))]
-    for name in mixed:
-        TensorifyState.specialize(name)
-    if mixed:
-        raise TensorifyScalarRestartAnalysis
+def values_of(gm: fx.GraphModule) -> tuple[float, ...]:
+    """What the changing floats of a graph and its bodies are at this compilation."""
+    nodes = [node for m in gm.modules() if isinstance(m, fx.GraphModule) for node in m.graph.nodes]
+    numbers = (value(node) for node in nodes if node.op == "call_method" and node.target == "item")
+    return tuple(n.node.hint for n in numbers if isinstance(n, torch.SymFloat) and n.node.has_hint())
 
 
 def keep_tensors(gm: fx.GraphModule) -> int:
@@ -74,11 +54,6 @@ def keep_tensors(gm: fx.GraphModule) -> int:
     return len(calls)
 
 
-def _aot_knows(node: fx.Node) -> bool:
-    known = node.target in (_KNOWN_METHODS if node.op == "call_method" else _KNOWN)
-    return known and is_tensor(node) and not node.kwargs
-
-
 def _computed_in(node: fx.Node) -> torch.dtype | None:
     """What a foreach call that takes a changing float computes in; None where it can't take a tensor instead."""
     if node.op != "call_function" or node.target not in _FOREACH or len(node.args) < 2:
@@ -89,7 +64,7 @@ def _computed_in(node: fx.Node) -> torch.dtype | None:
         return None
     tensors = _meeting(node)
     examples = value(tensors) if isinstance(tensors, fx.Node) else [value(t) for t in tensors]
-    if len(node.kwargs) != (name is not None) or not all(t.dtype.is_floating_point for t in examples):
+    if len(node.kwargs) != (name is not None) or not all(is_tensor(t) and t.dtype.is_floating_point for t in examples):
         return None
     dtypes = {get_computation_dtype(t.dtype) for t in examples}
     # A tensor without dims widens others without dims, unless they are written in place.

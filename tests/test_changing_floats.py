@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 
@@ -16,12 +17,12 @@ X, Y = torch.rand(4, 6) + 0.1, torch.rand(4, 6) + 0.2
     [
         lambda s: X.clamp(max=s), lambda s: X**s, lambda s: s**X, lambda s: torch.lerp(X, Y, s), lambda s: X % s,
         lambda s: torch.full_like(X, s), lambda s: torch.add(X, Y, alpha=s), lambda s: X.masked_fill(X > 0.5, s),
-        lambda s: torch._foreach_add([X], s)[0], lambda s: X * int(s * 10), lambda s: F.leaky_relu(X - 0.5, s),
+        lambda s: torch._foreach_add([X], s)[0], lambda s: X * int(s * 10), lambda s: F.leaky_relu(X - 0.5, s), lambda s: s,
     ],
-    ids=["clamp", "pow", "of pow", "lerp", "remainder", "full", "alpha", "fill", "foreach", "int", "leaky"],
+    ids=["clamp", "pow", "of pow", "lerp", "remainder", "full", "alpha", "fill", "foreach", "int", "leaky", "returned"],
 )  # fmt: skip
 def test_a_float_that_is_a_tensor_here_and_a_constant_there(taken):
-    """Through Inductor alone what ``taken`` makes stays that of the second value, torch 2.13."""
+    """Through Inductor alone what ``taken`` makes stays that of the second value: a hit in the compile cache, torch 2.13."""
     torch._dynamo.reset()
 
     def function(s):
@@ -51,3 +52,29 @@ def test_a_float_that_is_a_tensor_everywhere_is_compiled_twice():
             for a, b in zip(compiled(s, s), function(s, s), strict=True):
                 torch.testing.assert_close(a, b)
     assert "1 foreach call(s) take a changing float as a tensor" in str(report)
+
+
+def test_a_float_in_a_checkpointed_body():
+    torch._dynamo.reset()
+
+    def body(x, s):
+        return x * s + x.clamp(max=s)
+
+    def function(x, s):
+        return checkpoint(body, x.sin(), s, use_reentrant=False)
+
+    compiled = torch.compile(function, backend="fx_fusion")
+    for s in VALUES:
+        found, wanted = (
+            torch.autograd.grad(f(x := X.clone().requires_grad_(), s).sum(), x)[0] for f in (compiled, function)
+        )
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(compiled(X, s), function(X, s))
+
+
+def test_a_float_out_of_the_data_has_no_value_yet():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * x.sum().item(), backend="fx_fusion", options={"strict": True})
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for x in (X, Y):
+            torch.testing.assert_close(compiled(x), x * x.sum().item())
