@@ -1,4 +1,4 @@
-"""Floats that change between calls, a learning rate say: one compile for all values in foreach ops, and never another's code.
+"""Floats that change between calls, a learning rate say: foreach ops are compiled once, and never get another value's code.
 
 Dynamo hands a Python float that has changed to the graph as a 0-d fp64 tensor and the ``item()`` of it, a SymFloat.
 AOTAutograd turns the SymFloat and its arithmetic (``1 - lr * weight_decay``) back into tensors at the ops that it knows, and
