@@ -21,7 +21,7 @@ from fx_fusion import debug
 from fx_fusion.bodies import link_bodies
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
-from fx_fusion.changing_floats import keep_tensors, values_of
+from fx_fusion.changing_floats import keep_tensors, without_caches
 from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
 from fx_fusion.diff import text
 from fx_fusion.errors import FusionError
@@ -66,8 +66,8 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     """Inductor, with the user's options and our part of the cache key."""
     tell_inductor()
     remember_accesses()
-    with without_donated_buffers(gm):
-        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options, values_of(gm)))
+    with without_donated_buffers(gm), without_caches(gm):
+        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
 
 
 def compile_graph(
@@ -117,6 +117,7 @@ def _fall_back(error: Exception, options: Options, graph_report: GraphReport) ->
         raise FusionError(_where(error)) from error
     warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=3)
     graph_report.fallback = _where(error)
+    graph_report.floats, graph_report.deferred, graph_report.assumes = 0, (), ()
 
 
 def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tuple[list[Site], DeferredOutputs]:

@@ -1,8 +1,8 @@
 """Make the compile caches see us.
 
 AOTAutograd's cache knows an op by its name: a changed backward formula would hit an entry compiled with the old one.
-A custom pass that does nothing, but whose ``uuid`` hashes all our sources, the options of this compilation, its changing
-floats and the Triton version, puts that into the keys of both caches.
+A custom pass that does nothing, but whose ``uuid`` hashes all our sources, the options of this compilation and the
+Triton version, puts that into the keys of both caches.
 """
 
 from __future__ import annotations
@@ -50,17 +50,16 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def key_of(options: Options, floats: tuple[float, ...]) -> str:
-    parts = (source_hash(), options.key(), floats, triton.__version__, torch.__version__)
+def key_of(options: Options) -> str:
+    parts = (source_hash(), options.key(), triton.__version__, torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def config_patches(options: Options, floats: tuple[float, ...]) -> dict[str, Any]:
-    """Inductor's options of this compilation, with our key added to its custom passes. ``floats``: numbers that the graph
-    may have as constants, though it does not say so (``changing_floats``)."""
+def config_patches(options: Options) -> dict[str, Any]:
+    """Inductor's options of this compilation, with our key added to its custom passes."""
     patches = dict(options.inductor)
     given = patches.get(_SLOT, getattr(inductor_config, _SLOT))
-    ours = _NoOpPass(key_of(options, floats))
+    ours = _NoOpPass(key_of(options))
     known = dict(patches.get(_CACHEABLE, getattr(inductor_config, _CACHEABLE)) or {})
     patches[_CACHEABLE] = {**known, **dict.fromkeys(PLAIN_FUNCTIONS, source_hash())}
     if given is None:

@@ -10,16 +10,18 @@ first, which AOTAutograd knows, and the foreach op takes the product: it has an 
 once, from fp64 to the dtype that the op computes in, as a scalar is.
 
 Where ops of both kinds take one float, ``x * s`` and ``x.clamp(max=s)``, the graph is compiled anew for each value, but to
-the compile caches it is the same graph, and they answer with the code of the value before: silently wrong. ``values_of``
-goes into our part of their keys.
+the compile caches it is the same graph: they answer with the code of the value before, and without its guard. Silently
+wrong, so such a graph is compiled ``without_caches``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import fx
 from torch._prims_common import get_computation_dtype
 
@@ -35,58 +37,53 @@ for _end in ("", "_"):
     _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "value" for op in ("addcmul", "addcdiv")}
 
 
-def values_of(gm: fx.GraphModule) -> tuple[float, ...]:
-    """What the changing floats of a graph and its bodies are at this compilation."""
-    nodes = [node for m in gm.modules() if isinstance(m, fx.GraphModule) for node in m.graph.nodes]
-    numbers = (value(node) for node in nodes if node.op == "call_method" and node.target == "item")
-    return tuple(n.node.hint for n in numbers if isinstance(n, torch.SymFloat) and n.node.has_hint())
+def without_caches(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """What a graph that changing floats go into, or into its bodies, is compiled under."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    items = (value(node) for graph in graphs for node in graph.find_nodes(op="call_method", target="item"))
+    if not any(isinstance(item, torch.SymFloat) for item in items):
+        return contextlib.nullcontext()
+    return torch._inductor.config.patch(force_disable_caches=True)
 
 
 def keep_tensors(gm: fx.GraphModule) -> int:
     """Rewrite the foreach calls in place; how many there were."""
-    calls = [(node, dtype) for node in gm.graph.nodes if (dtype := _computed_in(node)) is not None]
+    calls = [(node, taken) for node in gm.graph.nodes if (taken := _taken(node)) is not None]
     if calls:
         editor = Editor(View(gm.graph))
-        for node, dtype in calls:
-            _take_tensor(editor, node, dtype)
+        for node, taken in calls:
+            _take_tensor(editor, node, *taken)
         gm.graph.lint()
         gm.recompile()
     return len(calls)
 
 
-def _computed_in(node: fx.Node) -> torch.dtype | None:
-    """What a foreach call that takes a changing float computes in; None where it can't take a tensor instead."""
+def _taken(node: fx.Node) -> tuple[fx.Node, Any, torch.dtype] | None:
+    """The changing float of a foreach call, the tensors that meet it and what they are computed in; None where there is no
+    such float, or a tensor can't take its place."""
     if node.op != "call_function" or node.target not in _FOREACH or len(node.args) < 2:
         return None
     name = _FOREACH[node.target]
-    number = node.args[1] if name is None else node.kwargs.get(name)
+    number, tensors = (node.args[1], node.args[0]) if name is None else (node.kwargs.get(name), node.args[1])
     if not isinstance(number, fx.Node) or not isinstance(value(number), torch.SymFloat):
         return None
-    tensors = _meeting(node)
     examples = value(tensors) if isinstance(tensors, fx.Node) else [value(t) for t in tensors]
     if len(node.kwargs) != (name is not None) or not all(is_tensor(t) and t.dtype.is_floating_point for t in examples):
         return None
     dtypes = {get_computation_dtype(t.dtype) for t in examples}
     # A tensor without dims widens others without dims, unless they are written in place.
     widens = not node.target.__name__.endswith("_") and any(t.dim() == 0 and t.dtype not in dtypes for t in examples)
-    return None if len(dtypes) != 1 or widens else dtypes.pop()
+    return None if len(dtypes) != 1 or widens else (number, tensors, dtypes.pop())
 
 
-def _meeting(node: fx.Node) -> Any:
-    """The tensors that meet the number."""
-    return node.args[0 if _FOREACH[node.target] is None else 1]
-
-
-def _take_tensor(editor: Editor, node: fx.Node, dtype: torch.dtype) -> None:
-    name = _FOREACH[node.target]
-    number, tensors = (node.args[1] if name is None else node.kwargs[name]), _meeting(node)
+def _take_tensor(editor: Editor, node: fx.Node, number: fx.Node, tensors: Any, dtype: torch.dtype) -> None:
     with editor.graph.inserting_before(node):
         tensor = editor.once((number, dtype), functools.partial(_as_tensor, editor, number, dtype, node))
-        if name is None:
-            node.args = (tensors, tensor)
-        else:
+        if node.kwargs:
             scaled = editor.call(torch._foreach_mul, (tensors, tensor), like=node)
             node.args, node.kwargs = (node.args[0], scaled, *node.args[2:]), {}
+        else:
+            node.args = (tensors, tensor)
 
 
 def _as_tensor(editor: Editor, number: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:

@@ -7,6 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
+from fx_fusion.backend import compile_graph
+from fx_fusion.options import parse
 
 VALUES = (0.5, 0.25, 0.7, 0.9)
 X, Y = torch.rand(4, 6) + 0.1, torch.rand(4, 6) + 0.2
@@ -78,3 +80,23 @@ def test_a_float_out_of_the_data_has_no_value_yet():
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         for x in (X, Y):
             torch.testing.assert_close(compiled(x), x * x.sum().item())
+
+
+def test_after_a_fallback_the_report_claims_nothing():
+    torch._dynamo.reset()
+
+    def chokes_on_ours(gm, inputs, options):
+        if any(node.target is torch.ones for node in gm.graph.nodes):
+            raise RuntimeError("no such op")
+        return gm.forward
+
+    def backend(gm, inputs):
+        return compile_graph(gm, inputs, parse(None, None), chokes_on_ours)
+
+    compiled = torch.compile(lambda s: torch._foreach_mul([X], s)[0], backend=backend)
+    with fx_fusion.recording() as report:
+        compiled(0.5)
+        with pytest.warns(UserWarning, match="no such op; the graph goes to Inductor"):
+            torch.testing.assert_close(compiled(0.25), X * 0.25)
+    assert "no such op" in report.graphs[-1].fallback
+    assert "changing float" not in str(report)

@@ -9,23 +9,23 @@ import fx_fusion
 
 RATES = (1e-2, 5e-3, 2.5e-3, 1e-3, 7e-4)
 OPTIMIZERS = [
-    ("AdamW", {}),
+    ("AdamW", {"weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
     ("RMSprop", {}),
     ("NAdam", {}),
 ]
 
 
-def train(backend, name="AdamW", dtype=torch.float32, tensor_lr=False, **given):
+def train(backend, name="AdamW", dtype=torch.float32, device="cpu", tensor_lr=False, **given):
     """Parameters after a step with each learning rate, and how often the step had been compiled by then."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)).to(device, dtype)
     lr = torch.tensor(RATES[0]) if tensor_lr else RATES[0]
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, **given)
     counter = CompileCounterWithBackend(backend or "eager")
     step = torch.compile(optimizer.step, backend=counter) if backend else optimizer.step
-    x, compiled = torch.randn(8, 16, dtype=dtype), []
+    x, compiled = torch.randn(8, 16).to(device, dtype), []
     for rate in RATES:
         optimizer.zero_grad()
         model(x).square().sum().backward()
@@ -51,10 +51,12 @@ def test_a_foreach_optimizer_is_not_compiled_for_every_learning_rate(name, given
 
 @pytest.mark.parametrize("given", [{"foreach": False}, {"tensor_lr": True}, {"fused": True}])
 def test_the_other_steps_are_inductors(given):
-    ours, compiled = train("fx_fusion", **given)
-    theirs, expected = train("inductor", **given)
-    for a, b in zip(ours, theirs, strict=True):
+    exact, _ = train(None, weight_decay=0.1, **given)
+    ours, compiled = train("fx_fusion", weight_decay=0.1, **given)
+    theirs, expected = train("inductor", weight_decay=0.1, **given)
+    for a, b, c in zip(ours, theirs, exact, strict=True):
         assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
     assert compiled == expected
 
 

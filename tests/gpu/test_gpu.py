@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fx_fusion
 import fx_fusion.registry as registry
@@ -17,6 +16,7 @@ from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.pattern import reference_of
 from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
+from tests.test_optimizer import train
 from tests.zoo import batch, build
 
 pytestmark = pytest.mark.gpu
@@ -212,21 +212,8 @@ def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype, monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_foreach_optimizer_under_a_schedule(dtype):
     """Parameters on the GPU, the learning rate a tensor on the CPU: Inductor's numbers, one compile for all rates."""
-    found = {}
-    for backend in ("inductor", "fx_fusion"):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        made = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in ((300, 70), (7,), (1 << 20,))]
-        optimizer = torch.optim.AdamW(made, lr=1e-2, weight_decay=0.1)
-        counter = CompileCounterWithBackend(backend)
-        step, compiled = torch.compile(optimizer.step, backend=counter), []
-        for rate in (1e-2, 5e-3, 2e-3, 1e-3):
-            for p in made:
-                p.grad = torch.randn_like(p)
-            optimizer.param_groups[0]["lr"] = rate
-            step()
-            compiled.append(counter.frame_count)
-        found[backend] = [p.detach() for p in made]
-    assert compiled[-1] == compiled[1]
-    for a, b in zip(*found.values(), strict=True):
+    ours, compiled = train("fx_fusion", dtype=dtype, device="cuda", weight_decay=0.1)
+    theirs, _ = train("inductor", dtype=dtype, device="cuda", weight_decay=0.1)
+    for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    assert compiled[-1] == compiled[1]
