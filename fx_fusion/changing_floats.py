@@ -6,8 +6,9 @@ makes it a constant, with a guard, at the others. Two things are amiss with that
 
 ``torch._foreach_*`` are among the others: Inductor compiles a foreach optimizer, the default on CUDA, anew for every
 learning rate of a schedule, and after eight of them the step runs eagerly. ``keep_tensors`` multiplies the float with a one
-first, which AOTAutograd knows, and the foreach op takes the product: it has an overload for a tensor. The number is rounded
-once, from fp64 to the dtype that the op computes in, as a scalar is.
+first, which AOTAutograd knows, and the foreach op takes the product: it has an overload for a tensor. Arithmetic on the way
+is done with that tensor (torch 2.11 keeps a float only where an op takes itself, not ``-lr``), in fp64 as Python's, and
+rounded once to the dtype that the op computes in, as a scalar is.
 
 Where ops of both kinds take one float, ``x * s`` and ``x.clamp(max=s)``, the graph is compiled anew for each value, but to
 the compile caches it is the same graph: they answer with the code of the value before, and without its guard. Silently
@@ -17,7 +18,7 @@ wrong, so such a graph is compiled ``without_caches``.
 from __future__ import annotations
 
 import contextlib
-import functools
+import operator
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ for _end in ("", "_"):
     _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): None for op in ("mul", "div")}
     _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "alpha" for op in ("add", "sub")}
     _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "value" for op in ("addcmul", "addcdiv")}
+
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg}
 
 
 def without_caches(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
@@ -78,7 +81,8 @@ def _taken(node: fx.Node) -> tuple[fx.Node, Any, torch.dtype] | None:
 
 def _take_tensor(editor: Editor, node: fx.Node, number: fx.Node, tensors: Any, dtype: torch.dtype) -> None:
     with editor.graph.inserting_before(node):
-        tensor = editor.once((number, dtype), functools.partial(_as_tensor, editor, number, dtype, node))
+        exact = _as_tensor(editor, number, node)
+        tensor = editor.once((exact, dtype), lambda: editor.cast(exact, dtype, like=node))
         if node.kwargs:
             scaled = editor.call(torch._foreach_mul, (tensors, tensor), like=node)
             node.args, node.kwargs = (node.args[0], scaled, *node.args[2:]), {}
@@ -86,6 +90,16 @@ def _take_tensor(editor: Editor, node: fx.Node, number: fx.Node, tensors: Any, d
             node.args = (tensors, tensor)
 
 
-def _as_tensor(editor: Editor, number: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    one = editor.call(torch.ones, ((),), {"dtype": dtype}, like=like)
-    return editor.call(torch.mul, (one, number), like=like)
+def _as_tensor(editor: Editor, number: Any, like: fx.Node) -> Any:
+    """A changing float as a 0-d fp64 tensor, a constant as it is."""
+    if not isinstance(number, fx.Node):
+        return number
+
+    def made() -> fx.Node:
+        if number.target in _ARITHMETIC:
+            args = tuple(_as_tensor(editor, a, like) for a in number.args)
+            return editor.call(number.target, args, like=like)
+        one = editor.call(torch.ones, ((),), {"dtype": torch.float64, "device": "cpu"}, like=like)
+        return editor.call(torch.mul, (one, number), like=like)
+
+    return editor.once(("fp64", number), made)
