@@ -3,8 +3,8 @@
 Eager (foreach and fused), and the foreach step compiled by Inductor and fx_fusion. First a schedule of ten learning rates,
 one a step: how often the step was compiled and how long the ten steps took, compiling included; parameters after it are
 compared with eager's. Then milliseconds a step (the median of calls as they are launched) at the second rate, a constant of
-Inductor's step and a tensor of fx_fusion's, and the share of 7 elements an element at the copy rate. The last rates would time
-Inductor's eager step: it compiles eight.
+Inductor's step and a tensor of fx_fusion's, and the share of 7 elements an element at the copy rate. Not at the last rates:
+Inductor's step is eager by then.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def measure(variant: str, dtype: torch.dtype, rate: float) -> tuple[dict[str, An
     moved = 7 * sum(p.numel() * p.element_size() for p in made)
     row = {
         "variant": variant, "dtype": str(dtype)[6:], "parameters": sum(p.numel() for p in made), "ms": round(ms, 3),
-        "share": round(moved / rate / ms * 1e3, 3), "compiled": counter.frame_count, "schedule_s": round(seconds, 1), "environment": environment(),
+        "share": round(moved / rate / ms * 1e3, 3), "compiled": counter.frame_count,
+        "schedule_s": round(seconds, 1), "environment": environment(),
     }  # fmt: skip
     return row, result
 
