@@ -75,9 +75,10 @@ def lie_last(**images) -> dict[str, bool]:
 
 def empty_images(x):
     """A result for x: channels last where x is, else contiguous."""
-    if not is_channels_last(x):
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    last = is_channels_last(x)
+    shape = x.movedim(1, -1).shape if last else x.shape
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)  # empty_strided of both passes would be one tensor to AOTAutograd
+    return y.movedim(-1, 1) if last else y
 
 
 class Tiles:

@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fx_fusion
 from fx_fusion import sites
+from fx_fusion.kernels.images import empty_images
 from fx_fusion.testing import Run, eager_nearby, nudged, run, run_oracle, worst_excess
 from tests.helpers import reasons, rewritten, statuses
 
@@ -49,6 +53,17 @@ def test_group_norm_in_both_layouts(last, swish, device):
         return y * torch.sigmoid(y) if swish else y
 
     compare(norm, "group_norm_swish" if swish else "group_norm", images(device, last=last), w, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 7), (2, 6, 4, 5), (2, 6, 3, 4, 5), (2, 6, 1, 4)])
+def test_results_of_both_passes_are_allocated_apart(shape):
+    """AOTAutograd takes two equal ``empty_strided`` for one value: the forward then saved its result unwritten for the
+    backward, and both passes copied it before they wrote to it."""
+    x = torch.empty(shape).movedim(1, -1).contiguous().movedim(-1, 1)
+    traced = make_fx(lambda x: (empty_images(x) + 1, empty_images(x) + 2), select_decomp_table(), tracing_mode="fake")(x)
+    made = [node for node in fx_graph_cse(traced.graph).nodes if "empty" in str(node.target)]
+    assert len(made) == 2
+    assert empty_images(x).movedim(1, -1).is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 7), (2, 6, 3, 4, 5), (1, 6, 1), (2, 6, 0), (0, 6, 4, 4)])

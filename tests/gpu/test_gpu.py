@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch._dynamo.utils import ReinplaceCounters
 
 import fx_fusion
 import fx_fusion.registry as registry
+from fx_fusion.fusion import case
 from fx_fusion.kernels import logit_chunks
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
@@ -36,9 +38,11 @@ def test_every_fusion_through_inductor(fusion):
     inputs = make_inputs(fusion, case, statics, torch.bfloat16, "cuda")
     options = {"select": "always", "strict": True, "fusions": [fusion.name]}
     compiled = torch.compile(function, backend="fx_fusion", dynamic=False, options=options)
+    ReinplaceCounters.clear()
     with fx_fusion.recording() as report:
         fused = run(compiled, inputs, frozen=("cos", "sin"))
     assert report.count(fusion.name) == 1, str(report)
+    assert not ReinplaceCounters.get_total_missed(), "Inductor copies what a kernel writes to"
     eager, oracle = run(function, inputs, frozen=("cos", "sin")), run_oracle(function, inputs, frozen=("cos", "sin"))
     name, used = worst_excess(fused, eager, oracle, torch.bfloat16)
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
@@ -140,6 +144,30 @@ def test_inductor_sees_the_kernels(name, monkeypatch):
     _, code = run_and_get_code(run, compiled, inputs)
     assert not any("torch.ops.fx_fusion" in c for c in code)
     assert not any("clone" in c for c in code)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "group_norm_swish", "evonorm_s0", "evonorm_b0"])
+def test_channels_last_images_are_copied_nowhere(name):
+    """A kernel that writes to a tensor which Inductor takes to be used elsewhere gets a copy of it."""
+    fusion = registry.fusion_named(name)
+    sizes, order = ({"m": 1024}, "b ... c") if "m" in fusion.dims() else ({"h": 32, "w": 32}, "b h w c")
+    images = case(
+        "last", b=8, c=320, scalars={"groups": 32} if "groups" in fusion.inputs else {}, order={"x": order}, **sizes
+    )
+    inputs = make_inputs(fusion, images, fusion.variants[0], torch.bfloat16, "cuda")
+    weight = torch.randn(8, 320, 1, 1, device="cuda", dtype=torch.bfloat16)
+
+    def function(**inputs):
+        y = fusion.pattern(**inputs, **fusion.variants[0])
+        return F.conv2d((y[0] if isinstance(y, tuple) else y).unflatten(2, (32, -1)).flatten(3), weight)
+
+    options = {"select": "always", "strict": True, "fusions": [name]}
+    compiled = torch.compile(function, backend="fx_fusion", options=options, dynamic=False)
+    ReinplaceCounters.clear()
+    with fx_fusion.recording() as report:
+        run(compiled, inputs)
+    assert report.count(name) == 1, str(report)
+    assert not ReinplaceCounters.get_total_missed()
 
 
 def test_images_of_more_than_2_to_the_31_elements():
