@@ -10,7 +10,7 @@ import triton.language as tl
 from fx_fusion.kernels.images import multiple
 from fx_fusion.kernels.larger_deviation import gradients, over_larger
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.moments import joined, merge
+from fx_fusion.kernels.moments import joined, merge, rounds
 
 _STEPS = 16  # of a program, one after the other, at most
 
@@ -28,7 +28,7 @@ def _images(step, images, channels, c, size, ROWS: tl.constexpr, BS: tl.constexp
 @triton.jit
 def _forward_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, running_ptr, y_ptr, var_ptr, images_ptr, batch_ptr, images, channels, size, steps, eps,
-    RUNNING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
+    RUNNING: tl.constexpr, ROUNDED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -42,13 +42,13 @@ def _forward_kernel(
     for step in range(0, steps):
         live, at, mask, first, s = _images(step, images, channels, c, size, ROWS, BS)
         x = tl.load(x_ptr + first + s, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-        if EXACT:  # equal values have no distance from the first one; of 16 bits their mean is exact
+        if ROUNDED:  # equal values have no distance from the first one
             shift = tl.load(x_ptr + at * size, live, 0.0)
             x = tl.where(mask, x - shift[:, None], 0.0)
         means = tl.div_rn(tl.sum(x, 1), length)
         apart = tl.where(mask, x - means[:, None], 0.0)
         m2s = tl.sum(apart * apart, 1)
-        if EXACT:
+        if ROUNDED:
             means += shift
         tl.store(images_ptr + at, means, live)
         tl.store(deviations_ptr + at, tl.sqrt_rn(m2s / length + eps), live)
@@ -158,7 +158,7 @@ def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float, 
     running = var if running_var is None else running_var.contiguous()
     launch(
         _forward_kernel, (x.shape[1],), x, weight, bias, v, running, y, var, images, batch, *_shape(x, given), eps,
-        RUNNING=running_var is not None, **given,
+        RUNNING=running_var is not None, ROUNDED=rounds(x.dtype, math.prod(x.shape[2:])), **given,
     )  # fmt: skip
 
 

@@ -1,9 +1,16 @@
 """Means and sums of squared distances without cancellation: one value after the other, lanes merged, means corrected."""
 
+import torch
 import triton
 import triton.language as tl
 
 STEPS = tl.constexpr(32)  # values of a lane between two calls of ``rebased``
+
+
+def rounds(dtype: torch.dtype, count: int) -> bool:
+    """Whether the fp32 sum of ``count`` equal values can be a rounded one, and their mean another value: numbers of 11 bits
+    (fp16) have exact sums up to 2^13 of them, of 8 bits (bf16) up to 2^16."""
+    return count > 2 ** (24 - {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24))
 
 
 @triton.jit

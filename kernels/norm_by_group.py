@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.images import multiple
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
-from fx_fusion.kernels.moments import STEPS, merge, rebased, seen, shifted
+from fx_fusion.kernels.moments import STEPS, merge, rebased, rounds, seen, shifted
 from fx_fusion.kernels.norm_formulas import EVONORM_S0, GROUP_NORM, Norm, gradients, of_input, parameters, result, store_sums
 
 _RESIDENT = 32768  # elements of a (padded) group that one program keeps in registers, at most
@@ -16,7 +16,7 @@ _RESIDENT = 32768  # elements of a (padded) group that one program keeps in regi
 def _group_fwd_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, size, freedom, eps,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
+    ROUNDED: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     freedom = tl.cast(freedom, tl.float32)
@@ -33,7 +33,7 @@ def _group_fwd_kernel(
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         count = tl.cast(length, tl.float32)
         mean = tl.div_rn(tl.sum(x), count)
-        if EXACT:  # of 16 bits the mean is, where all are equal; ``corrected`` afterwards takes more registers
+        if ROUNDED:  # ``corrected`` afterwards takes more registers
             mean += tl.div_rn(tl.sum(tl.where(mask, x - mean, 0.0)), count)
         apart = tl.where(mask, x - mean, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(apart * apart) / freedom + eps)
@@ -201,7 +201,7 @@ def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
 def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:
     launch(
         _group_fwd_kernel, (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
-        norm.size, norm.freedom, eps, UNIT=norm.unit, **given, **norm.flags,
+        norm.size, norm.freedom, eps, UNIT=norm.unit, ROUNDED=rounds(x.dtype, norm.length), **given, **norm.flags,
     )  # fmt: skip
 
 

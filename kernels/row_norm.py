@@ -37,7 +37,7 @@ from fx_fusion.kernels.launch import (
     stages_ahead,
     write_back,
 )
-from fx_fusion.kernels.moments import corrected
+from fx_fusion.kernels.moments import corrected, rounds
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read again, in blocks
 
@@ -75,14 +75,13 @@ def _store_y(
 def _fwd_kernel(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, stats_ptr, m, n, x_stride, res_stride, eps, offset,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CENTER: tl.constexpr, HAS_RES: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr, WIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr, WIDE: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows[:, None] < m
     count = tl.cast(n, tl.float32)
-    EXACT: tl.constexpr = h_ptr.dtype.element_ty == tl.float32  # of 16 bits the mean is, where all are equal
     mean = tl.zeros((ROWS,), tl.float32)
     if not WIDE:
         cols = tl.arange(0, BLOCK_N)[None, :]
@@ -92,7 +91,7 @@ def _fwd_kernel(
             mean = tl.div_rn(tl.sum(c, 1), count)
             c = tl.where(mask, c - mean[:, None], 0.0)
         m2 = tl.sum(c * c, 1)
-        if CENTER and EXACT:
+        if ROUNDED:
             m2, off = corrected(m2, tl.sum(c, 1), count)
             mean += off
             c -= off[:, None]
@@ -114,10 +113,10 @@ def _fwd_kernel(
             c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, False)
             c = tl.where(mask, c - mean[:, None], 0.0)
             square += c * c
-            if CENTER and EXACT:
+            if ROUNDED:
                 total += c
         m2 = tl.sum(square, 1)
-        if CENTER and EXACT:
+        if ROUNDED:
             m2, off = corrected(m2, tl.sum(total, 1), count)
             mean += off
         rstd = 1.0 / tl.sqrt_rn(m2 / n + eps)
@@ -282,7 +281,8 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
             rows, res, y_rows if weight is None else weight.contiguous(), y_rows if bias is None else bias.contiguous(),
             y_rows, h_rows, stats, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
             ROWS=tile_rows, BLOCK_N=block, CENTER=center, HAS_RES=residual is not None, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None, ROUND_FIRST=round_first, WIDE=block < n, num_warps=warps,
+            HAS_BIAS=bias is not None, ROUND_FIRST=round_first, WIDE=block < n, ROUNDED=center and rounds(dtype, n),
+            num_warps=warps,
         )  # fmt: skip
         write_back(y, y_rows, order)
         if residual is not None:
