@@ -59,6 +59,7 @@ COMPOSITES = (
                 case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order=_LAID),
                 case("llama_8b", b=4, h=32, g=8, s=4096, d=128, order=_LAID),
             ),
+            traffic=("4*b*(h + g)*s*d*bytes", "6*b*(h + g)*s*d*bytes"),
         ),
         ("rope",),
     ),

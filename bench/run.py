@@ -2,10 +2,10 @@
 
     python -m bench.run [--fusion NAME ...] [--grid] [--dtypes bfloat16,float32] [--providers inductor,fx_fusion]
 
-Functions, inputs and sizes come from the declarations. The fewest bytes are computed (each input read once, each output
-written once, gradients likewise); ``share`` is their time at the copy rate measured in the same run, ``host_us`` the
-host's time a call. A case whose fused function fails the accuracy rule is not timed. ``--compile-only`` fills the
-compilers' caches: several processes can do that at once, measuring has to be alone.
+Functions, inputs and sizes come from the declarations. ``share`` is the time of the fewest bytes (``bench.fewest``) at the
+copy rate measured in the same run, ``host_us`` the host's time a call. A case whose fused function fails the accuracy rule
+is not timed. ``--compile-only`` fills the compilers' caches: several processes can do that at once, measuring has to be
+alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tabulate import tabulate
 
 import fx_fusion
 from bench.composites import COMPOSITES, read_by_convolution
+from bench.fewest import fewest_bytes
 from bench.grid import cases_of
 from bench.peers import liger
 from bench.process import environment
@@ -107,12 +108,9 @@ class Bench:
         differentiable = [v for v in leaves.values() if isinstance(v, torch.Tensor) and v.requires_grad]
         outs = list(_as_tuple(function(**detached)))
         upstream = [torch.randn_like(o) for o in outs]
-        tensors = [t for t in (*detached.values(), *outs) if isinstance(t, torch.Tensor)]
-        nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        gradients = sum(t.numel() * t.element_size() for t in (*differentiable, *outs))
         self.keeps = {"forward": self.why_kept(detached), "forward+backward": self.why_kept(leaves)}
-        self.bytes = {"forward": nbytes, "forward+backward": 2 * nbytes + gradients}
-        del outs, tensors
+        self.bytes = fewest_bytes(self.fusion, self.case.sizes, self.dtype, leaves, outs)
+        del outs
 
         def forward() -> None:
             function(**detached)

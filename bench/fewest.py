@@ -1,0 +1,34 @@
+"""The fewest bytes that a fused function has to move, for the share of the copy rate that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fx_fusion.fusion import Fusion
+from fx_fusion.tables import evaluate
+
+_GATHERED = {"embedding": "weight"}  # read where an index points at it: as much as the result has
+
+
+def fewest_bytes(
+    fusion: Fusion, sizes: Mapping[str, int], dtype: torch.dtype, inputs: Mapping[str, Any], outs: Iterable[torch.Tensor]
+) -> dict[str, float]:
+    """By mode. Forward: each input is read once, each result written once. Backward: inputs and the gradients of results are
+    read once, gradients of differentiable inputs written once. A fusion that declares its traffic moves that in both passes
+    together: it knows what a backward need not read (rope), which gradients are one tensor (add_rms_norm), and what has to
+    be read twice since a statistic is known only after the first time (cross_entropy, evonorm_b0)."""
+    tensors = {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    written = sum(map(_bytes, outs))
+    read = sum(written if _GATHERED.get(fusion.name) == name else _bytes(t) for name, t in tensors.items())
+    forward = read + written
+    both = 2 * forward + sum(_bytes(t) for t in tensors.values() if t.requires_grad)
+    if fusion.traffic is not None:
+        both = evaluate(fusion.traffic[0], {**sizes, "bytes": dtype.itemsize})
+    return {"forward": forward, "forward+backward": both}
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
