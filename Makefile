@@ -11,7 +11,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_hostile.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_layouts.py tests/test_hostile.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -29,7 +29,7 @@ $(VENV)/ready: pyproject.toml
 # On a machine with a GPU, in its own environment: nothing is downloaded.
 test-gpu:
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	$(PYTHON) -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_images.py tests/test_training.py tests/gpu -m "gpu or not slow"
+	$(PYTHON) -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_layouts.py tests/test_images.py tests/test_training.py tests/gpu -m "gpu or not slow"
 
 bench:
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .

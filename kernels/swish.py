@@ -22,7 +22,7 @@ _BLOCK = 2048
 def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
-    y, _ = activation(x.to(tl.float32), 0)
+    y, _ = activation(x.to(tl.float32), 0, x.dtype == tl.float32)
     tl.store(y_ptr + i, y.to(x.dtype), i < numel)
 
 
@@ -30,7 +30,7 @@ def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
 def _bwd_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
-    _, slope = activation(x.to(tl.float32), 0)
+    _, slope = activation(x.to(tl.float32), 0, x.dtype == tl.float32)
     dy = tl.load(dy_ptr + i, i < numel, 0.0).to(tl.float32)
     tl.store(dx_ptr + i, (dy * slope).to(x.dtype), i < numel)
 

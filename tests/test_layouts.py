@@ -1,0 +1,101 @@
+"""Every fusion with operands and upstream gradients that lie in memory in other ways, and with nothing in them.
+
+A site may be declined where the kernel does not take what it is given; the numbers are eager's either way.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.pattern import reference_of
+from fx_fusion.registry import all_fusions
+from fx_fusion.testing import eager_nearby, gradients_for, make_inputs, rewriting_backend, run, run_oracle, worst_excess
+
+FUSIONS = pytest.mark.parametrize(
+    "fusion",
+    [f for f in all_fusions() if f.name != "block_sparse_attention"],  # its kernels are Inductor's own
+    ids=lambda fusion: fusion.name,
+)
+FROZEN = ("cos", "sin")
+
+
+def setting(fusion, device, **sizes):
+    case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
+    case = dataclasses.replace(case, sizes={**case.sizes, **sizes})
+    statics = {**fusion.variants[0], **case.statics}
+    return functools.partial(reference_of(fusion, statics), **statics), make_inputs(
+        fusion, case, statics, torch.float32, device
+    )
+
+
+def compiled(fusion, function):
+    return torch.compile(function, backend=rewriting_backend(fusions=[fusion.name]), dynamic=False)
+
+
+def every_other(tensor):
+    """Each element is the second of two."""
+    return torch.stack((torch.zeros_like(tensor), tensor), -1)[..., 1]
+
+
+def turned(tensor):
+    """The last dim is the outermost in memory."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+LAYOUTS = {f.__name__: f for f in (every_other, turned)}
+
+
+def check(fusion, function, inputs, dys):
+    with fx_fusion.recording() as report:
+        found = run(compiled(fusion, function), inputs, dys, FROZEN)
+    assert all(site.status == "fused" or site.reason for site in report.sites)
+    eager, exact = run(function, inputs, dys, FROZEN), run_oracle(function, inputs, dys, FROZEN)
+    name, used = worst_excess(found, eager, exact, torch.float32)
+    if used > 1:  # perhaps for elements that are nearly tied
+        name, used = worst_excess(found, eager_nearby(function, inputs, exact, dys, FROZEN), exact, torch.float32)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@FUSIONS
+def test_operands_and_gradients_in_any_layout(fusion, layout, device):
+    lay = LAYOUTS[layout]
+    function, inputs = setting(fusion, device)
+
+    def moved(**inputs):
+        return function(**{n: lay(t) if isinstance(t, torch.Tensor) and t.dim() else t for n, t in inputs.items()})
+
+    try:
+        outs = moved(**inputs)
+    except RuntimeError as error:
+        pytest.skip(f"eager: {error}")
+    dys = gradients_for(outs if isinstance(outs, tuple) else (outs,))
+    check(fusion, moved, inputs, [lay(dy) if dy.dim() else dy for dy in dys])
+
+
+@FUSIONS
+def test_a_gradient_that_is_one_number_expanded(fusion, device):
+    """What ``y.sum().backward()`` hands to the last op."""
+    function, inputs = setting(fusion, device)
+    outs = function(**inputs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    check(fusion, function, inputs, [torch.full((), 0.5, device=device).expand(o.shape) for o in outs])
+
+
+@pytest.mark.parametrize("dim", ["m", "b"])
+@FUSIONS
+def test_nothing(fusion, dim, device):
+    """No rows, images, positions, heads or channels: what eager makes of that, gradients of parameters included."""
+    if dim not in fusion.dims():
+        pytest.skip("the fusion has no such dim")
+    function, inputs = setting(fusion, device, **{dim: 0})
+    try:
+        expected = run(function, inputs, frozen=FROZEN)
+    except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+        pytest.skip(f"eager: {error}")
+    found = run(compiled(fusion, function), inputs, frozen=FROZEN)
+    for name, value in expected.values.items():  # sums over nothing are 0; PyTorch's GroupNorm has NaN for some
+        torch.testing.assert_close(found.values[name].nan_to_num(), value.nan_to_num())
