@@ -1,21 +1,30 @@
 """Selection: the table of a GPU, formulas where it is silent, and measuring on the spot."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from bench.fewest import fewest_bytes
 from bench.table import cells
+from bench.worst import decided
 from fx_fusion import measure, select, tables
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
+from fx_fusion.fusion import case
 from fx_fusion.match import Match
 from fx_fusion.options import parse
+from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.sites import choose, find_matches
 from fx_fusion.testing import make_inputs, rewriting_backend
+
+ROOT = Path(__file__).parent.parent
 
 
 def norm(x, w):
@@ -59,14 +68,51 @@ def test_every_formula_is_a_number_of_bytes():
             assert 0 < ours <= theirs, fusion.name
 
 
-def test_the_nearest_cell_decides(monkeypatch):
-    cells = (
+def test_the_nearest_cell_decides():
+    known = (
         tables.Cell("rms_norm", 2, False, "... n", {"m": 128, "n": 768}, 2.0, 1.0),
         tables.Cell("rms_norm", 2, False, "... n", {"m": 65536, "n": 4096}, 1.0, 2.0),
     )
-    small, large = {"m": 100.0, "n": 1000.0}, {"m": 10000.0, "n": 4096.0}
-    assert min(cells, key=lambda c: c.distance(small)) is cells[0]
-    assert min(cells, key=lambda c: c.distance(large)) is cells[1]
+    where = 2, False, "... n"
+    assert tables.nearest_of(known, *where, {"m": 100.0, "n": 1000.0}, {}) is known[0]
+    assert tables.nearest_of(known, *where, {"m": 10000.0, "n": 4096.0}, {}) is known[1]
+    assert tables.nearest_of(known, 4, False, "... n", {"m": 100.0, "n": 1000.0}, {}) is None, "of another width"
+    assert tables.nearest_of(known, 2, True, "... n", {"m": 100.0, "n": 1000.0}, {}) is None, "of both passes"
+
+
+def test_the_shipped_table_is_of_the_shipped_measurements_and_no_cell_is_slow():
+    """``auto`` fuses where the cell says so: nowhere below 0.97 of Inductor's speed."""
+    rows = [json.loads(line) for line in (ROOT / "bench/results/grid.jsonl").read_text().splitlines()]
+    shipped = json.loads((tables._FOLDER / "nvidia_h200.json").read_text())["cells"]
+    assert json.loads(json.dumps(cells(rows))) == shipped
+    speeds = list(decided(rows, [tables.Cell(**cell) for cell in shipped]))
+    assert len(speeds) > 2000
+    assert min(speeds)[0] >= 0.97
+    assert max(row["share"] for row in rows if row.get("provider") == "fx_fusion") < 1.06, "below the fewest bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "forward", "both"),
+    [
+        ("rms_norm", {"m": 8, "n": 64}, 2 * 8 * 64 + 64, 5 * 8 * 64),
+        ("swiglu", {"m": 8, "n": 64}, 3 * 8 * 64, 8 * 8 * 64),
+        ("swish", {"m": 8, "n": 64}, 2 * 8 * 64, 5 * 8 * 64),
+        ("embedding", {"m": 8, "n": 64, "v": 100}, 2 * 8 * 64 + 8 * 2, 3 * 8 * 64 + 100 * 64),
+        ("cross_entropy", {"m": 8, "v": 64}, 8 * 64 + 8 * 2 + 8, 3 * 8 * 64),
+    ],
+)
+def test_the_fewest_bytes(name, sizes, forward, both):
+    """In float32 numbers (an id is two)."""
+    fusion = fusion_named(name)
+    statics = fusion.variants[0]
+    inputs = make_inputs(fusion, case("some", **sizes), statics, torch.float32, "cpu")
+    given = {
+        n: t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in inputs.items()
+    }
+    out = reference_of(fusion, statics)(**given, **statics)
+    found = fewest_bytes(fusion, sizes, torch.float32, given, out if isinstance(out, tuple) else (out,))
+    assert found["forward"] == pytest.approx(4 * forward, abs=4 * 64)
+    assert found["forward+backward"] == 4 * both
 
 
 def test_a_cell_of_a_variant_speaks_for_that_variant_only():
@@ -123,6 +169,45 @@ def test_a_failed_measurement_falls_back_to_auto(folder, monkeypatch):
     report = report_of()
     assert report.count("rms_norm", "kept") == 1  # what auto says on a CPU
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("changed", ["gpu", "torch", "triton", "source", "dtype", "shape", "grad"])
+def test_what_was_measured_elsewhere_says_nothing_here(folder, monkeypatch, changed):
+    calls = []
+    monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: calls.append(site) or {"ours": 1.0, "inductor": 2.0})
+    site = {"fusion": "rms_norm", "inputs": {"x": {"dtype": "float32", "shape": [4, 8]}}, "grad": True}
+    here = ("a GPU", "2.13", "3.7", "source")
+    monkeypatch.setattr(measure, "_environment", lambda: here)
+    measure.measured(site)
+    place = ["gpu", "torch", "triton", "source"].index(changed) if changed in ("gpu", "torch", "triton", "source") else None
+    if place is not None:
+        monkeypatch.setattr(measure, "_environment", lambda: (*here[:place], "another", *here[place + 1 :]))
+    elif changed == "grad":
+        site = {**site, "grad": False}
+    else:
+        site = {**site, "inputs": {"x": {**site["inputs"]["x"], changed: "bfloat16" if changed == "dtype" else [4, 9]}}}
+    measure._SEEN.clear()
+    measure.measured(site)
+    assert len(calls) == 2
+    measure._SEEN.clear()
+    measure.measured(site)
+    assert len(calls) == 2
+
+
+def test_processes_that_write_and_read_one_measurement(folder):
+    """Each file is there as a whole or not at all, whoever writes it last."""
+    code = (
+        "import sys; from pathlib import Path; from fx_fusion import measure\n"
+        "file, ms = Path(sys.argv[1]), float(sys.argv[2])\n"
+        "for _ in range(300):\n"
+        "    measure._write(file, {'ours': ms, 'inductor': ms, 'padding': 'x' * 20000})\n"
+        "    found = measure._read(file)\n"
+        "    assert found is not None and found['ours'] == found['inductor'], found\n"
+    )
+    file = folder / "one.json"
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(file), str(i + 1)], cwd=ROOT) for i in range(4)]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert [f.name for f in folder.iterdir()] == ["one.json"]
 
 
 @pytest.mark.slow
@@ -311,4 +396,5 @@ def test_sites_can_be_compared_with_what_was_measured(fusion):
     given = make_inputs(fusion, case, fusion.variants[0], torch.float32, "cpu")
     sizes = tables.sizes_of(fusion, {n: t for n, t in given.items() if isinstance(t, torch.Tensor)})
     for cell in tables.cells_of("NVIDIA H200", fusion.name):
-        assert cell.distance(sizes) >= 0
+        assert set(sizes) & set(cell.sizes), "nothing to compare"
+        assert cell.distance({**sizes, **{d: 2.0 * n for d, n in cell.sizes.items() if d in sizes}}) > 0
