@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import same_shape
 
@@ -16,6 +18,14 @@ def wrong_dtype(**tensors: Any) -> str | None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
             return f"{name} is {tensor.dtype}; the kernel takes float32, bfloat16 and float16"
+    return None
+
+
+def too_many_positions(images: torch.Tensor) -> str | None:
+    """Why a kernel can't count the positions of a channel in 32 bits (the last tile of it may end behind them), or None."""
+    positions = math.prod(images.shape[2:])
+    if statically_known_true(positions >= 2**30):
+        return f"a channel of {positions} positions; the kernel takes fewer than 2^30"
     return None
 
 

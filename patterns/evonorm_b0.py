@@ -13,7 +13,7 @@ from torch import fx
 
 from fx_fusion.canonicalize import View, is_scalar, is_tensor, value
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.guards import too_many_positions, wrong_dtype
 from fx_fusion.kernels.evonorm_b0 import evonorm_b0
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
@@ -132,7 +132,7 @@ def _running(view: View, node: fx.Node, channels: Any) -> tuple[fx.Node, Any, se
 
 
 def guard(x, v, weight, bias, running_var, eps):
-    return wrong_dtype(x=x, v=v, weight=weight, bias=bias, running_var=running_var)
+    return wrong_dtype(x=x, v=v, weight=weight, bias=bias, running_var=running_var) or too_many_positions(x)
 
 
 def pays(x, v, weight, bias, running_var, eps):

@@ -9,7 +9,7 @@ from torch import fx
 
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.guards import too_many_positions, wrong_dtype
 from fx_fusion.kernels.evonorm_s0 import evonorm_s0
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
@@ -75,7 +75,7 @@ def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
 def guard(x, groups, v, weight, bias, eps, correction):
     if x.shape[1] % groups:
         return f"{x.shape[1]} channels are not whole groups of {groups}"
-    return wrong_dtype(x=x, v=v, weight=weight, bias=bias)
+    return wrong_dtype(x=x, v=v, weight=weight, bias=bias) or too_many_positions(x)
 
 
 def pays(x, groups, v, weight, bias, eps, correction):

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fx_fusion
 from fx_fusion import sites
 from fx_fusion.kernels.images import empty_images
+from fx_fusion.registry import fusion_named
 from fx_fusion.testing import Run, eager_nearby, nudged, run, run_oracle, worst_excess
 from tests.helpers import reasons, rewritten, statuses
 
@@ -85,6 +86,79 @@ def group_deviation(x, groups, unbiased=False, eps=1e-5):
 
 def column(p):
     return p.view(1, -1, 1, 1)
+
+
+NOT_GROUP_NORM = {
+    "statistics over rows": lambda x, w, b: F.layer_norm(x, (W,)),
+    "statistics over the batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "written out, unbiased": lambda x, w, b: written_out(x, 1) * column(w) + column(b),
+    "in float64": lambda x, w, b: F.group_norm(x.double(), G, w.double(), b.double()).float(),
+}
+NOT_SWISH = {
+    "another activation": lambda x, w, b: F.gelu(F.group_norm(x, G, w, b)),
+    "a scaled sigmoid": lambda x, w, b: (lambda y: y * torch.sigmoid(1.702 * y))(F.group_norm(x, G, w, b)),
+    "another tensor's sigmoid": lambda x, w, b: F.group_norm(x, G, w, b) * torch.sigmoid(x),
+    "the norm is used as well": lambda x, w, b: (lambda y: F.silu(y) + y)(F.group_norm(x, G, w, b)),
+}
+
+
+def written_out(x, correction):
+    rows = x.reshape(N, G, -1)
+    return ((rows - rows.mean(2, keepdim=True)) / (rows.var(2, keepdim=True, correction=correction) + 1e-5).sqrt()).view_as(
+        x
+    )
+
+
+@pytest.mark.parametrize("name", [*NOT_GROUP_NORM, *NOT_SWISH])
+def test_what_is_no_group_norm(name):
+    function = (NOT_GROUP_NORM | NOT_SWISH)[name]
+    x, (w, b, _) = images().requires_grad_(), parameters()
+    y, report = rewritten(function, x, w, b)
+    expected = function(x, w, b)
+    torch.testing.assert_close(y, expected)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert "fused" not in statuses(report, "group_norm_swish"), str(report)
+    assert report.count("group_norm") == (name in NOT_SWISH), str(report)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "fusion", "count"),
+    [("EvoNorm2dS0", "evonorm_s0", 1), ("EvoNorm2dS0a", "evonorm_s0", 1), ("EvoNorm2dB0", "evonorm_b0", 1),
+     ("EvoNorm2dB1", "evonorm_b0", 0), ("EvoNorm2dB2", "evonorm_b0", 0)],
+)  # fmt: skip
+def test_the_norms_of_timm(layer, fusion, count, train):
+    layers = pytest.importorskip("timm.layers.evo_norm")
+    x = images().requires_grad_()
+    ours = getattr(layers, layer)(C, **({"group_size": C // G} if "S0" in layer else {})).train(train)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.normal_()
+    theirs = copy.deepcopy(ours)
+    y, report = rewritten(ours, x)
+    expected = theirs(x)
+    assert report.count(fusion) == count, str(report)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    dy = torch.randn_like(expected)
+    for norm, out in ((ours, y), (theirs, expected)):
+        norm.dx = torch.autograd.grad(out, [x, *norm.parameters()], dy)
+    for a, b in zip(ours.dx, theirs.dx, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "group_norm_swish", "evonorm_s0", "evonorm_b0"])
+def test_channels_longer_than_the_kernels_count(name):
+    fusion = fusion_named(name)
+    given = {n: torch.empty(4, device="meta") if n in ("v", "weight", "bias") else 2 for n in fusion.inputs if n != "x"}
+    for positions, said in (
+        (2**30 - 1, None),
+        (2**30, "a channel of 1073741824 positions; the kernel takes fewer than 2^30"),
+    ):
+        x = torch.empty(1, 4, 1, positions, device="meta", dtype=torch.bfloat16)
+        assert fusion.guard(**{**given, "x": x, **({"running_var": None} if name == "evonorm_b0" else {})}) == said
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fx_fusion.kernels.embedding import embedding
 from tests.helpers import rewritten, statuses
 
 N = 24
@@ -124,7 +125,70 @@ def test_a_table_may_be_updated_before_the_backward():
     assert table.weight.grad.sum() == 12
 
 
-@pytest.mark.parametrize("how", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+@pytest.mark.parametrize("ids", ["uniform", "zipf", "one"])
+def test_gradients_of_tables_by_how_ids_repeat(ids, device):
+    """Each row is the sum of its gradients, whether a few ids have most of them or all are one; the same in every run."""
+    made = {
+        "uniform": torch.randint(0, 40, (3000,)), "one": torch.full((3000,), 7),
+        "zipf": torch.multinomial(1 / torch.arange(1.0, 41), 3000, replacement=True),
+    }[ids].to(device)  # fmt: skip
+    table, dy = torch.randn(40, 33, device=device, requires_grad=True), torch.randn(3000, 33, device=device)
+    first, again = (torch.autograd.grad(embedding(made, table, -1), table, dy)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    exact = torch.zeros(40, 33, dtype=torch.float64, device=device).index_add_(0, made, dy.double())
+    eager = torch.autograd.grad(F.embedding(made, table), table, dy)[0]
+    assert (first - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2 * torch.finfo(
+        torch.float32
+    ).eps * exact.abs().max()
+
+
+def test_deterministic_algorithms_may_be_asked_for():
+    torch.use_deterministic_algorithms(True)
+    try:
+        table, ids = nn.Embedding(7, 6), torch.randint(0, 7, (50,))
+        y, report = rewritten(table, ids)
+        assert statuses(report, "embedding") == ["fused"]
+        ours, theirs = (torch.autograd.grad(t.square().sum(), table.weight)[0] for t in (y, table(ids)))
+        torch.testing.assert_close(ours, theirs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_embedding(dtype):
+    """Gemma multiplies by the square root of the width, rounded to the table's dtype."""
+    table, ids = nn.Embedding(50, 48).to(dtype), torch.randint(0, 50, (4, 9))
+
+    def scaled(ids):
+        return table(ids) * torch.tensor(48**0.5).to(table.weight.dtype)
+
+    y, report = rewritten(scaled, ids)
+    assert statuses(report, "embedding") == ["fused"]
+    assert torch.equal(y, scaled(ids))
+    ours, theirs = (torch.autograd.grad(t.square().sum(), table.weight)[0] for t in (y, scaled(ids)))
+    torch.testing.assert_close(ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+
+
+NOT_ADD_LAYER_NORM = {
+    "the sum is changed in between": lambda x, r, w: F.layer_norm((x + r) * 2, (8,), w) + (x + r),
+    "rows are added up": lambda x, r, w: F.layer_norm(x + r[:1], (8,), w),
+    "a scaled residual": lambda x, r, w: F.layer_norm(torch.add(x, r, alpha=3), (8,), w),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ADD_LAYER_NORM)
+def test_what_is_no_added_residual(name):
+    function = NOT_ADD_LAYER_NORM[name]
+    x, r, w = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8), torch.randn(8)
+    y, report = rewritten(function, x, r, w)
+    expected = function(x, r, w)
+    torch.testing.assert_close(y, expected)
+    ours, theirs = (torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert "fused" not in statuses(report, "add_layer_norm"), str(report)
+
+
+@pytest.mark.parametrize("how", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
 def test_embeddings_that_stay(how):
     table = nn.Embedding(7, 6, **how)
     _, report = rewritten(table, torch.tensor([1, 1, 2]))
