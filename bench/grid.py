@@ -57,6 +57,7 @@ def cases_of(fusion: Fusion, *, full: bool) -> list[Case]:
         grid = [case(f"{m}x{h}x{v}", m=m, h=h, v=v, statics=statics) for m, h, v in HEADS_OF_MODELS]
     elif dims == {"m", "n", "v"}:
         grid = [case(f"{m}x{v}x{n}", m=m, v=v, n=n, statics=statics) for m, v, n in TABLES]
+        grid += [case(f"{m}x{v}x{n} zipf", m=m, v=v, n=n, statics=statics, scalars={"ids": "zipf"}) for m, v, n in TABLES]
     elif dims >= {"b", "h", "s", "d"} and fusion in all_fusions():
         for b, h, s, d in HEADS:
             more = {

@@ -22,6 +22,9 @@ def liger(fusion: str) -> Callable[..., Any] | None:
         "cross_entropy": lambda logits, target, weight, ignore_index, **rest: lf.liger_cross_entropy(
             logits, target, reduction="none"
         ),
+        "linear_cross_entropy": lambda x, lm_head, bias, target, weight, reduction, ignore_index, **rest: (
+            lf.liger_fused_linear_cross_entropy(x, lm_head, target, bias, weight, ignore_index, reduction=reduction)
+        ),
         "rope of q and k": lambda q, k, cos, sin: lf.liger_rope(q, k, cos, sin),
         "group_norm": lambda x, groups, weight, bias, eps: lf.liger_group_norm(x, weight, bias, x.shape[1], groups, eps),
     }

@@ -44,8 +44,8 @@ def case(
     **sizes: int,
 ) -> Case:
     """``case("llama3_8b", m=8192, n=4096)``: sizes by dim name; ``statics`` picks a variant of the pattern, ``scalars``
-    replaces the declared value of a scalar, ``order`` lays a tensor out in memory in another order of its dims
-    (``order={"x": "b h w c"}``: channels last)."""
+    replaces the declared value of a scalar (and says ``"zipf"`` of indices that are not uniform), ``order`` lays a tensor
+    out in memory in another order of its dims (``order={"x": "b h w c"}``: channels last)."""
     return Case(name, sizes, bench, statics or {}, scalars or {}, order or {})
 
 

@@ -7,6 +7,7 @@ run eagerly in the same dtype, plus two epsilons of the dtype, in units of max(|
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,11 @@ def make_inputs(
             dims[token.removesuffix("|1")] = list(range(start, len(shape)))
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
-            target = torch.randint(0, bound, shape, generator=generator, device=device)
+            if case.scalars.get(name) == "zipf":
+                often = 1 / torch.arange(1.0, bound + 1, device=device)
+                target = torch.multinomial(often, math.prod(shape), True, generator=generator).view(shape)
+            else:
+                target = torch.randint(0, bound, shape, generator=generator, device=device)
             if target.numel() > 2 and "ignore_index" in statics:
                 target[1] = statics["ignore_index"]
             made[name] = target

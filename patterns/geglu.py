@@ -34,6 +34,7 @@ FUSION = Fusion(
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),
+        case("llama_8b", m=16384, n=14336),
         case("gemma_2b", m=16384, n=16384),
     ),
     source="Shazeer 2020, arXiv:2002.05202",

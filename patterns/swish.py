@@ -30,6 +30,7 @@ FUSION = Fusion(
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),
+        case("llama_8b", m=16384, n=14336),
         case("square", m=4096, n=4096),
     ),
     source="Ramachandran et al. 2017, arXiv:1710.05941",
