@@ -13,11 +13,12 @@ import fx_fusion.registry as registry
 from fx_fusion.fusion import case
 from fx_fusion.kernels import logit_chunks
 from fx_fusion.kernels.cross_entropy import cross_entropy
+from fx_fusion.kernels.embedding import embedding
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.pattern import reference_of
-from fx_fusion.testing import make_inputs, run, run_oracle, worst_excess
+from fx_fusion.testing import Run, make_inputs, rewriting_backend, run, run_oracle, worst_excess
 from tests.test_optimizer import train
 from tests.zoo import batch, build
 
@@ -60,6 +61,59 @@ def test_more_than_2_to_the_31_elements():
     torch.testing.assert_close(x.grad[-2:].float(), tail.grad, rtol=2e-2, atol=2e-3)
     with torch.no_grad():
         torch.testing.assert_close(swiglu(x, x)[-1], F.silu(x[-1]) * x[-1], rtol=1e-2, atol=1e-2)
+
+
+ROWS = {"m": 262147, "n": 8192}  # a prime: one dim
+IMAGES = {"b": 36, "c": 64}
+HUGE = [
+    *[(name, ROWS, {}) for name in ("layer_norm", "add_layer_norm", "add_rms_norm", "gated_rms_norm", "swiglu", "geglu", "swish")],
+    ("log_probs_entropy", {"m": 16787, "v": 128256}, {}),
+    *[(name, {**IMAGES, "m": 10**6}, {"x": order}) for name in ("group_norm", "group_norm_swish") for order in ("b c ...", "b ... c")],
+    *[("evonorm_s0", {**IMAGES, "h": 1000, "w": 1000}, {"x": order}) for order in ("b c h w", "b h w c")],
+]  # fmt: skip
+
+
+def last_rows(name, sizes, order, device):
+    """Compute everything, both ways, and compare the last two rows (images) with what they are by themselves."""
+    fusion = registry.fusion_named(name)
+    statics = fusion.variants[0]
+    function = functools.partial(reference_of(fusion, statics), **statics)
+    inputs = make_inputs(fusion, case("huge", order=order, **sizes), statics, torch.bfloat16, device)
+    rows = next(iter(inputs.values())).shape[0]
+    cut = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.shape[0] == rows]
+    leaves = {
+        n: t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in inputs.items()
+    }
+    compiled = torch.compile(function, backend=rewriting_backend(fusions=[name]), dynamic=False)
+    with fx_fusion.recording() as report:
+        outs = compiled(**leaves)
+    assert report.count(name) == 1, str(report)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    assert max(t.numel() for t in (*outs, *leaves.values()) if isinstance(t, torch.Tensor)) > 2**31 or device == "cpu"
+    dys = [torch.randn_like(o) for o in outs]
+    trained = [n for n in cut if leaves[n].requires_grad]
+    found = {f"out{i}": o.detach()[-2:] for i, o in enumerate(outs)}
+    for n, gradient in zip(trained, torch.autograd.grad(outs, [leaves[n] for n in trained], dys), strict=True):
+        found[f"d{n}"] = gradient[-2:]
+    ends, dys = {n: t.detach()[-2:] if n in cut else t for n, t in inputs.items()}, [dy[-2:] for dy in dys]
+    kept = lambda done: Run({n: done.values[n] for n in found})  # noqa: E731
+    eager, exact = kept(run(function, ends, dys)), kept(run_oracle(function, ends, dys))
+    name, used = worst_excess(Run(found), eager, exact, torch.bfloat16)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+@pytest.mark.parametrize(("name", "sizes", "order"), HUGE, ids=lambda given: given if isinstance(given, str) else "")
+def test_the_last_rows_of_more_than_2_to_the_31_elements(name, sizes, order):
+    last_rows(name, sizes, order, "cuda")
+
+
+def test_an_embedding_of_more_than_2_to_the_31_elements():
+    ids = torch.randint(0, 1000, (262147,), device="cuda")
+    table = torch.randn(1000, 8192, device="cuda", requires_grad=True)
+    y = embedding(ids, table, -1)
+    assert torch.equal(y[-2:], table[ids[-2:]])
+    (gradient,) = torch.autograd.grad(y, table, torch.ones((), device="cuda").expand(y.shape))
+    assert torch.equal(gradient, ids.bincount(minlength=1000).float()[:, None].expand_as(gradient))
 
 
 def test_cross_entropy_of_more_than_2_to_the_31_logits():
@@ -196,7 +250,6 @@ def test_images_of_more_than_2_to_the_31_elements():
 
 
 def test_embedding_gradients_are_the_same_in_every_run():
-    from fx_fusion.kernels.embedding import embedding
 
     ids = torch.randint(0, 50, (20000,), device="cuda")
     table = torch.randn(50, 96, device="cuda", requires_grad=True)
