@@ -250,7 +250,6 @@ def test_images_of_more_than_2_to_the_31_elements():
 
 
 def test_embedding_gradients_are_the_same_in_every_run():
-
     ids = torch.randint(0, 50, (20000,), device="cuda")
     table = torch.randn(50, 96, device="cuda", requires_grad=True)
     dy = torch.randn(20000, 96, device="cuda")
