@@ -18,7 +18,8 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def cells(rows: list[dict]) -> list[dict]:
-    """One cell a fusion, case, size of an element and mode: of two 16-bit dtypes the one that says more for Inductor."""
+    """One cell a fusion, layout, sizes, variant, size of an element and mode: of two 16-bit dtypes, or of indices by two
+    distributions, the one that says more for Inductor."""
     known = {f.name for f in all_fusions()} - set(_NOT_BY_CELL)
     found: dict[tuple, dict] = {}
     for row in rows:
@@ -31,9 +32,10 @@ def cells(rows: list[dict]) -> list[dict]:
         })  # fmt: skip
         cell["ours" if row["provider"] == "fx_fusion" else "inductor"] = row["ms"]
     chosen: dict[tuple, dict] = {}
-    for (fusion, case, dtype, mode), cell in found.items():
+    for (fusion, _, dtype, mode), cell in found.items():
         if "ours" in cell and "inductor" in cell:
-            key = fusion, case, _WIDTH[dtype], mode
+            about = (repr(sorted(cell.get(name, {}).items())) for name in ("sizes", "statics"))
+            key = fusion, cell["layout"], *about, _WIDTH[dtype], mode
             chosen[key] = max(chosen.get(key, cell), cell, key=lambda c: c["ours"] / c["inductor"])
     return list(chosen.values())
 

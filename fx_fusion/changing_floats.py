@@ -18,6 +18,7 @@ wrong, so such a graph is compiled ``without_caches``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from typing import Any
 
@@ -90,16 +91,26 @@ def _take_tensor(editor: Editor, node: fx.Node, number: fx.Node, tensors: Any, d
             node.args = (tensors, tensor)
 
 
-def _as_tensor(editor: Editor, number: Any, like: fx.Node) -> Any:
-    """A changing float as a 0-d fp64 tensor, a constant as it is."""
-    if not isinstance(number, fx.Node):
-        return number
+def _as_tensor(editor: Editor, number: fx.Node, like: fx.Node) -> fx.Node:
+    """A changing float as a 0-d fp64 tensor."""
+    behind, waiting = set(), [number]
+    while waiting:
+        node = waiting.pop()
+        if node not in behind:
+            behind.add(node)
+            waiting += node.all_input_nodes if node.target in _ARITHMETIC else []
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in editor.graph.nodes if n in behind]:
+        operands = [made[a] if isinstance(a, fx.Node) else a for a in node.args] if node.target in _ARITHMETIC else [node]
+        made[node] = editor.once(("fp64", node), functools.partial(_computed, editor, node, operands, like))
+    return made[number]
 
-    def made() -> fx.Node:
-        if number.target in _ARITHMETIC:
-            args = tuple(_as_tensor(editor, a, like) for a in number.args)
-            return editor.call(number.target, args, like=like)
-        one = editor.call(torch.ones, ((),), {"dtype": torch.float64, "device": "cpu"}, like=like)
-        return editor.call(torch.mul, (one, number), like=like)
 
-    return editor.once(("fp64", number), made)
+def _computed(editor: Editor, node: fx.Node, operands: list[Any], like: fx.Node) -> fx.Node:
+    """A float out of what it is computed of; one that is not computed here out of itself."""
+    exact = {"dtype": torch.float64, "device": "cpu"}
+    if node.target not in _ARITHMETIC:
+        return editor.call(torch.mul, (editor.call(torch.ones, ((),), exact, like=like), *operands), like=like)
+    # PyTorch multiplies a number with a reciprocal where Python divides.
+    tensors = [a if isinstance(a, fx.Node) else editor.call(torch.full, ((), float(a)), exact, like=like) for a in operands]
+    return editor.call(node.target, tuple(tensors), like=like)

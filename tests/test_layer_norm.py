@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fx_fusion.kernels.embedding import embedding
 from tests.helpers import rewritten, statuses
 
 N = 24
@@ -123,23 +122,6 @@ def test_a_table_may_be_updated_before_the_backward():
         table.weight.add_(1)
     y.sum().backward()
     assert table.weight.grad.sum() == 12
-
-
-@pytest.mark.parametrize("ids", ["uniform", "zipf", "one"])
-def test_gradients_of_tables_by_how_ids_repeat(ids, device):
-    """Each row is the sum of its gradients, whether a few ids have most of them or all are one; the same in every run."""
-    made = {
-        "uniform": torch.randint(0, 40, (3000,)), "one": torch.full((3000,), 7),
-        "zipf": torch.multinomial(1 / torch.arange(1.0, 41), 3000, replacement=True),
-    }[ids].to(device)  # fmt: skip
-    table, dy = torch.randn(40, 33, device=device, requires_grad=True), torch.randn(3000, 33, device=device)
-    first, again = (torch.autograd.grad(embedding(made, table, -1), table, dy)[0] for _ in range(2))
-    assert torch.equal(first, again)
-    exact = torch.zeros(40, 33, dtype=torch.float64, device=device).index_add_(0, made, dy.double())
-    eager = torch.autograd.grad(F.embedding(made, table), table, dy)[0]
-    assert (first - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2 * torch.finfo(
-        torch.float32
-    ).eps * exact.abs().max()
 
 
 def test_deterministic_algorithms_may_be_asked_for():

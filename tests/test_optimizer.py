@@ -71,6 +71,41 @@ def test_a_changing_learning_rate_changes_no_number(dtype):
         assert torch.equal(a, b)
 
 
+def decayed(s):
+    for _ in range(400):
+        s = s * 0.999 + 0.001
+    return s
+
+
+EXPRESSIONS = {
+    "quotient": lambda s, n: 1.1 / s,
+    "negation": lambda s, n: -s - 1,
+    "shared": lambda s, n: (lambda a: (a + 1) * (a - 2) / (a + 3))(2 * s + 5),
+    "a large integer": lambda s, n: s * 10**20,
+    "of a size": lambda s, n: s * n / (n + 1),
+    "long": lambda s, n: decayed(s),
+    "a power": lambda s, n: s**2 + s,
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_what_is_computed_of_a_changing_float(name):
+    """To the last bit what Python makes of it."""
+    torch._dynamo.reset()
+
+    def function(tensors, s):
+        return torch._foreach_mul(tensors, EXPRESSIONS[name](s, tensors[0].shape[0]))
+
+    counter = CompileCounterWithBackend("fx_fusion")
+    compiled = torch.compile(function, backend=counter)
+    with fx_fusion.recording() as report:
+        for i, s in enumerate((0.5, 0.21, 0.7, 3.3 if name == "a power" else -3.3, 1e-3)):  # Dynamo takes no power of -3.3
+            tensors = [torch.rand(4 + (name == "of a size") * i, dtype=torch.float64)]
+            assert torch.equal(compiled(tensors, s)[0], function(tensors, s)[0])
+    assert "1 foreach call(s) take a changing float as a tensor" in str(report)
+    assert name == "a power" or counter.frame_count == 2  # torch 2.11 keeps no float behind a power
+
+
 def all_ops(tensors, others, s, in_place):
     """Every foreach op that takes a changing float, some tensors empty or without dims."""
     s, end = 1 - 0.3 * s, "_" if in_place else ""

@@ -13,7 +13,7 @@ import fx_fusion
 from bench.fewest import fewest_bytes
 from bench.table import cells
 from bench.worst import decided
-from fx_fusion import measure, select, tables
+from fx_fusion import cache_key, measure, select, tables
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
 from fx_fusion.fusion import case
@@ -95,6 +95,8 @@ def test_the_shipped_table_is_of_the_shipped_measurements_and_no_cell_is_slow():
     ("name", "sizes", "forward", "both"),
     [
         ("rms_norm", {"m": 8, "n": 64}, 2 * 8 * 64 + 64, 5 * 8 * 64),
+        ("add_rms_norm", {"m": 8, "n": 64}, 4 * 8 * 64 + 64, 8 * 8 * 64),
+        ("gated_rms_norm", {"m": 8, "n": 64}, 3 * 8 * 64 + 64, 8 * 8 * 64),
         ("swiglu", {"m": 8, "n": 64}, 3 * 8 * 64, 8 * 8 * 64),
         ("swish", {"m": 8, "n": 64}, 2 * 8 * 64, 5 * 8 * 64),
         ("embedding", {"m": 8, "n": 64, "v": 100}, 2 * 8 * 64 + 8 * 2, 3 * 8 * 64 + 100 * 64),
@@ -111,7 +113,7 @@ def test_the_fewest_bytes(name, sizes, forward, both):
     }
     out = reference_of(fusion, statics)(**given, **statics)
     found = fewest_bytes(fusion, sizes, torch.float32, given, out if isinstance(out, tuple) else (out,))
-    assert found["forward"] == pytest.approx(4 * forward, abs=4 * 64)
+    assert found["forward"] == 4 * forward
     assert found["forward+backward"] == 4 * both
 
 
@@ -176,12 +178,15 @@ def test_what_was_measured_elsewhere_says_nothing_here(folder, monkeypatch, chan
     calls = []
     monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: calls.append(site) or {"ours": 1.0, "inductor": 2.0})
     site = {"fusion": "rms_norm", "inputs": {"x": {"dtype": "float32", "shape": [4, 8]}}, "grad": True}
-    here = ("a GPU", "2.13", "3.7", "source")
-    monkeypatch.setattr(measure, "_environment", lambda: here)
+    monkeypatch.setattr(measure, "_environment", measure._environment.__wrapped__)  # not the remembered one
     measure.measured(site)
-    place = ["gpu", "torch", "triton", "source"].index(changed) if changed in ("gpu", "torch", "triton", "source") else None
-    if place is not None:
-        monkeypatch.setattr(measure, "_environment", lambda: (*here[:place], "another", *here[place + 1 :]))
+    if changed == "gpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another")
+    elif changed == "source":
+        monkeypatch.setattr(cache_key, "source_hash", lambda: "another")
+    elif changed in ("torch", "triton"):
+        monkeypatch.setattr({"torch": torch, "triton": measure.triton}[changed], "__version__", "9.9")
     elif changed == "grad":
         site = {**site, "grad": False}
     else:
@@ -205,8 +210,8 @@ def test_processes_that_write_and_read_one_measurement(folder):
         "    assert found is not None and found['ours'] == found['inductor'], found\n"
     )
     file = folder / "one.json"
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(file), str(i + 1)], cwd=ROOT) for i in range(4)]
-    assert [writer.wait() for writer in writers] == [0] * 4
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(file), str(i + 1)], cwd=ROOT) for i in range(2)]
+    assert [writer.wait(timeout=300) for writer in writers] == [0] * 2
     assert [f.name for f in folder.iterdir()] == ["one.json"]
 
 

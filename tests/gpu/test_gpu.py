@@ -33,14 +33,14 @@ registry.all_fusions()
 )
 def test_every_fusion_through_inductor(fusion):
     """Not the rewritten graph alone: its kernels launched by what Inductor writes."""
-    case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
-    statics = {**fusion.variants[0], **case.statics}
+    given = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
+    statics = {**fusion.variants[0], **given.statics}
     function = functools.partial(reference_of(fusion, statics), **statics)
-    inputs = make_inputs(fusion, case, statics, torch.bfloat16, "cuda")
+    inputs = make_inputs(fusion, given, statics, torch.bfloat16, "cuda")
     options = {"select": "always", "strict": True, "fusions": [fusion.name]}
     compiled = torch.compile(function, backend="fx_fusion", dynamic=False, options=options)
     ReinplaceCounters.clear()
-    with fx_fusion.recording() as report:
+    with fx_fusion.recording() as report, torch._inductor.config.patch(force_disable_caches=True):  # a hit counts nothing
         fused = run(compiled, inputs, frozen=("cos", "sin"))
     assert report.count(fusion.name) == 1, str(report)
     assert not ReinplaceCounters.get_total_missed(), "Inductor copies what a kernel writes to"
@@ -78,7 +78,8 @@ def last_rows(name, sizes, order, device):
     fusion = registry.fusion_named(name)
     statics = fusion.variants[0]
     function = functools.partial(reference_of(fusion, statics), **statics)
-    inputs = make_inputs(fusion, case("huge", order=order, **sizes), statics, torch.bfloat16, device)
+    groups = {"groups": 8} if "groups" in fusion.inputs else {}  # more than there are multiprocessors, in all images
+    inputs = make_inputs(fusion, case("huge", order=order, scalars=groups, **sizes), statics, torch.bfloat16, device)
     rows = next(iter(inputs.values())).shape[0]
     cut = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.shape[0] == rows]
     leaves = {
@@ -218,7 +219,7 @@ def test_channels_last_images_are_copied_nowhere(name):
     options = {"select": "always", "strict": True, "fusions": [name]}
     compiled = torch.compile(function, backend="fx_fusion", options=options, dynamic=False)
     ReinplaceCounters.clear()
-    with fx_fusion.recording() as report:
+    with fx_fusion.recording() as report, torch._inductor.config.patch(force_disable_caches=True):  # a hit counts nothing
         run(compiled, inputs)
     assert report.count(name) == 1, str(report)
     assert not ReinplaceCounters.get_total_missed()
