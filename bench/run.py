@@ -61,7 +61,7 @@ class Bench:
     def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype, wanted: list[str]):
         self.fusion, self.case, self.dtype = fusion, case, dtype
         self.statics = {**fusion.variants[0], **case.statics}
-        self.function = functools.partial(reference_of(fusion, self.statics), **self.statics)
+        self.function = reference_of(fusion, self.statics)
         if self.layout() == "b ... c":
             norm = self.function
             self.function = lambda **inputs: read_by_convolution(norm(**inputs))

@@ -82,7 +82,7 @@ def _taken(node: fx.Node) -> tuple[fx.Node, Any, torch.dtype] | None:
 
 def _take_tensor(editor: Editor, node: fx.Node, number: fx.Node, tensors: Any, dtype: torch.dtype) -> None:
     with editor.graph.inserting_before(node):
-        exact = _as_tensor(editor, number, node)
+        exact = editor.once(("tensor of", number), lambda: _as_tensor(editor, number, node))
         tensor = editor.once((exact, dtype), lambda: editor.cast(exact, dtype, like=node))
         if node.kwargs:
             scaled = editor.call(torch._foreach_mul, (tensors, tensor), like=node)

@@ -140,7 +140,7 @@ def measure(site: dict[str, Any]) -> dict[str, float]:
     torch.backends.cuda.matmul.fp32_precision = site["fp32_precision"]
     fusion = fusion_named(site["fusion"])
     given = {n: _tensor(t, site["inputs"]) if isinstance(t, dict) else t for n, t in site["inputs"].items()}
-    function = functools.partial(reference_of(fusion, site["statics"]), **site["statics"])
+    function = reference_of(fusion, site["statics"])
     leaves = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     device = next(t.device.type for t in given.values() if isinstance(t, torch.Tensor))
     ours = {"select": "always", "strict": True, "fusions": [fusion.name]}

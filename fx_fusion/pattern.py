@@ -125,10 +125,11 @@ class _Recorder(fx.Interpreter):
 
 
 def reference_of(fusion: Fusion, statics: Mapping[str, Any]) -> Callable[..., Any]:
-    """The reference function of a variant: the first spelling that has it."""
-    if fusion.find is not None:
-        return fusion.pattern
-    return next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
+    """The reference function of a variant, its statics bound: the first spelling that has it."""
+    spelling = fusion.pattern
+    if fusion.find is None:
+        spelling = next(p.function for p in patterns_of(fusion) if p.statics.items() <= statics.items())
+    return functools.partial(spelling, **statics)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ A site may be declined where the kernel does not take what it is given; the numb
 """
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ def setting(fusion, device, **sizes):
     case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
     case = dataclasses.replace(case, sizes={**case.sizes, **sizes})
     statics = {**fusion.variants[0], **case.statics}
-    return functools.partial(reference_of(fusion, statics), **statics), make_inputs(
-        fusion, case, statics, torch.float32, device
-    )
+    return reference_of(fusion, statics), make_inputs(fusion, case, statics, torch.float32, device)
 
 
 def compiled(fusion, function):
