@@ -1,11 +1,11 @@
 """Times launch shapes of the kernels whose tiles were chosen by measuring.
 
-    python -m bench.tune rows|groups|channels|rope|chunks [--dtype bfloat16]
+    python -m bench.tune norms|tables|rows|groups|channels|rope|chunks [--dtype bfloat16]
 
-``rows``: ``logit_rows``, the sums, the gradient, and both in one launch. ``groups``: ``norm_by_group``, forward and
-backward. ``channels``: ``evonorm_b0``, by tile and by channel. ``rope``: its tiles. ``chunks``: how many of them
-``linear_cross_entropy`` cuts its logits into, and the dtype of their sum. For every shape: what is chosen now, and the
-three fastest candidates.
+``norms``: ``row_norm``'s backward. ``tables``: ``embedding``'s. ``rows``: ``logit_rows``, the sums, the gradient, and both
+in one launch. ``groups``: ``norm_by_group``, forward and backward. ``channels``: ``evonorm_b0``, by tile and by channel.
+``rope``: its tiles. ``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype of their sum.
+For every shape: what is chosen now, and the three fastest candidates.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tabulate import tabulate
 from fx_fusion import timing
 from fx_fusion.kernels import (
     channel_norm,
+    embedding,
     evonorm_b0,
     evonorm_b0_by_channel,
     linear_cross_entropy,
@@ -33,12 +34,21 @@ from fx_fusion.kernels import (
     norm_by_group,
     norm_formulas,
     rope,
+    row_norm,
 )
 from fx_fusion.kernels.launch import cdiv, next_power_of_2
 
 Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it
 Work = tuple[str, Callable[[], object], list[Candidate]]
 
+NORMS = ((16384, 4096), (16384, 8192), (16384, 2048), (16384, 1024), (8192, 768), (65536, 128), (2048, 4096))
+TABLES = (
+    (2048, 50257, 768), (16384, 30522, 768), (16384, 32000, 4096), (8192, 128256, 2048), (65536, 50257, 768),
+    (65536, 32000, 2048), (262144, 32000, 1024),
+)  # fmt: skip
+PIECES = (32, 64, 128, 256)
+# Rows that a program reads at once, columns, warps.
+WIDTHS = ((4, 256, 2), (8, 256, 2), (4, 512, 4), (8, 512, 4), (4, 1024, 4))
 LOGITS = ((16384, 32000), (8192, 128256), (1024, 128256), (16384, 50257), (8192, 151936))
 # Logits in a step, warps, programs a multiprocessor, stages.
 STEPS = (
@@ -63,6 +73,44 @@ BATCHES = (
 OWNED = ((1024, 8), (2048, 8), (4096, 8), (4096, 16), (4096, 32), (8192, 8), (8192, 16), (16384, 16))
 # Batch, heads of q and of k, positions, columns.
 HEADS = ((4, 32, 8, 4096, 128), (8, 32, 8, 2048, 64), (64, 12, 12, 128, 64), (2, 8, 1, 8192, 256), (1, 32, 8, 1024, 128))
+
+
+def norms(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = NORMS, device: str = "cuda") -> Iterator[Work]:
+    for (m, n), center, added in itertools.product(shapes, (True, False), (False, True)):
+        x, dy = (torch.randn(m, n, device=device).to(dtype) for _ in range(2))
+        w, b = torch.randn(n, device=device).to(dtype), torch.randn(n, device=device).to(dtype) if center else None
+        *_, stats = row_norm.norm_fwd(x, None, w, b, 1e-5, 0.0, False, center=center)
+
+        def call(given: Any = (dy, dy if added else None, x, w, b, stats), center: bool = center) -> None:
+            row_norm.norm_bwd(*given, 0.0, False, [True] * 3, center=center)
+
+        block, found = next_power_of_2(n), []
+        for tile, warps, each, stages in itertools.product((2048, 4096, 8192, 16384), (4, 8, 16), (1, 2, 4), (2, 3)):
+            if tile >= block and 8 <= each * warps <= 16 and 256 * warps <= tile <= 1024 * warps:
+                given = (tile // block, block, warps, each, stages)
+                found.append((str(given), patch.object(row_norm, "_bwd_tile", return_value=given)))
+        yield f"{m} x {n} {'layer' if center else 'rms'}{' added' if added else ''}", call, found
+
+
+def tables(dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...] = TABLES, device: str = "cuda") -> Iterator[Work]:
+    for (m, v, h), kind in itertools.product(shapes, ("uniform", "zipf", "half of them one")):
+        ids = torch.randint(0, v, (m,), device=device)
+        if kind == "zipf":
+            ids = torch.multinomial(1 / torch.arange(1.0, v + 1, device=device), m, replacement=True)
+        elif kind != "uniform":
+            ids[: m // 2] = 7
+        dy = torch.randn(m, h, device=device).to(dtype)
+
+        def call(ids: Any = ids, dy: Any = dy, v: int = v) -> None:
+            embedding._bwd(dy, ids, v, -1)
+
+        found = []
+        for piece, (at_once, block, warps), stages in itertools.product(PIECES, WIDTHS, (1, 3)):
+            if block <= next_power_of_2(h) and piece < m:
+                given = {"PIECE": piece, "ROWS": at_once, "BLOCK": block, "STAGES": stages, "num_warps": warps}
+                how = f"{piece}, {at_once} x {block}, {warps} warps, {stages} stages"
+                found.append((how, patch.object(embedding, "_shape", return_value=given)))
+        yield f"{m} of {v} x {h} {kind}", call, found
 
 
 def rows(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = LOGITS, device: str = "cuda") -> Iterator[Work]:
@@ -180,7 +228,10 @@ def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
         yield f"{m} x {h} x {v}", call, found
 
 
-WORK = {"rows": rows, "groups": groups, "channels": channels, "rope": rotations, "chunks": chunks}
+WORK = {
+    "norms": norms, "tables": tables, "rows": rows, "groups": groups, "channels": channels, "rope": rotations,
+    "chunks": chunks,
+}  # fmt: skip
 
 
 def main() -> None:

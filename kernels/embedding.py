@@ -2,10 +2,11 @@
 
     y[i] = weight[ids[i]]              dweight[v] = Σ_{i: ids[i] = v} dy[i]        0 for padding_idx
 
-The ids are sorted (a stable radix sort), so the rows of one id are a segment: a program adds up the rows of a piece of
-segment in fp32 and writes the sum once, in the weight's dtype. Rows that no id names are written as zeros by the same
-kernel. A segment longer than ``_LONG`` (a padding token, the head of a Zipf distribution) is added up in pieces by many
-programs first. Nothing depends on the order in which programs run: the result is the same in every run.
+The ids are sorted (few are ranked by comparing all with all, many by a stable radix sort), so the rows of one id are a
+segment: a program adds up a segment in fp32 and writes the sum once, in the weight's dtype. Rows that no id names are
+written as zeros by the same kernel. Segments longer than a piece (a padding token, the head of a Zipf distribution) are
+added up in pieces by many programs first. Nothing depends on the order in which programs run: the result is the same in
+every run.
 
 Shapes     ids: any shape, integers; weight: (v, h); y: (*ids.shape, h).
 Dtypes     weight bf16 | fp16 | fp32; sums in fp32, rounded once.
@@ -22,43 +23,72 @@ import triton.language as tl
 from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
 from fx_fusion.op import interpreting, plain_op, register_autograd, trace_launches
 
-_LONG = 256  # rows of a segment that one program adds up by itself
+_RANKED = 8192  # ids up to which comparing all with all is faster than a radix sort
+
+
+@triton.jit
+def _rank_kernel(ids_ptr, sorted_ptr, order_ptr, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Ids to their places in sorted order, equal ones in the order in which they come: how many are smaller, and how many
+    of those before it are equal."""
+    first = tl.program_id(0) * ROWS
+    i = first + tl.arange(0, ROWS)
+    own = tl.load(ids_ptr + i, i < n, 0).to(tl.int32)
+    smaller = tl.zeros((ROWS, BLOCK), tl.int32)
+    for start in range(0, n, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        other = tl.load(ids_ptr + j, j < n, 2**31 - 1).to(tl.int32)[None, :]
+        if (start < first + ROWS) & (start + BLOCK > first):
+            smaller += (other < own[:, None] + (j[None, :] < i[:, None]).to(tl.int32)).to(tl.int32)
+        else:
+            smaller += (other < own[:, None] + tl.where(start < first, 1, 0)).to(tl.int32)
+    place = tl.sum(smaller, 1)
+    tl.store(sorted_ptr + place, own, i < n)
+    tl.store(order_ptr + place, i, i < n)
+
+
+@triton.jit
+def _sum_of_rows(
+    ptr, order_ptr, begin, end, cols, h, stride, INDIRECT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of rows ``begin`` to ``end``, INDIRECT: of those whose numbers stand there in ``order``; some columns."""
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for row in tl.range(begin, end, ROWS, num_stages=STAGES):
+        i = row + tl.arange(0, ROWS)
+        source = i
+        if INDIRECT:
+            source = tl.load(order_ptr + i, i < end, 0)
+        mask = (i < end)[:, None] & (cols < h)[None, :]
+        total += tl.load(ptr + source.to(tl.int64)[:, None] * stride + cols[None, :], mask, 0.0).to(tl.float32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def _long_segments_kernel(
-    dy_ptr, order_ptr, sorted_ptr, start_ptr, parts_ptr, n, h, dy_stride, PIECE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, order_ptr, sorted_ptr, start_ptr, parts_ptr, n, h, dy_stride, lowest, padding,
+    PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Piece p of the sorted rows: the sum of its rows that belong to the segment of its first row, and of those that
-    belong to the segment of its last one, if those segments are long."""
+    """Of piece p of the sorted rows, at ``parts[side, p]``: the sum of its rows that belong to the segment of its first
+    row (side 0), or of its last one if that is another (side 1), where those segments are long."""
     piece = tl.program_id(0)
+    side = tl.program_id(2)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = piece * PIECE
     last = tl.minimum(first + PIECE, n)
-    for side in tl.static_range(2):
-        at = first if side == 0 else last - 1
-        v = tl.load(sorted_ptr + at)
-        begin = tl.load(start_ptr + v)
-        end = tl.load(start_ptr + v + 1)
-        # The last row's segment only where it is not the first row's.
-        other = (side == 0) | (begin > first)
-        if (end - begin > PIECE) & other:
-            total = tl.zeros((ROWS, BLOCK), tl.float32)
-            low = tl.maximum(begin, first)
-            high = tl.minimum(end, last)
-            for row in range(low, high, ROWS):
-                i = row + tl.arange(0, ROWS)
-                source = tl.load(order_ptr + i, i < high, 0).to(tl.int64)
-                mask = (i < high)[:, None] & (cols < h)[None, :]
-                total += tl.load(dy_ptr + source[:, None] * dy_stride + cols[None, :], mask, 0.0).to(tl.float32)
-            tl.store(parts_ptr + (2 * piece + side).to(tl.int64) * h + cols, tl.sum(total, 0), cols < h)
+    v = tl.load(sorted_ptr + tl.where(side == 0, first, last - 1)).to(tl.int64) - lowest
+    begin = tl.load(start_ptr + v)
+    end = tl.load(start_ptr + v + 1)
+    if (end - begin > PIECE) & (v != padding) & ((side == 0) | (begin > first)):
+        low, high = tl.maximum(begin, first), tl.minimum(end, last)
+        total = _sum_of_rows(dy_ptr, order_ptr, low, high, cols, h, dy_stride, True, ROWS, BLOCK, STAGES)
+        at = (side * tl.num_programs(0) + piece).to(tl.int64)
+        tl.store(parts_ptr + at * h + cols, total, cols < h)
 
 
 @triton.jit
 def _segments_kernel(
-    dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, h, dy_stride, padding, PIECE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, pieces, h, dy_stride, padding, PIECE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,23 +96,16 @@ def _segments_kernel(
     end = tl.load(start_ptr + v + 1)
     if v == padding:
         end = begin
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
     if end - begin > PIECE:
-        # Pieces first .. last hold it; it is on side 1 of the first piece unless it starts there.
-        first = begin // PIECE
-        last = (end - 1) // PIECE
-        for start in range(first, last + 1, ROWS):
-            piece = start + tl.arange(0, ROWS)
-            side = tl.where(piece * PIECE < begin, 1, 0)
-            mask = (piece <= last)[:, None] & (cols < h)[None, :]
-            total += tl.load(parts_ptr + (2 * piece + side).to(tl.int64)[:, None] * h + cols[None, :], mask, 0.0)
+        # Pieces first .. last hold it; it is on side 1 of the first of them unless it starts where that does.
+        first, last = begin // PIECE, (end - 1) // PIECE
+        inside = tl.where(first * PIECE < begin, first + 1, first)
+        total = _sum_of_rows(parts_ptr, order_ptr, inside, last + 1, cols, h, h, False, ROWS, BLOCK, STAGES)
+        at = (pieces + first).to(tl.int64)
+        total += tl.load(parts_ptr + at * h + cols, cols < tl.where(inside > first, h, 0), 0.0)
     else:
-        for row in range(begin, end, ROWS):
-            i = row + tl.arange(0, ROWS)
-            source = tl.load(order_ptr + i, i < end, 0).to(tl.int64)
-            mask = (i < end)[:, None] & (cols < h)[None, :]
-            total += tl.load(dy_ptr + source[:, None] * dy_stride + cols[None, :], mask, 0.0).to(tl.float32)
-    tl.store(dw_ptr + v * h + cols, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), cols < h)
+        total = _sum_of_rows(dy_ptr, order_ptr, begin, end, cols, h, dy_stride, True, ROWS, BLOCK, STAGES)
+    tl.store(dw_ptr + v * h + cols, total.to(dw_ptr.dtype.element_ty), cols < h)
 
 
 def _gather(ids, weight, padding_idx):
@@ -103,24 +126,41 @@ def _bwd(dy, ids, v, padding_idx):
     rows = dy.reshape(-1, h)
     rows = rows if rows.stride(-1) == 1 or h == 1 else rows.contiguous()
     n = rows.shape[0]
-    small = ids.reshape(-1).to(torch.int32 if v < 2**31 else torch.int64)  # half the passes of the radix sort
-    ordered, order = torch.sort(small, stable=True)
-    bounds = torch.arange(v + 1, dtype=small.dtype, device=ids.device)
+    ordered, order, lowest = _sorted(ids.reshape(-1), v)
+    bounds = torch.arange(lowest, lowest + v + 1, dtype=ordered.dtype, device=ids.device)
     start = torch.searchsorted(ordered, bounds, out_int32=n < 2**31)
-    block = min(next_power_of_2(h), 1024)
-    pieces = cdiv(n, _LONG)
-    parts = torch.empty((2 * pieces, h), dtype=torch.float32, device=dy.device)
-    shape = {"PIECE": _LONG, "ROWS": 4, "BLOCK": block, "num_warps": 4}
-    if n > _LONG:
+    shape = _shape(n, h)
+    pieces, blocks = cdiv(n, shape["PIECE"]), cdiv(h, shape["BLOCK"])
+    parts = torch.empty((2, pieces, h), dtype=torch.float32, device=dy.device)
+    if pieces > 1:
         launch(
-            _long_segments_kernel, (pieces, cdiv(h, block)), rows, order, ordered, start, parts, n, h,
-            rows.stride(0), **shape,
+            _long_segments_kernel, (pieces, blocks, 2), rows, order, ordered, start, parts, n, h, rows.stride(0), lowest,
+            int(padding_idx), **shape,
         )  # fmt: skip
     launch(
-        _segments_kernel, (v, cdiv(h, block)), rows, order, start, parts, dweight, h, rows.stride(0),
-        int(padding_idx), **shape,
+        _segments_kernel, (v, blocks), rows, order, start, parts, dweight, pieces, h, rows.stride(0), int(padding_idx),
+        **shape,
     )  # fmt: skip
     return dweight
+
+
+def _sorted(ids, v: int):
+    """``-> (sorted, order, lowest)``: ids less than v as ``torch.sort(ids, stable=True)`` has them, plus ``lowest``."""
+    n = ids.shape[0]
+    if 0 < n <= _RANKED and v < 2**31:
+        ordered, order = (torch.empty(n, dtype=torch.int32, device=ids.device) for _ in range(2))
+        launch(_rank_kernel, (cdiv(n, 8),), ids.contiguous(), ordered, order, n, ROWS=8, BLOCK=1024, num_warps=4)
+        return ordered, order, 0
+    lowest = -(2**15) if v < 2**16 else 0  # a radix sort takes a pass for each 8 bits
+    short = torch.int16 if lowest else torch.int32 if v < 2**31 else torch.int64
+    return *torch.sort((ids + lowest).to(short), stable=True), lowest
+
+
+def _shape(n: int, h: int) -> dict:
+    """Of the sums of n rows, by what was fastest on an H200 (``bench.tune tables``): short pieces end soon, and many of them
+    are added up one after the other where half of the ids are one."""
+    piece = 32 if n <= 16384 else 64 if n <= 65536 else 128
+    return {"PIECE": piece, "ROWS": 4, "BLOCK": min(next_power_of_2(h), 1024), "STAGES": 1, "num_warps": 4}
 
 
 def _bwd_on_cpu(dy, ids, v, padding_idx):

@@ -171,11 +171,14 @@ def _bwd_kernel(
                 db += g
             if HAS_WEIGHT:
                 g *= w
-            if CENTER:  # a select, so that g - mean(g) takes the rounded product on both sides: 0 where all g are equal
-                g = tl.where(mask, g, 0.0)
-            dx = g - xhat * (tl.sum(g * xhat, 1) / n)[:, None]
             if CENTER:
-                dx -= tl.div_rn(tl.sum(g, 1), tl.cast(n, tl.float32))[:, None]
+                # A select, so that g - mean(g) takes the rounded product on both sides: 0 where all g are equal. And both
+                # sums at once: the warps wait for each other once.
+                g = tl.where(mask, g, 0.0)
+                along, across = tl.split(tl.sum(tl.join(g * xhat, g), 1))
+                dx = g - xhat * (along / n)[:, None] - tl.div_rn(across, tl.cast(n, tl.float32))[:, None]
+            else:
+                dx = g - xhat * (tl.sum(g * xhat, 1) / n)[:, None]
             dx *= rstd
         if HAS_DH:
             dx += tl.load(dh_ptr + rows[:, None] * dh_stride + cols, mask, 0.0).to(tl.float32)
@@ -253,16 +256,20 @@ def _tile(n: int) -> tuple[int, int, int]:
     return rows, block, 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def _bwd_tile(n: int, bytes_an_element: int, x) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, programs a multiprocessor and stages of the backward.
+def _bwd_tile(n: int, bytes_an_element: int, center: bool, x) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, programs a multiprocessor and stages of the backward, by what was fastest on an H200
+    (``bench.tune norms``).
 
-    A large tile and loads that run up to two tiles ahead (through shared memory) instead of many programs: 16384 x 4096
-    takes 0.115 ms so, 0.15 ms with 2 programs of one row at a time (H200).
+    Large tiles and loads that run up to two tiles ahead (through shared memory) instead of many programs: 16384 x 4096
+    takes 0.111 ms so, 0.15 ms with 2 programs of one row at a time.
     """
     block = next_power_of_2(n)
+    short = bytes_an_element <= 6  # 16 bits each
+    if short and 1024 <= block <= 2048:
+        return 4096 // block, block, 4, 2, stages_ahead(4096 * bytes_an_element, x)
     rows = max(1, min(64, 8192 // block))
-    stages = stages_ahead(rows * block * bytes_an_element, x)
-    return rows, block, 16 if block >= 4096 else 8, 1, stages
+    warps = 8 if block < 4096 or (short and center) else 16
+    return rows, block, warps, 1, stages_ahead(rows * block * bytes_an_element, x)
 
 
 def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: bool, *, center: bool):
@@ -303,7 +310,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     if m and n:
         wide = n > _WHOLE_ROW // 2
         loaded = sum(t.element_size() for t in (dy, dh, h) if t is not None)
-        tile_rows, block, warps, per_sm, stages = (1, 0, 16, 1, 1) if wide else _bwd_tile(n, loaded, h)
+        tile_rows, block, warps, per_sm, stages = (1, 0, 16, 1, 1) if wide else _bwd_tile(n, loaded, center, h)
         programs = min(cdiv(m, tile_rows), multiprocessors(h) * per_sm)
         rows_each = cdiv(cdiv(m, programs), tile_rows) * tile_rows
         programs = cdiv(m, rows_each)
