@@ -10,7 +10,7 @@ import torch
 from fx_fusion.fusion import Fusion
 from fx_fusion.tables import evaluate
 
-_GATHERED = {"embedding": "weight"}  # read where an index points at it: as much as the result has
+_GATHERED = {"embedding": ("weight", "ids")}  # read where an index points at it: each such row once
 
 
 def fewest_bytes(
@@ -22,11 +22,16 @@ def fewest_bytes(
     be read twice since a statistic is known only after the first time (cross_entropy, evonorm_b0)."""
     tensors = {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor)}
     written = sum(map(_bytes, outs))
-    read = sum(written if _GATHERED.get(fusion.name) == name else _bytes(t) for name, t in tensors.items())
+    table, ids = _GATHERED.get(fusion.name, (None, None))
+    read = sum(_bytes(t) for name, t in tensors.items() if name != table)
+    again = 0  # what the same index points at
+    if table:
+        again = (tensors[ids].numel() - tensors[ids].unique().numel()) * _bytes(tensors[table][0])
+        read += written - again
     forward = read + written
     both = 2 * forward + sum(_bytes(t) for t in tensors.values() if t.requires_grad)
     if fusion.traffic is not None:
-        both = evaluate(fusion.traffic[0], {**sizes, "bytes": dtype.itemsize})
+        both = evaluate(fusion.traffic[0], {**sizes, "bytes": dtype.itemsize}) - again
     return {"forward": forward, "forward+backward": both}
 
 

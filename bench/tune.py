@@ -19,8 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.progress import track
-from tabulate import tabulate
 
 from fx_fusion import timing
 from fx_fusion.kernels import (
@@ -242,8 +240,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench.tune times kernels on a GPU: there is no CUDA device here.")
     work = WORK[given.what](getattr(torch, given.dtype))
-    lines = [(name, *ranked(call, found)) for name, call, found in track(list(work), description="timing")]
-    print(tabulate(lines, headers=("work", "now, ms", "fastest", "second", "third")))
+    for name, call, found in work:  # as they come: some take minutes
+        now, *fastest = ranked(call, found)
+        print(f"{name}, now {now} ms: {', '.join(fastest)}", flush=True)
 
 
 def ranked(call: Callable[[], object], candidates: list[Candidate]) -> tuple[str, ...]:
@@ -262,7 +261,7 @@ def ranked(call: Callable[[], object], candidates: list[Candidate]) -> tuple[str
             calls.append(run)
             names.append(name)
     now, *timed = zip(timing.in_turns(calls), names, strict=True)
-    return f"{now[0]:.4f}", *(f"{ms:.4f}  {name}" for ms, name in sorted(timed)[:3])
+    return f"{now[0]:.4f}", *(f"{ms:.4f} by {name}" for ms, name in sorted(timed)[:3])
 
 
 if __name__ == "__main__":
