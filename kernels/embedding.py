@@ -11,7 +11,8 @@ every run.
 Shapes     ids: any shape, integers; weight: (v, h); y: (*ids.shape, h).
 Dtypes     weight bf16 | fp16 | fp32; sums in fp32, rounded once.
 Saved      ids.
-Traffic    backward: dy once, dweight once, and the ids.
+Traffic    backward: dy once, dweight once, and the ids (ranked: n / 8 times, out of the cache); a row of fp32 for each piece
+           of a long segment, written and read.
 Source     segments of sorted indices, as torch's own CUDA kernel for embedding_dense_backward sorts them.
 """
 

@@ -72,7 +72,7 @@ def write_back(x: Tensor, rows: Tensor, order: list[int]) -> None:
 def stages_ahead(bytes_a_stage: int, x: Tensor) -> int:
     """Stages of a loop whose loads run ahead through shared memory: up to three, as many as fit on x's device. The one that
     is computed with lies in registers."""
-    return min(3, 1 + (shared_memory(x) - (27 << 10)) // bytes_a_stage)
+    return max(1, min(3, 1 + (shared_memory(x) - (27 << 10)) // bytes_a_stage))
 
 
 def cdiv(a: int, b: int) -> int:

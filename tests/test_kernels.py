@@ -358,13 +358,28 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
             for n, v in ((n, bound[n]) for n in kernel.arg_names)
         }  # fmt: skip
         constants = {(kernel.arg_names.index(n),): bound[n] for n in fixed}
-        if (key := (kernel.__name__, str(signature), str(constants))) not in compiled:
+        # As the launcher says it: what is not known to be aligned is not loaded ahead, and takes no shared memory.
+        wide = [
+            n
+            for n, v in bound.items()
+            if n not in fixed and (isinstance(v, torch.Tensor) or (isinstance(v, int) and v % 16 == 0))
+        ]
+        attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in wide}
+        if (key := (kernel.__name__, str(signature), str(constants), str(wide))) not in compiled:
             compiled.add(key)
-            made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+            source = ASTSource(kernel, signature, constants, attributes)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert made.metadata.shared <= 227 << 10, kernel.__name__
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-    for n, dtype in ((4096, torch.bfloat16), (20001, torch.bfloat16), (8192, torch.float32), (1024, torch.bfloat16)):
+    widths = (
+        (4096, torch.bfloat16),
+        (20001, torch.bfloat16),
+        (8192, torch.float32),
+        (5000, torch.float32),
+        (1024, torch.bfloat16),
+    )
+    for n, dtype in widths:
         x, w = torch.randn(8, n, dtype=dtype), torch.randn(n)
         for weight, first, center in ((w, True, False), (None, False, False), (w, False, True)):
             bias = weight if center else None
@@ -497,6 +512,25 @@ def test_one_tensor_whose_positions_stand_before_its_heads(style, device):
     torch.testing.assert_close(turned, expected.transpose(1, 2))
     (dq,), (dswapped,) = torch.autograd.grad(turned.sum(), q), torch.autograd.grad(expected.sum(), swapped)
     torch.testing.assert_close(dq, dswapped.transpose(1, 2))
+
+
+@pytest.mark.parametrize("v", [1, 2**15, 2**15 + 1, 2**16 - 1, 2**16, 2**16 + 1, 2**31 - 1, 2**31, 2**33])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("ranked", [embedding._RANKED, 0], ids=["ranked", "sorted"])
+def test_ids_in_order(ranked, dtype, v, device, monkeypatch):
+    """In keys of 16, 32 and 64 bits, the least and the greatest id among them; equal ones as they come."""
+    if ranked and not (interpreting() or device == "cuda"):
+        pytest.skip("runs the kernel")
+    if v > torch.iinfo(dtype).max:
+        pytest.skip("no such ids")
+    monkeypatch.setattr(embedding, "_RANKED", ranked)
+    some = [torch.randint(0, v, (40,)), torch.tensor([0, v - 1, v // 2, 0, v - 1])]
+    ids = torch.cat([*some, *some]).to(device, dtype)
+    found, order, lowest = embedding._sorted(ids, v)
+    expected, positions = torch.sort(ids.long(), stable=True)
+    assert torch.equal(found.long() - lowest, expected)
+    assert torch.equal(order.long(), positions)
+    assert lowest + v <= torch.iinfo(found.dtype).max, "one more than the greatest id is looked up too"
 
 
 @pytest.mark.parametrize("ranked", [embedding._RANKED, 0], ids=["ranked", "sorted"])

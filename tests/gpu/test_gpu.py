@@ -260,6 +260,20 @@ def test_embedding_gradients_are_the_same_in_every_run():
     torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("v", [50257, 70000])
+def test_a_table_whose_ids_are_many(v):
+    """Sorted in 16 or 32 bits, by what Inductor writes; half of them are one."""
+    ids = torch.randint(0, v, (20000,), device="cuda")
+    ids[:10000] = v - 1
+    table = torch.randn(v, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(20000, 96, device="cuda", dtype=torch.bfloat16)
+    options = {"select": "always", "strict": True, "fusions": ["embedding"]}
+    compiled = torch.compile(F.embedding, backend="fx_fusion", options=options, dynamic=False)
+    found = torch.autograd.grad(compiled(ids, table), table, dy)[0].double()
+    exact = torch.zeros(v, 96, device="cuda", dtype=torch.float64).index_add_(0, ids, dy.double())
+    torch.testing.assert_close(found, exact, rtol=2**-8, atol=1e-4)
+
+
 def test_attention_with_a_causal_mask_is_cudnns():
     fusion = registry.fusion_named("attention")
     q, k, v = (torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
