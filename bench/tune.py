@@ -35,6 +35,7 @@ from fx_fusion.kernels import (
     row_norm,
 )
 from fx_fusion.kernels.launch import cdiv, next_power_of_2
+from fx_fusion.testing import zipf
 
 Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it
 Work = tuple[str, Callable[[], object], list[Candidate]]
@@ -75,11 +76,11 @@ HEADS = ((4, 32, 8, 4096, 128), (8, 32, 8, 2048, 64), (64, 12, 12, 128, 64), (2,
 
 def norms(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = NORMS, device: str = "cuda") -> Iterator[Work]:
     for (m, n), center, added in itertools.product(shapes, (True, False), (False, True)):
-        x, dy = (torch.randn(m, n, device=device).to(dtype) for _ in range(2))
+        x, dy, dh = (torch.randn(m, n, device=device).to(dtype) for _ in range(3))
         w, b = torch.randn(n, device=device).to(dtype), torch.randn(n, device=device).to(dtype) if center else None
         *_, stats = row_norm.norm_fwd(x, None, w, b, 1e-5, 0.0, False, center=center)
 
-        def call(given: Any = (dy, dy if added else None, x, w, b, stats), center: bool = center) -> None:
+        def call(given: Any = (dy, dh if added else None, x, w, b, stats), center: bool = center) -> None:
             row_norm.norm_bwd(*given, 0.0, False, [True] * 3, center=center)
 
         block, found = next_power_of_2(n), []
@@ -94,7 +95,7 @@ def tables(dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...] = TABLES
     for (m, v, h), kind in itertools.product(shapes, ("uniform", "zipf", "half of them one")):
         ids = torch.randint(0, v, (m,), device=device)
         if kind == "zipf":
-            ids = torch.multinomial(1 / torch.arange(1.0, v + 1, device=device), m, replacement=True)
+            ids = zipf(m, v, device)
         elif kind != "uniform":
             ids[: m // 2] = 7
         dy = torch.randn(m, h, device=device).to(dtype)

@@ -57,8 +57,7 @@ def make_inputs(
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
             if case.scalars.get(name) == "zipf":
-                often = 1 / torch.arange(1.0, bound + 1, device=device)
-                target = torch.multinomial(often, math.prod(shape), True, generator=generator).view(shape)
+                target = zipf(math.prod(shape), bound, device, generator).view(shape)
             else:
                 target = torch.randint(0, bound, shape, generator=generator, device=device)
             if target.numel() > 2 and "ignore_index" in statics:
@@ -77,6 +76,12 @@ def make_inputs(
             tensor = tensor.permute(order).contiguous().permute(back)
         made[name] = tensor.to(dtype)
     return made
+
+
+def zipf(count: int, bound: int, device: str, generator: torch.Generator | None = None) -> Tensor:
+    """``(count,)`` indices below ``bound``, as words are distributed: i is there 1 / (i + 1) times as often as 0."""
+    often = 1 / torch.arange(1.0, bound + 1, device=device)
+    return torch.multinomial(often, count, replacement=True, generator=generator)
 
 
 def _two_dims(m: int) -> list[int]:

@@ -41,7 +41,7 @@ from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish
 from fx_fusion.op import interpreting
 from fx_fusion.patterns.evonorm_b0 import over_larger_deviation
-from fx_fusion.testing import Run, eager_nearby, run_oracle, worst_excess
+from fx_fusion.testing import Run, eager_nearby, run_oracle, worst_excess, zipf
 
 registry.all_fusions()  # declares the references that the ops run on CPU
 
@@ -541,7 +541,7 @@ def test_gradients_of_tables_by_how_ids_repeat(ids, ranked, device, monkeypatch)
     made = {
         "uniform": torch.randint(0, 40, (3000,)), "one": torch.full((3000,), 7),
         "strided": torch.randint(0, 40, (3000, 2))[:, 1],
-        "zipf": torch.multinomial(1 / torch.arange(1.0, 41), 3000, replacement=True),
+        "zipf": zipf(3000, 40, "cpu"),
     }[ids].to(device)  # fmt: skip
     table, dy = torch.randn(40, 33, device=device, requires_grad=True), torch.randn(3000, 33, device=device)
     first, again = (torch.autograd.grad(embedding.embedding(made, table, -1), table, dy)[0] for _ in range(2))
