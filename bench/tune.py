@@ -140,12 +140,15 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
         norm = norm_formulas.Norm(x, at_once, p, p, None, kind, 0)
         bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
         tiles = [
-            {"BC": block, "BS": min(bs, tile // block), "RESIDENT": False, "LANES": lanes, "num_warps": warps}
+            {"BC": block, "REST": 0, "BS": min(bs, tile // block), "RESIDENT": False, "LANES": lanes, "num_warps": warps}
             for (tile, warps, lanes), block in itertools.product(TILES, (8, 4, 2))
             if block <= bc
         ]
-        whole = {"BC": bc, "BS": bs, "RESIDENT": True, "LANES": 1024}
-        tiles += [{**whole, "num_warps": warps} for warps in (2, 4, 8, 16, 32) if 512 * warps <= bc * bs <= 2048 * warps]
+        rest = next_power_of_2(norm.per_group - bc // 2) if norm.per_group < bc else bc
+        for parts in [(bc, 0), (bc // 2, rest)] if rest < bc // 2 else [(bc, 0)]:
+            whole = {"BC": parts[0], "REST": parts[1], "BS": bs, "RESIDENT": True, "LANES": 1024}
+            fits = [warps for warps in (2, 4, 8, 16, 32) if 512 * warps <= sum(parts) * bs <= 2048 * warps]
+            tiles += [{**whole, "num_warps": warps} for warps in fits]
 
         def forward(x: Any = x, y: Any = y, p: Any = p) -> None:
             channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
@@ -158,7 +161,7 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
             for given in tiles:
                 how = "resident" if given["RESIDENT"] else f"{given['LANES']} lanes"
                 chosen = patch.object(norm_by_group, "options", lambda *_, given=given, **__: given)
-                found.append((f"{given['BC']} x {given['BS']}, {given['num_warps']} warps, {how}", chosen))
+                found.append((f"{given['BC']} + {given['REST']} x {given['BS']}, {given['num_warps']} warps, {how}", chosen))
             yield f"{' x '.join(map(str, shape))} {name}", call, found
 
 

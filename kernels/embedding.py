@@ -24,6 +24,8 @@ import triton.language as tl
 from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
 from fx_fusion.op import interpreting, plain_op, register_autograd, trace_launches
 
+_GROUP = tl.constexpr(16)  # pieces that are added up before they are added to others
+_GROUPED = 4096  # rows from which on that pays
 _RANKED = 8192  # ids up to which comparing all with all is faster than a radix sort
 
 
@@ -87,9 +89,43 @@ def _long_segments_kernel(
 
 
 @triton.jit
+def _groups_kernel(
+    sorted_ptr, parts_ptr, h, lowest, padding, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """_GROUP pieces of one segment: their sum in place of the part of the first."""
+    first = tl.program_id(0).to(tl.int64) * _GROUP
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(sorted_ptr + first * PIECE).to(tl.int64) - lowest
+    end = tl.load(sorted_ptr + (first + _GROUP) * PIECE - 1).to(tl.int64) - lowest
+    if (v == end) & (v != padding):
+        total = _sum_of_rows(parts_ptr, sorted_ptr, first, first + _GROUP, cols, h, h, False, ROWS, BLOCK, STAGES)
+        tl.store(parts_ptr + first * h + cols, total, cols < h)
+
+
+@triton.jit
+def _sum_of_pieces(
+    parts_ptr, first, stop, begin, end, cols, h, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of pieces ``first`` to ``stop`` of rows ``begin`` to ``end``; what whole groups of them hold stands in their first.
+    One loop over pieces and groups: three take more registers, also where no segment is long."""
+    low = tl.cdiv(begin, _GROUP * PIECE)
+    before, groups = low * _GROUP - first, tl.maximum(end // (_GROUP * PIECE) - low, 0)
+    count = stop - first - groups * (_GROUP - 1)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for step in tl.range(0, count, ROWS, num_stages=STAGES):
+        i = step + tl.arange(0, ROWS)
+        piece = first + i + (_GROUP - 1) * tl.minimum(tl.maximum(i - before, 0), groups)
+        mask = (i < count)[:, None] & (cols < h)[None, :]
+        total += tl.load(parts_ptr + piece.to(tl.int64)[:, None] * h + cols[None, :], mask, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def _segments_kernel(
-    dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, pieces, h, dy_stride, padding, PIECE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, pieces, h, dy_stride, padding, GROUPED: tl.constexpr,
+    PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +137,10 @@ def _segments_kernel(
         # Pieces first .. last hold it; it is on side 1 of the first of them unless it starts where that does.
         first, last = begin // PIECE, (end - 1) // PIECE
         inside = tl.where(first * PIECE < begin, first + 1, first)
-        total = _sum_of_rows(parts_ptr, order_ptr, inside, last + 1, cols, h, h, False, ROWS, BLOCK, STAGES)
+        if GROUPED:
+            total = _sum_of_pieces(parts_ptr, inside, last + 1, begin, end, cols, h, PIECE, ROWS, BLOCK, STAGES)
+        else:
+            total = _sum_of_rows(parts_ptr, order_ptr, inside, last + 1, cols, h, h, False, ROWS, BLOCK, STAGES)
         at = (pieces + first).to(tl.int64)
         total += tl.load(parts_ptr + at * h + cols, cols < tl.where(inside > first, h, 0), 0.0)
     else:
@@ -138,9 +177,12 @@ def _bwd(dy, ids, v, padding_idx):
             _long_segments_kernel, (pieces, blocks, 2), rows, order, ordered, start, parts, n, h, rows.stride(0), lowest,
             int(padding_idx), **shape,
         )  # fmt: skip
+    groups = n // (_GROUP.value * shape["PIECE"]) if n >= _GROUPED else 0
+    if groups:
+        launch(_groups_kernel, (groups, blocks), ordered, parts, h, lowest, int(padding_idx), **shape)
     launch(
         _segments_kernel, (v, blocks), rows, order, start, parts, dweight, pieces, h, rows.stride(0), int(padding_idx),
-        **shape,
+        GROUPED=groups > 0, **shape,
     )  # fmt: skip
     return dweight
 
@@ -158,8 +200,8 @@ def _sorted(ids, v: int):
 
 
 def _shape(n: int, h: int) -> dict:
-    """Of the sums of n rows, by what was fastest on an H200 (``bench.tune tables``): short pieces end soon, and many of them
-    are added up one after the other where half of the ids are one."""
+    """Of the sums of n rows, by what was fastest on an H200 (``bench.tune tables``): short pieces end soon, many are many
+    sums to add up."""
     piece = 32 if n <= 16384 else 64 if n <= 65536 else 128
     return {"PIECE": piece, "ROWS": 4, "BLOCK": min(next_power_of_2(h), 1024), "STAGES": 1, "num_warps": 4}
 

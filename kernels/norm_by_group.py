@@ -1,4 +1,5 @@
-"""Norms of contiguous images: each group is one program's. A group that fits one tile stays in registers."""
+"""Norms of contiguous images: each group is one program's. A group that is small stays in registers: in one tile, or in two
+where one would be mostly padding (40 channels: 32 and 8)."""
 
 import torch
 import triton
@@ -13,10 +14,19 @@ _RESIDENT = 32768  # elements of a (padded) group that one program keeps in regi
 
 
 @triton.jit
+def _tile(first, per_group, size, ROWS: tl.constexpr, BS: tl.constexpr):
+    """Channels of a group from ``first`` on, positions, and what there is of them."""
+    c = first + tl.arange(0, ROWS)[:, None]
+    s = tl.arange(0, BS)[None, :]
+    return c, s, (c < per_group) & (s < size)
+
+
+@triton.jit
 def _group_fwd_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, size, freedom, eps,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
-    ROUNDED: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr, LANES: tl.constexpr,
+    ROUNDED: tl.constexpr, BC: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     freedom = tl.cast(freedom, tl.float32)
@@ -27,19 +37,33 @@ def _group_fwd_kernel(
     length = per_group * size
     base = pid * length
     if RESIDENT:
-        c = tl.arange(0, BC)[:, None]
-        s = tl.arange(0, BS)[None, :]
-        mask = (c < per_group) & (s < size)
+        c, s, mask = _tile(0, per_group, size, BC, BS)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
+        total = tl.sum(x)
+        if REST:
+            c_rest, s, mask_rest = _tile(BC, per_group, size, REST, BS)
+            rest = tl.load(x_ptr + base + c_rest * size + s, mask_rest, 0.0).to(tl.float32)
+            total += tl.sum(rest)
         count = tl.cast(length, tl.float32)
-        mean = tl.div_rn(tl.sum(x), count)
+        mean = tl.div_rn(total, count)
         if ROUNDED:  # ``corrected`` afterwards takes more registers
-            mean += tl.div_rn(tl.sum(tl.where(mask, x - mean, 0.0)), count)
+            off = tl.sum(tl.where(mask, x - mean, 0.0))
+            if REST:
+                off += tl.sum(tl.where(mask_rest, rest - mean, 0.0))
+            mean += tl.div_rn(off, count)
         apart = tl.where(mask, x - mean, 0.0)
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(apart * apart) / freedom + eps)
+        m2 = tl.sum(apart * apart)
+        if REST:
+            apart = tl.where(mask_rest, rest - mean, 0.0)
+            m2 += tl.sum(apart * apart)
+        rstd = 1.0 / tl.sqrt_rn(m2 / freedom + eps)
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         y = result(x, mean, rstd * w, b, v, KIND, EXACT)
         tl.store(y_ptr + base + c * size + s, y.to(y_ptr.dtype.element_ty), mask)
+        if REST:
+            w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c_rest, c_rest < per_group, KIND, HAS_W, HAS_B)
+            y = result(rest, mean, rstd * w, b, v, KIND, EXACT)
+            tl.store(y_ptr + base + c_rest * size + s, y.to(y_ptr.dtype.element_ty), mask_rest)
     else:
         lanes = tl.arange(0, LANES)
         sums = tl.zeros((LANES,), tl.float32)
@@ -71,10 +95,28 @@ def _group_fwd_kernel(
 
 
 @triton.jit
+def _terms(
+    x, dy, mean, rstd, w, b, v, c, sums_ptr, pid, per_group, all_channels, length, freedom,
+    KIND: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What ``of_input`` takes of some channels of a group, their shares in its sums too. Stores the sums of each channel."""
+    scale = rstd * w
+    db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND, EXACT)
+    dbs = tl.sum(db, 1)[:, None]
+    dws = tl.sum(dw, 1)[:, None] * rstd
+    dvs = tl.sum(dv, 1)[:, None] * scale
+    store_sums(sums_ptr, pid * per_group + c, all_channels, dbs, dws, dvs, c < per_group, KIND)
+    across = 0.0
+    if KIND != 2:
+        across = tl.sum(dbs * w) / length
+    return direct, apart, scale, across, tl.sum(dws * w) / freedom
+
+
+@triton.jit
 def _group_bwd_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, size, freedom,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
+    BC: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """``sums_ptr``: db, dw (and dv) of each channel of each image."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -88,24 +130,30 @@ def _group_bwd_kernel(
     mean = tl.load(stats_ptr + pid)
     rstd = tl.load(stats_ptr + all_groups + pid)
     if RESIDENT:
-        c = tl.arange(0, BC)[:, None]
-        s = tl.arange(0, BS)[None, :]
-        mask = (c < per_group) & (s < size)
+        c, s, mask = _tile(0, per_group, size, BC, BS)
         w, b, v = parameters(w_ptr, b_ptr, v_ptr, first + c, c < per_group, KIND, HAS_W, HAS_B)
         x = tl.load(x_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + c * size + s, mask, 0.0).to(tl.float32)
-        scale = rstd * w
-        db, dw, dv, direct, apart = gradients(x, dy, mean, scale, b, v, KIND, EXACT)
-        dbs = tl.sum(db, 1)[:, None]
-        dws = tl.sum(dw, 1)[:, None] * rstd
-        dvs = tl.sum(dv, 1)[:, None] * scale
-        store_sums(sums_ptr, pid * per_group + c, all_channels, dbs, dws, dvs, c < per_group, KIND)
-        across = 0.0
-        if KIND != 2:
-            across = tl.sum(dbs * w) / length
-        along = tl.sum(dws * w) / freedom
+        if REST:
+            c_rest, s, mask_rest = _tile(BC, per_group, size, REST, BS)
+            w_rest, b_rest, v_rest = parameters(w_ptr, b_ptr, v_ptr, first + c_rest, c_rest < per_group, KIND, HAS_W, HAS_B)
+            x_rest = tl.load(x_ptr + base + c_rest * size + s, mask_rest, 0.0).to(tl.float32)
+            dy_rest = tl.load(dy_ptr + base + c_rest * size + s, mask_rest, 0.0).to(tl.float32)
+        direct, apart, scale, across, along = _terms(
+            x, dy, mean, rstd, w, b, v, c, sums_ptr, pid, per_group, all_channels, length, freedom, KIND, EXACT
+        )
+        if REST:
+            direct_rest, apart_rest, scale_rest, across_rest, along_rest = _terms(
+                x_rest, dy_rest, mean, rstd, w_rest, b_rest, v_rest, c_rest, sums_ptr, pid, per_group, all_channels,
+                length, freedom, KIND, EXACT,
+            )  # fmt: skip
+            across += across_rest
+            along += along_rest
         dx = of_input(direct, apart, scale, rstd, across, along)
         tl.store(dx_ptr + base + c * size + s, dx.to(dx_ptr.dtype.element_ty), mask)
+        if REST:
+            dx = of_input(direct_rest, apart_rest, scale_rest, rstd, across, along)
+            tl.store(dx_ptr + base + c_rest * size + s, dx.to(dx_ptr.dtype.element_ty), mask_rest)
     else:
         across = 0.0
         along = 0.0
@@ -157,29 +205,33 @@ def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
     if norm.length >= 2**31 or (norm.all_groups < multiprocessors(x) and norm.length > 16384):
         return None
     bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
-    chosen = _resident(norm, x, bc * bs, backward) or _steps(norm, x, bc, backward)
-    return {"BC": bc, "BS": bs, **chosen}
+    return _resident(norm, x, bc, bs, backward) or _steps(norm, x, bc, backward)
 
 
-def _resident(norm: Norm, x, padded: int, backward: bool) -> dict | None:
-    """For a group that stays in registers as one tile of ``padded`` elements. Where groups are many, a tile that is mostly
-    padding costs more than reading a group again out of the cache."""
-    wide = x.element_size() == 4
-    if norm.all_groups <= 4 * multiprocessors(x):
-        most = 16384 if backward or norm.kind == GROUP_NORM else 8192
+def _resident(norm: Norm, x, bc: int, bs: int, backward: bool) -> dict | None:
+    """For a group that stays in registers, as one tile or two. Where groups are many, tiles that are mostly padding cost
+    more than reading a group again out of the cache."""
+    wide, few, rest = x.element_size() == 4, norm.all_groups <= 4 * multiprocessors(x), 0
+    plain = norm.kind == GROUP_NORM
+    parts = bc // 2, next_power_of_2(norm.per_group - bc // 2)
+    if few and bc * bs > 8192 and sum(parts) < bc and ((plain or not wide) if backward else (wide or not plain)):
+        bc, rest = parts
+    padded = (bc + rest) * bs
+    if few:
+        most = (20480 if rest and not wide else 16384) if backward else 16384 if plain or rest else 8192
     elif 3 * padded > 4 * norm.length or norm.kind == EVONORM_S0:
         most = 4096
     elif wide and not backward:
         most = 32768
     else:
-        most = 16384 if norm.kind == GROUP_NORM else 8192
+        most = 16384 if plain else 8192
     if padded > min(most, _RESIDENT):
         return None
     if backward:
-        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 32 if wide else 16
+        warps = 4 if padded <= 4096 else 8 if padded <= (10240 if rest else 8192) else 32 if wide else 16
     else:
-        warps = 2 if padded <= 2048 else max(4, padded // 2048)
-    return {"RESIDENT": True, "LANES": 1024, "num_warps": warps}
+        warps = 2 if padded <= 2048 else max(4, next_power_of_2(padded) // 2048)
+    return {"RESIDENT": True, "BC": bc, "REST": rest, "BS": bs, "LANES": 1024, "num_warps": warps}
 
 
 def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
@@ -195,7 +247,7 @@ def _steps(norm: Norm, x, bc: int, backward: bool) -> dict:
     else:
         tile, warps, lanes = (8192, 8, 4096) if few and norm.size >= 2048 else (4096, 8, 2048)
     bs = min(next_power_of_2(norm.size), tile // bc)
-    return {"RESIDENT": False, "BC": bc, "BS": bs, "LANES": lanes, "num_warps": warps}
+    return {"RESIDENT": False, "BC": bc, "REST": 0, "BS": bs, "LANES": lanes, "num_warps": warps}
 
 
 def forward(norm: Norm, x, y, stats, eps: float, given: dict) -> None:

@@ -391,7 +391,7 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
     for options in ((True, True, True, 2), (False, False, False, 1)):
         gated_rms_norm._fwd(x[:, :4096], x[:, :4096], w[:4096], 1e-6, *options)
         gated_rms_norm._bwd(x[:, :4096], x[:, :4096], x[:, :4096], w[:4096], stats, 1e-6, *options, [True] * 3)
-    for shape, groups in (((4, 12, 28, 28), 4), ((1, 8, 90, 95), 2)):
+    for shape, groups in (((4, 12, 28, 28), 4), ((1, 8, 90, 95), 2), ((1, 20, 32, 32), 1)):
         images = torch.randn(shape).bfloat16()
         for image in (images, images.to(memory_format=torch.channels_last)):
             p = torch.randn(shape[1])
@@ -449,10 +449,29 @@ def test_norms_of_images(channels, groups, resident, last, device, monkeypatch):
 
 
 @pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
+@pytest.mark.parametrize("kind", [norm_formulas.GROUP_NORM, norm_formulas.GROUP_NORM_SWISH, norm_formulas.EVONORM_S0])
+@pytest.mark.parametrize(("channels", "groups", "tiles"), [(6, 2, (2, 1)), (40, 1, (32, 8))])
+def test_groups_in_two_tiles(channels, groups, tiles, kind, device, monkeypatch):
+    """As in one, but for how sums are rounded."""
+    x, dy = (torch.randn(2, channels, 9, 7, device=device) + 3 for _ in range(2))
+    w, b, v = (torch.randn(channels, device=device) for _ in range(3))
+    found = []
+    for first, rest in (tiles, (2 * tiles[0], 0)):
+        given = {"RESIDENT": True, "BC": first, "REST": rest, "BS": 64, "LANES": 1024, "num_warps": 4}
+        monkeypatch.setattr(norm_by_group, "options", lambda *_, given=given, **__: given)
+        y = torch.empty_like(x)
+        stats = channel_norm.norm_fwd(x, y, groups, w, b, v, 1e-5, kind)
+        dx, sums = channel_norm.norm_bwd(dy, x, groups, w, b, v, stats, kind)
+        found.append((y, stats, dx, *sums))
+    for two, one in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
 @pytest.mark.parametrize("way", ["by_group", "by_tile"])
 def test_images_that_begin_unlike_the_rest(way, device, monkeypatch):
     """A border of zeros: every lane begins with one, and sees hundreds of other values."""
-    steps = {"RESIDENT": False, "BC": 1, "BS": 16, "LANES": 16, "num_warps": 1}
+    steps = {"RESIDENT": False, "BC": 1, "REST": 0, "BS": 16, "LANES": 16, "num_warps": 1}
     monkeypatch.setattr(norm_by_group, "_RESIDENT", 1)
     monkeypatch.setattr(norm_by_group, "_steps", lambda *_: steps)
     x = torch.full((4, 1, 128, 128) if way == "by_group" else (4, 1, 512, 256), 255.0, device=device)
@@ -534,16 +553,20 @@ def test_ids_in_order(ranked, dtype, v, device, monkeypatch):
 
 
 @pytest.mark.parametrize("ranked", [embedding._RANKED, 0], ids=["ranked", "sorted"])
-@pytest.mark.parametrize("ids", ["uniform", "zipf", "one", "strided"])
-def test_gradients_of_tables_by_how_ids_repeat(ids, ranked, device, monkeypatch):
+@pytest.mark.parametrize("grouped", [embedding._GROUPED, 0], ids=["pieces", "groups of pieces"])
+@pytest.mark.parametrize("ids", ["uniform", "zipf", "one", "half", "strided"])
+def test_gradients_of_tables_by_how_ids_repeat(ids, grouped, ranked, device, monkeypatch):
     """Each row is the sum of its gradients, whether a few ids have most of them or all are one; the same in every run."""
     monkeypatch.setattr(embedding, "_RANKED", ranked)
+    monkeypatch.setattr(embedding, "_GROUPED", grouped)
+    monkeypatch.setattr(embedding, "_shape", lambda n, h: {"PIECE": 8, "ROWS": 4, "BLOCK": 64, "STAGES": 1, "num_warps": 4})
+    n = 700
     made = {
-        "uniform": torch.randint(0, 40, (3000,)), "one": torch.full((3000,), 7),
-        "strided": torch.randint(0, 40, (3000, 2))[:, 1],
-        "zipf": zipf(3000, 40, "cpu"),
+        "uniform": torch.randint(0, 40, (n,)), "one": torch.full((n,), 7), "zipf": zipf(n, 40, "cpu"),
+        "half": torch.randint(0, 40, (n,)).where(torch.rand(n) < 0.5, 7),
+        "strided": torch.randint(0, 40, (n, 2))[:, 1],
     }[ids].to(device)  # fmt: skip
-    table, dy = torch.randn(40, 33, device=device, requires_grad=True), torch.randn(3000, 33, device=device)
+    table, dy = torch.randn(40, 33, device=device, requires_grad=True), torch.randn(n, 33, device=device)
     first, again = (torch.autograd.grad(embedding.embedding(made, table, -1), table, dy)[0] for _ in range(2))
     assert torch.equal(first, again)
     exact = torch.zeros(40, 33, dtype=torch.float64, device=device).index_add_(0, made, dy.double())
