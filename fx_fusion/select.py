@@ -14,8 +14,8 @@ from fx_fusion.match import Match
 from fx_fusion.options import Options
 from fx_fusion.sizes import expected
 
-# resnetv2_50d_evos, 128 x 224 x 224, bfloat16, H200: under CUDA graphs 20.4 ms (Inductor 26.7). The host took 23.6 (21.3) when
-# the kernels took 22.2: 1.14 of Inductor's speed on an idle host, 0.86 on a busy one.
+# resnetv2_50d_evos, 128 x 224 x 224, bfloat16, H200: under CUDA graphs 20.4 ms (Inductor 26.7). The host took 23.6 (21.3)
+# when the kernels took 22.2: 1.14 of Inductor's speed on an idle host, 0.86 on a busy one.
 _HOST_BOUND = (
     "between convolutions laid out channels last its kernels are faster and the host is slower: "
     'fused under CUDA graphs (mode="reduce-overhead") and with select="always"'

@@ -5,8 +5,8 @@
 The ids are sorted (few are ranked by comparing all with all, many by a stable radix sort), so the rows of one id are a
 segment: a program adds up a segment in fp32 and writes the sum once, in the weight's dtype. Rows that no id names are
 written as zeros by the same kernel. Segments longer than a piece (a padding token, the head of a Zipf distribution) are
-added up in pieces by many programs first, and those of one id by sixteens where ids are many. Nothing depends on the order in which programs run: the result is the same in
-every run.
+added up in pieces by many programs first, where ids are many 16 pieces of one id before they are added to others. Nothing
+depends on the order in which programs run: the result is the same in every run.
 
 Shapes     ids: any shape, integers; weight: (v, h); y: (*ids.shape, h).
 Dtypes     weight bf16 | fp16 | fp32; sums in fp32, rounded once.
