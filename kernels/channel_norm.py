@@ -18,7 +18,7 @@ Dtypes     bf16 | fp16 | fp32, parameters in any of them; arithmetic in fp32, on
 Statistics sums of distances from a value of the lane and, every 32 values, from its mean so far; lanes merged with Chan's
            formula: never mean² against variance.
 Saved      x, weight, bias, v, stats: mean and rstd, one of each a group.
-Traffic    A group that fits one tile is read once: forward 2, backward 3 elements an element. Larger groups are read
+Traffic    A group that stays in registers is read once: forward 2, backward 3 elements an element. Larger groups are read
            twice by the program that owns them, the second time out of the cache. Channels last, or too few groups to
            fill the GPU: partial sums by tiles, one small kernel, then the elements; 3 and 5 elements an element.
 Source     Wu and He 2018, arXiv:1803.08494; Liu et al. 2020, arXiv:2004.02967, table 2 (S0).

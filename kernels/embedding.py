@@ -73,7 +73,7 @@ def _long_segments_kernel(
 ):  # fmt: skip
     """Of piece p of the sorted rows, at ``parts[side, p]``: the sum of its rows that belong to the segment of its first
     row (side 0), or of its last one if that is another (side 1), where those segments are long."""
-    piece = tl.program_id(0)
+    piece = tl.program_id(0).to(tl.int64)
     side = tl.program_id(2)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = piece * PIECE
@@ -84,8 +84,7 @@ def _long_segments_kernel(
     if (end - begin > PIECE) & (v != padding) & ((side == 0) | (begin > first)):
         low, high = tl.maximum(begin, first), tl.minimum(end, last)
         total = _sum_of_rows(dy_ptr, order_ptr, low, high, cols, h, dy_stride, True, ROWS, BLOCK, STAGES)
-        at = (side * tl.num_programs(0) + piece).to(tl.int64)
-        tl.store(parts_ptr + at * h + cols, total, cols < h)
+        tl.store(parts_ptr + (side * tl.num_programs(0) + piece) * h + cols, total, cols < h)
 
 
 @triton.jit
@@ -168,7 +167,7 @@ def _bwd(dy, ids, v, padding_idx):
     n = rows.shape[0]
     ordered, order, lowest = _sorted(ids.reshape(-1), v)
     bounds = torch.arange(lowest, lowest + v + 1, dtype=ordered.dtype, device=ids.device)
-    start = torch.searchsorted(ordered, bounds, out_int32=n < 2**31)
+    start = torch.searchsorted(ordered, bounds, out_int32=n <= 2**30)
     shape = _shape(n, h)
     pieces, blocks = cdiv(n, shape["PIECE"]), cdiv(h, shape["BLOCK"])
     parts = torch.empty((2, pieces, h), dtype=torch.float32, device=dy.device)

@@ -1,5 +1,5 @@
-"""Norms of contiguous images: each group is one program's. A group that is small stays in registers: in one tile, or in two
-where one would be mostly padding (40 channels: 32 and 8)."""
+"""Norms of contiguous images: each group is one program's. A group that is small stays in registers: in one tile, or, where
+groups are few and their channels no power of two, in two (40 channels: 32 and 8)."""
 
 import torch
 import triton

@@ -391,7 +391,7 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
     for options in ((True, True, True, 2), (False, False, False, 1)):
         gated_rms_norm._fwd(x[:, :4096], x[:, :4096], w[:4096], 1e-6, *options)
         gated_rms_norm._bwd(x[:, :4096], x[:, :4096], x[:, :4096], w[:4096], stats, 1e-6, *options, [True] * 3)
-    for shape, groups in (((4, 12, 28, 28), 4), ((1, 8, 90, 95), 2), ((1, 20, 32, 32), 1)):
+    for shape, groups in (((4, 12, 28, 28), 4), ((1, 8, 90, 95), 2), ((2, 40, 16, 16), 1)):
         images = torch.randn(shape).bfloat16()
         for image in (images, images.to(memory_format=torch.channels_last)):
             p = torch.randn(shape[1])
@@ -559,6 +559,10 @@ def test_gradients_of_tables_by_how_ids_repeat(ids, grouped, ranked, device, mon
     """Each row is the sum of its gradients, whether a few ids have most of them or all are one; the same in every run."""
     monkeypatch.setattr(embedding, "_RANKED", ranked)
     monkeypatch.setattr(embedding, "_GROUPED", grouped)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **given: empty(*size, **given).fill_(-7)
+    )  # what is not written is not read
     monkeypatch.setattr(embedding, "_shape", lambda n, h: {"PIECE": 8, "ROWS": 4, "BLOCK": 64, "STAGES": 1, "num_warps": 4})
     n = 700
     made = {
