@@ -144,8 +144,7 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
             for (tile, warps, lanes), block in itertools.product(TILES, (8, 4, 2))
             if block <= bc
         ]
-        rest = next_power_of_2(norm.per_group - bc // 2) if norm.per_group < bc else bc
-        for parts in [(bc, 0), (bc // 2, rest)] if rest < bc // 2 else [(bc, 0)]:
+        for parts in dict.fromkeys([(bc, 0), norm_by_group.in_two(norm.per_group)]):
             whole = {"BC": parts[0], "REST": parts[1], "BS": bs, "RESIDENT": True, "LANES": 1024}
             fits = [warps for warps in (2, 4, 8, 16, 32) if 512 * warps <= sum(parts) * bs <= 2048 * warps]
             tiles += [{**whole, "num_warps": warps} for warps in fits]

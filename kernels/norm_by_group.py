@@ -208,17 +208,25 @@ def options(norm: Norm, x, other, *, backward: bool) -> dict | None:
     return _resident(norm, x, bc, bs, backward) or _steps(norm, x, bc, backward)
 
 
+def in_two(channels: int) -> tuple[int, int]:
+    """Channels of two tiles that hold so many, powers of two; of one and 0 where two are no less padding."""
+    whole = next_power_of_2(channels)
+    parts = whole // 2, next_power_of_2(channels - whole // 2)
+    return parts if sum(parts) < whole else (whole, 0)
+
+
 def _resident(norm: Norm, x, bc: int, bs: int, backward: bool) -> dict | None:
     """For a group that stays in registers, as one tile or two. Where groups are many, tiles that are mostly padding cost
     more than reading a group again out of the cache."""
     wide, few, rest = x.element_size() == 4, norm.all_groups <= 4 * multiprocessors(x), 0
     plain = norm.kind == GROUP_NORM
-    parts = bc // 2, next_power_of_2(norm.per_group - bc // 2)
-    if few and bc * bs > 8192 and sum(parts) < bc and ((plain or not wide) if backward else (wide or not plain)):
-        bc, rest = parts
+    if few and bc * bs > 8192 and ((plain or not wide) if backward else (wide or not plain)):
+        bc, rest = in_two(norm.per_group)
     padded = (bc + rest) * bs
-    if few:
-        most = (20480 if rest and not wide else 16384) if backward else 16384 if plain or rest else 8192
+    if few and backward:
+        most = 16384 if wide else 20480
+    elif few:
+        most = 16384 if plain or rest else 8192
     elif 3 * padded > 4 * norm.length or norm.kind == EVONORM_S0:
         most = 4096
     elif wide and not backward:
@@ -228,7 +236,7 @@ def _resident(norm: Norm, x, bc: int, bs: int, backward: bool) -> dict | None:
     if padded > min(most, _RESIDENT):
         return None
     if backward:
-        warps = 4 if padded <= 4096 else 8 if padded <= (10240 if rest else 8192) else 32 if wide else 16
+        warps = 4 if padded <= 4096 else 8 if padded <= 10240 else 32 if wide else 16
     else:
         warps = 2 if padded <= 2048 else max(4, next_power_of_2(padded) // 2048)
     return {"RESIDENT": True, "BC": bc, "REST": rest, "BS": bs, "LANES": 1024, "num_warps": warps}

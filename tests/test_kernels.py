@@ -559,10 +559,8 @@ def test_gradients_of_tables_by_how_ids_repeat(ids, grouped, ranked, device, mon
     """Each row is the sum of its gradients, whether a few ids have most of them or all are one; the same in every run."""
     monkeypatch.setattr(embedding, "_RANKED", ranked)
     monkeypatch.setattr(embedding, "_GROUPED", grouped)
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, **given: empty(*size, **given).fill_(-7)
-    )  # what is not written is not read
+    empty = torch.empty  # what is not written is not read
+    monkeypatch.setattr(torch, "empty", lambda *size, **given: empty(*size, **given).fill_(-7))
     monkeypatch.setattr(embedding, "_shape", lambda n, h: {"PIECE": 8, "ROWS": 4, "BLOCK": 64, "STAGES": 1, "num_warps": 4})
     n = 700
     made = {
