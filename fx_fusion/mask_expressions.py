@@ -27,10 +27,21 @@ def is_predicate(expression: sympy.Basic) -> bool:
 
 
 def size_of(size: Any) -> sympy.Expr:
+    """The expression of a number. A symbol in it has the sign that its range in the ShapeEnv allows it at every call: a
+    size is positive, an int argument or an ``.item()`` may be 0 or negative."""
     if isinstance(size, (torch.SymInt, torch.SymFloat)):
-        expression = size.node.expr
-        return expression.subs({s: sympy.Symbol(s.name, integer=True, positive=True) for s in expression.free_symbols})
+        expression, shapes = size.node.expr, size.node.shape_env
+        return expression.subs({s: _with_its_sign(s, shapes) for s in expression.free_symbols})
     return sympy.sympify(size)
+
+
+def _with_its_sign(symbol: sympy.Symbol, shapes: Any) -> sympy.Symbol:
+    if not symbol.is_integer:
+        return sympy.Symbol(symbol.name, real=True)
+    lowest = shapes.bound_sympy(symbol).lower
+    if lowest >= 1:
+        return sympy.Symbol(symbol.name, integer=True, positive=True)
+    return sympy.Symbol(symbol.name, integer=True, nonnegative=True if lowest >= 0 else None)
 
 
 def as_number(expression: sympy.Basic) -> sympy.Basic:
@@ -70,7 +81,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def upper_bound(expression: sympy.Expr | None, sizes: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr | None:
-    """The largest value of an affine expression over 0 <= i < size, with every symbolic size at least 1."""
+    """The largest value of an affine expression over 0 <= i < size. None where it is not affine."""
     if expression is None:
         return None
     expression = sympy.expand(expression)
@@ -81,8 +92,10 @@ def upper_bound(expression: sympy.Expr | None, sizes: dict[sympy.Symbol, sympy.E
         if not slope.is_number or expression.has(dim**2) or sympy.expand(expression - slope * dim).has(dim):
             return None
         expression = sympy.expand(expression.subs(dim, size - 1 if slope > 0 else 0))
-    # size = 1 + t with t >= 0, so that sympy can see the sign.
-    at_least_one = {s: 1 + sympy.Symbol(f"t_{s.name}", integer=True, nonnegative=True) for s in expression.free_symbols}
+    # A positive symbol is 1 + t with t >= 0, so that sympy can see the sign.
+    at_least_one = {
+        s: 1 + sympy.Symbol(f"t_{s.name}", integer=True, nonnegative=True) for s in expression.free_symbols if s.is_positive
+    }
     return sympy.expand(expression.subs(at_least_one))
 
 

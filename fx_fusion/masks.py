@@ -20,6 +20,7 @@ import sympy
 import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.bodies import Outside
 from fx_fusion.canonicalize import View, is_tensor, value
@@ -210,7 +211,8 @@ class MaskProver:
         self._assumed[node] |= self._assumed[operand]
         dims = list(DIMS[: value(node).dim()]) if dims is None else dims
         offset = len(dims) - example.dim()
-        changes = {DIMS[i]: sympy.Integer(0) if example.shape[i] == 1 else dims[i + offset] for i in range(example.dim())}
+        is_one = [statically_known_true(n == 1) for n in example.shape]
+        changes = {DIMS[i]: sympy.Integer(0) if is_one[i] else dims[i + offset] for i in range(example.dim())}
         return inner.subs(changes, simultaneous=True)
 
     def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic:
