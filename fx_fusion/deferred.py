@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fx_fusion.canonicalize import View, is_tensor, value
 from fx_fusion.deferred_tensor import DeferredTensor, Recipe
-from fx_fusion.effects import autocast_of
+from fx_fusion.effects import autocast_of, storages
 
 _MAX_FOLLOWING = 16  # nodes between absorbed logits and the outputs made from them
 
@@ -52,23 +52,39 @@ def deferrable_outputs(
                 ]
                 if foreign or len(following) > _MAX_FOLLOWING or view.effects.mutated(user) or not view.is_pure(user):
                     return (), ()
+    memory_of_sources = {memory for source in sources for memory in storages(source)}
+    if any(memory_of_sources.intersection(storages(output)) for output in outputs):
+        return (), ()  # a view of an input: the caller may write to one and read the other
     return tuple(outputs), tuple(following)
 
 
 # -- cutting them off (while rewriting) ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Deferral:
-    """One output node that leaves the graph: the module that computes it, and from which nodes."""
+    """Outputs that leave the graph and share memory: the module that computes them, and from which nodes."""
 
-    node: fx.Node
+    nodes: tuple[fx.Node, ...]
     module: fx.GraphModule
     cuts: tuple[fx.Node, ...]
     autocast: tuple[str, torch.dtype, bool]
     grad: bool
 
 
-def cut_off(node: fx.Node, cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> Deferral:
-    """A graph module that computes ``node`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
+def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes in groups that are views of each other, or the same tensor."""
+    groups: list[tuple[set[int], list[fx.Node]]] = []
+    for node in nodes:
+        memory = set(storages(node))
+        group = next((g for g in groups if g[0] & memory), None)
+        if group is None:
+            groups.append((memory, [node]))
+        else:
+            group[1].append(node)
+    return [members for _, members in groups]
+
+
+def cut_off(nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> Deferral:
+    """A graph module that computes ``nodes`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
     given = set(cuts)
     needed: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
@@ -83,27 +99,30 @@ def cut_off(node: fx.Node, cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> 
             visit(operand)
         needed[n] = None
 
-    visit(node)
+    for node in nodes:
+        visit(node)
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     for n in needed:
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
-    graph.output(copies[node])
-    autocast = autocast_of(region, value(node).device.type)
-    return Deferral(node, fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0])
+    graph.output(tuple(copies[node] for node in nodes))
+    autocast = autocast_of(region, value(nodes[0]).device.type)
+    return Deferral(tuple(nodes), fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0])
 
 
 class DeferredOutputs:
     """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
 
     def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
-        self.names = tuple(d.node.name for d in deferrals)
+        self.names = tuple(node.name for d in deferrals for node in d.nodes)
+        self._deferrals = tuple(deferrals)
+        self._metas = [_static_metas(d.nodes) for d in deferrals]
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         returned = list(output.args[0])  # type: ignore[arg-type]
-        waiting = {d.node: d for d in deferrals}
+        waiting = {node: (d, i) for d, deferral in enumerate(deferrals) for i, node in enumerate(deferral.nodes)}
         kept = [item for item in returned if item not in waiting]
-        sources: dict[Deferral, list[tuple[str, int]]] = {}
+        self._sources: list[list[tuple[str, int]]] = []  # of each deferral
         for deferral in deferrals:
             places: list[tuple[str, int]] = []
             for cut in map(now, deferral.cuts):
@@ -113,11 +132,9 @@ class DeferredOutputs:
                 if cut not in kept:
                     kept.append(cut)
                 places.append(("result", kept.index(cut)))
-            sources[deferral] = places
-        # For every original output: its place among the kept ones, or its deferral.
-        self._plan = [waiting.get(item) or kept.index(item) for item in returned]
-        self._sources = sources
-        self._metas = {d: _static_meta(d.node) for d in deferrals}
+            self._sources.append(places)
+        # For every original output: its place among the kept ones, or its deferral and its place there.
+        self._plan = [waiting[item] if item in waiting else kept.index(item) for item in returned]
         if deferrals:
             output.args = (tuple(kept),)
 
@@ -127,29 +144,34 @@ class DeferredOutputs:
 
         def run(*args: Any) -> tuple[Any, ...]:
             results = compiled(*args)
-            return tuple(
-                results[item] if isinstance(item, int) else self._deferred(item, args, results) for item in self._plan
-            )
+            made = [self._made(d, args, results) for d in range(len(self._deferrals))]
+            return tuple(results[item] if isinstance(item, int) else made[item[0]][item[1]] for item in self._plan)
 
         return run
 
-    def _deferred(self, deferral: Deferral, args: Sequence[Any], results: Sequence[Any]) -> Tensor:
-        operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[deferral]]
-        recipe = Recipe(deferral.module, operands, deferral.node.name, deferral.autocast, deferral.grad)
-        meta = self._metas[deferral]
-        return DeferredTensor.make(recipe, recipe.meta() if meta is None else meta, recipe.device())
+    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any]) -> tuple[Tensor, ...]:
+        deferral, metas = self._deferrals[d], self._metas[d]
+        operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
+        recipe = Recipe(deferral.module, operands, self.names_of(d), deferral.autocast, deferral.grad)
+        if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
+            return recipe.values()
+        return DeferredTensor.all_of(recipe, recipe.metas() if metas is None else metas)
+
+    def names_of(self, d: int) -> tuple[str, ...]:
+        return tuple(node.name for node in self._deferrals[d].nodes)
 
 
 def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:
     """Take deferred outputs out of the graph's results and put what they are computed from in their place."""
     deferred = DeferredOutputs(gm, deferrals, now)
     for deferral in deferrals:
-        _erase_dead(deferral.node, set(deferral.cuts))
+        for node in deferral.nodes:
+            _erase_dead(node, set(deferral.cuts))
     return deferred
 
 
 def _erase_dead(node: fx.Node, stop: set[fx.Node]) -> None:
-    if node.users or node in stop or node.op in ("placeholder", "output"):
+    if node._erased or node.users or node in stop or node.op in ("placeholder", "output"):
         return
     operands = node.all_input_nodes
     node.graph.erase_node(node)
@@ -157,14 +179,24 @@ def _erase_dead(node: fx.Node, stop: set[fx.Node]) -> None:
         _erase_dead(operand, stop)
 
 
-def _static_meta(node: fx.Node) -> Tensor | None:
-    example = value(node)
-    if not all(isinstance(n, int) for n in (*example.shape, *example.stride())):
+def _static_metas(nodes: Sequence[fx.Node]) -> tuple[Tensor, ...] | None:
+    examples = [value(node) for node in nodes]
+    if not all(isinstance(n, int) for example in examples for n in (*example.shape, *example.stride())):
         return None  # symbolic: known when it runs
-    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="meta")
+    return tuple(torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device="meta") for e in examples)
 
 
 # -- a deferred tensor as an input ---------------------------------------------------------------------------------
+def read_deferred_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """The example inputs of a graph that another graph's deferred outputs go into, as the tensors that it will be called
+    with (``read_deferred_inputs``); in the graph, too."""
+    inputs = list(example_inputs)
+    for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        if isinstance(example := value(node), DeferredTensor):
+            node.meta["example_value"] = inputs[i] = example.as_traced()
+    return inputs
+
+
 def activation_positions(gm: fx.GraphModule) -> tuple[int, ...]:
     """The inputs of a graph that another graph may have made: tensors that are no parameters."""
     inputs = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]

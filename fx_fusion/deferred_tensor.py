@@ -1,4 +1,9 @@
-"""The tensor that computes itself when it is read."""
+"""The tensor that computes itself when it is read.
+
+A ``Recipe`` computes some outputs of a graph that share memory, all at once. Each of them is a ``DeferredTensor``, and so is
+a cast or view of one (a ``_Step``). Reading one of this family computes every member that is alive: eager would have had
+all of them by now, and what is then written to one shows in its views and not in its copies.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +14,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fx_fusion.errors import StaleTensorError
 
 
+def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Keep what is computed inside away from ambient hooks on saved tensors. ``checkpoint`` counts what a function saves;
+    what is computed once, or while a graph is compiled, is not saved again when the function runs again."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class Recipe:
-    """How a deferred value is computed, from what, and whether that is still what it was."""
+    """How outputs that share memory are computed, from what, and whether that is still what it was.
+
+    Args:
+        module: returns a tuple with one tensor for each of ``names``.
+        operands: its arguments.
+        names: of the outputs, as the graph calls them.
+        autocast: device type, dtype, and whether autocast is on where the graph computes them.
+        grad: whether the graph computes them with gradients.
+    """
 
     def __init__(
         self,
-        module: Callable[..., Any],
+        module: Callable[..., tuple[Tensor, ...]],
         operands: Sequence[Any],
-        name: str,
+        names: Sequence[str],
         autocast: tuple[str, torch.dtype, bool],
         grad: bool,
     ):
-        self.module, self.operands, self.name, self.autocast = module, tuple(operands), name, autocast
+        self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.versions = [_version(o) for o in self.operands]
-
-    def sources(self) -> tuple[Any, ...]:
-        return self.operands
+        self.family: list[weakref.ref[DeferredTensor]] = []  # in the order in which they were made
+        self._values: tuple[Tensor, ...] | None = None
 
     def device(self) -> torch.device:
         return next(o.device for o in self.operands if isinstance(o, Tensor))
 
-    def meta(self) -> Tensor:
-        """Shape, stride and dtype of the result, by running the module on meta tensors."""
+    def is_traced(self) -> bool:
+        """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
+        return any(isinstance(o, FakeTensor) for o in self.operands)
+
+    def metas(self) -> tuple[Tensor, ...]:
+        """Shape, stride and dtype of the results, by running the module on meta tensors."""
         metas = [torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands]
         with torch.no_grad(), self._autocast():
             return self.module(*metas)
@@ -46,17 +71,33 @@ class Recipe:
         ``.data``, goes unnoticed.)"""
         for operand, version in zip(self.operands, self.versions, strict=True):
             if _version(operand) != version:
+                name = self.names[0]
                 raise StaleTensorError(
-                    f"{self.name} is computed when it is first read, from tensors that must not have changed since the "
+                    f"{name} is computed when it is first read, from tensors that must not have changed since the "
                     f"model ran; one of shape {tuple(operand.shape)} was changed in place (by an optimizer step?). Read "
-                    f'{self.name} before that, or compile with options={{"defer_outputs": False}}.'
+                    f'{name} before that, or compile with options={{"defer_outputs": False}}.'
                 )
 
-    def compute(self) -> Tensor:
+    def values(self) -> tuple[Tensor, ...]:
+        """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
+        if self._values is None:
+            self.check()
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
+                self._values = self.module(*self.operands)
+        return self._values
+
+    def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The same computation on other operands (leaves, to differentiate it)."""
         self.check()
-        # As the model would have computed it: in its grad mode and autocast, whatever is ambient now.
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
-            return self.module(*self.operands)
+        with self._autocast():
+            return self.module(*operands)
+
+    def settle(self) -> None:
+        """Compute every tensor of the family that is alive."""
+        with torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
+            for member in [tensor for reference in self.family if (tensor := reference()) is not None]:
+                if member._value is None:
+                    member._value = member._source.compute()
 
     def _autocast(self) -> Any:
         device, dtype, enabled = self.autocast
@@ -64,17 +105,63 @@ class Recipe:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=dtype, enabled=enabled)
 
-    def again(self, sources: Sequence[Any]) -> Tensor:
-        """The same computation on other operands (leaves, to differentiate it)."""
-        self.check()
-        with self._autocast():
-            return self.module(*sources)
-
 
 def _version(operand: Any) -> tuple[int, int] | None:
-    if not isinstance(operand, Tensor) or operand.is_inference():
+    if not isinstance(operand, Tensor) or operand.is_inference() or isinstance(operand, FakeTensor):
         return None
     return operand._version, operand.data_ptr()  # another pointer: ``.data`` was replaced
+
+
+class _Output:
+    """One result of a recipe."""
+
+    def __init__(self, recipe: Recipe, index: int):
+        self.recipe, self.index, self.grad = recipe, index, recipe.grad
+
+    def sources(self) -> tuple[Any, ...]:
+        return self.recipe.operands
+
+    def again(self, sources: Sequence[Any]) -> Tensor:
+        return self.recipe.again(sources)[self.index]
+
+    def compute(self) -> Tensor:
+        return self.recipe.values()[self.index]
+
+
+class _Step:
+    """A cast or view of a deferred tensor."""
+
+    def __init__(self, below: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
+        self.recipe = below._source.recipe
+        self.grad = torch.is_grad_enabled() and func is not torch.Tensor.detach
+
+    def is_lazy(self) -> bool:
+        """No operand is another tensor, and it stays on its device."""
+        flat = [*self.args, *self.kwargs.values()]
+        flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
+        if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
+            return False
+        return not any(isinstance(item, (Tensor, torch.device, str)) for item in flat)
+
+    def sources(self) -> tuple[Any, ...]:
+        return (self.below,)
+
+    def again(self, sources: Sequence[Any]) -> Tensor:
+        return self.func(sources[0], *self.args, **self.kwargs)
+
+    def meta(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            below = torch.empty_strided(self.below.shape, self.below.stride(), dtype=self.below.dtype, device="meta")
+            return self.func(below, *self.args, **self.kwargs)
+
+    def compute(self) -> Tensor:
+        below = self.below._value if self.below._value is not None else self.below._source.compute()
+        with torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
+            return self.func(below, *self.args, **self.kwargs)
+
+
+_Source = _Output | _Step
 
 
 class _Link(torch.autograd.Function):
@@ -82,19 +169,19 @@ class _Link(torch.autograd.Function):
     values (a custom autograd.Function in C++) gets the gradients of its operands."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe | _Step, meta: Tensor, device: torch.device, *sources: Any) -> Any:
-        ctx.recipe = recipe
-        return _unlinked(recipe, meta, device)
+    def forward(ctx: Any, source: _Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
+        ctx.source = source
+        return _unlinked(source, meta, device)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        sources = ctx.recipe.sources()
+        sources = ctx.source.sources()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
             leaves = [_plain(s).detach() if isinstance(s, Tensor) else s for s in sources]
             for n in wanted:
                 leaves[n].requires_grad_()
-            found = torch.autograd.grad(ctx.recipe.again(leaves), [leaves[n] for n in wanted], dy, allow_unused=True)
+            found = torch.autograd.grad(ctx.source.again(leaves), [leaves[n] for n in wanted], dy, allow_unused=True)
         grads: list[Any] = [None] * len(sources)
         for n, gradient in zip(wanted, found, strict=True):
             grads[n] = gradient
@@ -105,11 +192,22 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.materialize() if isinstance(tensor, DeferredTensor) else tensor
 
 
-def _unlinked(recipe: Recipe | _Step, meta: Tensor, device: torch.device) -> DeferredTensor:
+def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
     tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=False
     )
-    tensor._recipe, tensor._value, tensor._steps = recipe, None, []
+    # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    tensor._source, tensor._value = source, None
+    return tensor
+
+
+def _around(value: Tensor) -> DeferredTensor:
+    """What a compiler sees of a deferred tensor: ``value`` is a fake one."""
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        DeferredTensor, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device, requires_grad=False
+    )
+    tensor._source, tensor._value = None, value
     return tensor
 
 
@@ -185,34 +283,58 @@ _KEPT_LAZY = {
 class DeferredTensor(torch.Tensor):
     """A tensor whose values are computed at first use. Anything but a question about its type computes them."""
 
-    _recipe: Recipe | _Step
+    _source: _Source | None  # None around a fake tensor
     _value: Tensor | None
-    _steps: list[weakref.ref[DeferredTensor]]
 
     @staticmethod
-    def make(recipe: Recipe | _Step, meta: Tensor, device: torch.device) -> DeferredTensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            if not recipe.grad or not any(isinstance(s, Tensor) and s.requires_grad for s in recipe.sources()):
-                return _unlinked(recipe, meta, device)
-            return _Link.apply(recipe, meta, device, *recipe.sources())
+    def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:
+        """The outputs of a recipe."""
+        device = recipe.device()
+        return tuple(DeferredTensor._make(_Output(recipe, i), meta, device) for i, meta in enumerate(metas))
 
-    def settle(self) -> None:
-        """Compute every cast and view of the output that this tensor is (a view of): its values are about to change."""
-        base = self
-        while isinstance(base._recipe, _Step):
-            base = base._recipe.below
-        waiting = [base]
-        while waiting:
-            tensor = waiting.pop()
-            tensor.materialize()
-            waiting.extend(step for reference in tensor._steps if (step := reference()) is not None)
+    @staticmethod
+    def _make(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            if not source.grad or not any(isinstance(s, Tensor) and s.requires_grad for s in source.sources()):
+                tensor = _unlinked(source, meta, device)
+            else:
+                tensor = _Link.apply(source, meta, device, *source.sources())
+        source.recipe.family.append(weakref.ref(tensor))
+        return tensor
 
     def materialize(self) -> Tensor:
         """The tensor as the model would have returned it. Computed once."""
         if self._value is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._value = self._recipe.compute()
+            self._source.recipe.settle()
+        assert self._value is not None
         return self._value
+
+    # -- as an input of another compiled function -------------------------------------------------------------------
+    # torch.compile takes apart a subclass that says how: when the other function runs, ``_read`` gives it the values. While
+    # it is traced, this class stands around a fake tensor, and does nothing of its own.
+    @property
+    def _read(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
+            return self.materialize().detach()
+
+    def as_traced(self) -> Tensor:
+        """The fake tensor inside, with the gradient of this one: a plain input for a graph that is called with values."""
+        assert self._value is not None
+        return self._value.detach().requires_grad_(self.requires_grad)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_read"], None
+
+    def _stable_hash_for_caching(self) -> str:
+        """What the compile cache knows of this input of a graph: its type. Symbolic sizes are in the cache's guards."""
+        value = self._value
+        assert value is not None
+        return str((value.dtype, value.device, tuple(value.shape), value.stride(), self.requires_grad))
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, outer_size: Any, outer_stride: Any) -> DeferredTensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _around(inner["_read"])
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         try:
@@ -223,59 +345,22 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling() or torch._guards.CompileContext.current_compile_id() is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func in _ANSWERED and args[0]._value is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
             step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
             if step.is_lazy():
-                made = DeferredTensor.make(step, step.meta(), args[0].device)
-                args[0]._steps.append(weakref.ref(made))
-                return made
-        if _writes(func):
-            for written in args[:1]:
-                if isinstance(written, DeferredTensor):
-                    written.settle()
+                return DeferredTensor._make(step, step.meta(), args[0].device)
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default and args[0]._source is None:
+            return _around(func(args[0]._value))
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-class _Step:
-    """A cast or view of a deferred tensor."""
-
-    def __init__(self, below: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
-        self.grad = torch.is_grad_enabled() and func is not torch.Tensor.detach
-
-    def is_lazy(self) -> bool:
-        """No operand is another tensor, and it stays on its device."""
-        flat = [*self.args, *self.kwargs.values()]
-        flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
-        if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
-            return False
-        return not any(isinstance(item, (Tensor, torch.device, str)) for item in flat)
-
-    def sources(self) -> tuple[Any, ...]:
-        return (self.below,)
-
-    def again(self, sources: Sequence[Any]) -> Tensor:
-        return self.func(sources[0], *self.args, **self.kwargs)
-
-    def meta(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            below = torch.empty_strided(self.below.shape, self.below.stride(), dtype=self.below.dtype, device="meta")
-            return self.func(below, *self.args, **self.kwargs)
-
-    def compute(self) -> Tensor:
-        with torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
-            return self.func(self.below.materialize(), *self.args, **self.kwargs)

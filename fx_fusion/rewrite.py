@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, value
-from fx_fusion.deferred import Deferral, cut_off
+from fx_fusion.deferred import Deferral, cut_off, sharing_memory
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.layouts import any_layout, channels_last, is_channels_last
@@ -151,10 +151,11 @@ class Editor:
             node.meta["example_value"] = before
             raise
 
-    def defer(self, output: fx.Node, cuts: Iterable[fx.Node], *, like: fx.Node) -> None:
-        """``output`` leaves the results of the graph; it will be computed from ``cuts`` when it is read, in the grad mode
-        and autocast region of ``like``."""
-        self.deferrals.append(cut_off(output, map(self.now, cuts), self.view.effects.region[like]))
+    def defer(self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], *, like: fx.Node) -> None:
+        """``outputs`` leave the results of the graph; they will be computed from ``cuts`` when one of them is read, in the
+        grad mode and autocast region of ``like``."""
+        sources, region = [self.now(cut) for cut in cuts], self.view.effects.region[like]
+        self.deferrals += [cut_off(group, sources, region) for group in sharing_memory(outputs)]
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase those of ``nodes`` that nothing uses any more."""

@@ -84,8 +84,7 @@ def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
             loss = editor.method("view", (loss, tuple(value(root).shape)), like=root)
         loss = editor.cast(loss, value(root).dtype, like=root)
         editor.replace(root, loss)
-    for output in match.deferred:
-        editor.defer(output, head.inputs.values(), like=seen.source)
+    editor.defer(match.deferred, head.inputs.values(), like=seen.source)
 
 
 def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):

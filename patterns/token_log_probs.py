@@ -51,8 +51,7 @@ def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite, hea
     with editor.graph.inserting_before(first_root(editor, match)):
         arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
         replaced(editor, site, entropy, editor.call(token_log_probs.overload, arguments, like=site.root))
-    for output in match.deferred:
-        editor.defer(output, head.inputs.values(), like=head.seen.source)
+    editor.defer(match.deferred, head.inputs.values(), like=head.seen.source)
 
 
 def guard(x, lm_head, bias, target, softcap, scale):
