@@ -6,10 +6,14 @@ Inductor as Dynamo wrote it, and the user is told why.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,22 +26,30 @@ from fx_fusion.bodies import link_bodies
 from fx_fusion.cache_key import config_patches
 from fx_fusion.canonicalize import View
 from fx_fusion.changing_floats import keep_tensors, without_caches
-from fx_fusion.deferred import DeferredOutputs, activation_positions, defer_outputs, read_deferred_inputs
+from fx_fusion.deferred import (
+    DeferredOutputs,
+    activation_positions,
+    defer_outputs,
+    read_deferred_examples,
+    read_deferred_inputs,
+)
+from fx_fusion.deferred_tensor import without_saved_tensor_hooks
 from fx_fusion.diff import text
-from fx_fusion.errors import FusionError
+from fx_fusion.errors import FusionError, OptionError
 from fx_fusion.graph_breaks import why_it_ends
 from fx_fusion.kernel_accesses import remember_accesses
 from fx_fusion.layouts import without_donated_buffers
 from fx_fusion.op import tell_inductor
-from fx_fusion.options import Options, parse
-from fx_fusion.report import GraphReport, Site, publish
+from fx_fusion.options import Options, inductors_own, parse
+from fx_fusion.report import GraphReport, Site, publish, recordings
 from fx_fusion.rewrite import Editor
-from fx_fusion.sites import Fuel, choose, find_matches, near_sites, replace
+from fx_fusion.sites import Fuel, Placement, find_matches, near_sites
 from fx_fusion.snapshot import snapshot
-from fx_fusion.speculate import Assumptions, speculate
+from fx_fusion.speculate import Assumptions, compiled_apart, speculate
 
 Compiled = Callable[..., Any]
-_graphs_seen = 0
+Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
+_graph_numbers = itertools.count()
 
 
 def fx_fusion(
@@ -59,65 +71,157 @@ def fx_fusion(
         OptionError: an option that nobody knows.
         FusionError: an error of ours, under ``options={"strict": True}`` only.
     """
-    return compile_graph(gm, example_inputs, parse(mode, options))
+    try:
+        parsed = parse(mode, options)
+    except OptionError:
+        raise
+    except Exception as error:
+        _tell(error, strict=bool((options or {}).get("strict")))
+        return torch._TorchCompileInductorWrapper(mode, inductors_own(options), None)(gm, example_inputs)
+    return compile_graph(gm, example_inputs, parsed)
 
 
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    """Inductor, with the user's options and our part of the cache key."""
-    tell_inductor()
-    remember_accesses()
-    with without_donated_buffers(gm), without_caches(gm):
-        return compile_fx(gm, list(example_inputs), config_patches=config_patches(options))
+    """Inductor, with the user's options and our part of the cache key. Raises OursFailed where it is not Inductor that
+    fails."""
+    with contextlib.ExitStack() as patched:
+        try:
+            tell_inductor()
+            remember_accesses()
+            patches = config_patches(options)
+            patched.enter_context(without_donated_buffers(gm))
+            patched.enter_context(without_caches(gm))
+        except Exception as error:
+            raise OursFailed from error
+        return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    """Inductor with the user's options, and nothing of ours."""
+    return compile_fx(gm, list(example_inputs), config_patches=dict(options.inductor))
+
+
+class OursFailed(Exception):
+    """Something of ours raised (the cause) on the way to Inductor."""
+
+
+@dataclass
+class Rewritten:
+    """What became of a graph: its example inputs, report and sites, and what goes around the compiled function."""
+
+    example_inputs: Sequence[Any]
+    report: GraphReport
+    sites: list[Site]
+    layers: list[Callable[[Compiled], Compiled]]
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.report.floats or any(site.status == "fused" for site in self.sites))
 
 
 def compile_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    rest: Callable[[fx.GraphModule, Sequence[Any], Options], Compiled] = inductor,
+    rest: Rest = inductor,
+    *,
+    instead_of: int | None = None,
 ) -> Compiled:
-    """canonicalize -> match -> legality -> select -> rewrite -> defer -> compile the rest -> speculate."""
-    started = time.perf_counter()
-    graph_report = _new_report(gm)
-    untouched = snapshot(gm)
-    activations = activation_positions(gm)
-    sites: list[Site] = []
-    layers: list[Callable[[Compiled], Compiled]] = []
+    """Rewrite the graph and compile it with ``rest``. Whatever of ours raises, the graph is compiled as Dynamo wrote it.
+
+    Args:
+        instead_of: the index of the graph whose version without assumptions this is.
+    """
+    untouched = gm
     try:
-        graph_report.floats = keep_tensors(gm) if options.fuel is None else 0
-        assumptions = Assumptions(gm, allowed=options.speculate)
-        sites, deferred = fuse(gm, options, assumptions)
-        graph_report.deferred, graph_report.assumes = deferred.names, assumptions.sentences()
-        layers = [deferred.wrap, lambda fast: speculate(fast, assumptions, untouched, options, rest)]
+        with without_saved_tensor_hooks():
+            untouched = snapshot(gm)
+            made = rewritten(gm, untouched, example_inputs, options, rest, instead_of)
     except Exception as error:
-        _fall_back(error, options, graph_report)
-        gm = untouched
-    graph_report.after, graph_report.nodes_after = text(gm), len(gm.graph.nodes)
-    graph_report.seconds = time.perf_counter() - started
+        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     try:
-        compiled = rest(gm, example_inputs, options)
+        compiled = rest(gm, made.example_inputs, options)
     except (RestartAnalysis, SkipFrame):  # Dynamo's control flow, not a failure
         raise
+    except OursFailed as failed:
+        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, failed.__cause__ or failed, made)
     except Exception as error:
-        changed = graph_report.floats or any(site.status == "fused" for site in sites)
-        if gm is untouched or not changed:
+        if not made.changed:
             raise  # it would fail without us too
-        _fall_back(error, options, graph_report)
-        sites, layers = [], []
-        compiled = rest(untouched, example_inputs, options)
-    _announce(graph_report, sites)
-    for layer in (*layers, read_deferred_inputs(activations)):
-        compiled = layer(compiled)
+        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error, made)
+    try:
+        for layer in made.layers:
+            compiled = layer(compiled)
+        _announce(made)
+    except Exception as error:
+        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     return compiled
 
 
-def _fall_back(error: Exception, options: Options, graph_report: GraphReport) -> None:
-    """Raise under ``strict``; else say what happened: the caller goes on with the graph as Dynamo wrote it."""
-    if options.strict:
+def rewritten(
+    gm: fx.GraphModule,
+    untouched: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    rest: Rest,
+    instead_of: int | None,
+) -> Rewritten:
+    """canonicalize -> match -> legality -> select -> rewrite -> defer, in place; ``untouched`` is a copy of the graph."""
+    started = time.perf_counter()
+    report = _new_report(gm, instead_of)
+    activations = activation_positions(gm)
+    example_inputs = read_deferred_examples(gm, example_inputs)
+    report.floats = keep_tensors(gm) if options.fuel is None else 0
+    assumptions = Assumptions(gm, allowed=options.speculate)
+    sites, deferred = fuse(gm, options, assumptions)
+    report.deferred, report.assumes = deferred.names, assumptions.sentences()
+    listening = recordings()
+
+    def exact() -> Compiled:
+        known = replace(options, speculate=False)
+        backend = functools.partial(compile_graph, options=known, rest=rest, instead_of=report.index)
+        return compiled_apart(untouched, backend, listening)
+
+    layers: list[Callable[[Compiled], Compiled]] = [
+        deferred.wrap,
+        lambda fast: speculate(fast, assumptions, exact, report.calls),
+        read_deferred_inputs(activations),
+    ]
+    report.after, report.nodes_after = text(gm), len(gm.graph.nodes)
+    report.seconds = time.perf_counter() - started
+    return Rewritten(example_inputs, report, sites, layers)
+
+
+def _as_dynamo_wrote_it(
+    untouched: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    rest: Rest,
+    error: BaseException,
+    made: Rewritten | None = None,
+) -> Compiled:
+    """Say what of ours raised, and compile the untouched graph with nothing of ours around it but what makes deferred
+    tensors of other graphs plain ones. Raises FusionError under ``strict``."""
+    _tell(error, strict=options.strict)
+    activations: tuple[int, ...] = ()
+    try:
+        activations = activation_positions(untouched)
+        example_inputs = read_deferred_examples(untouched, example_inputs)
+        report = made.report if made is not None else GraphReport(next(_graph_numbers), text(untouched))
+        report.fallback, report.after, report.nodes_after = _where(error), report.before, report.nodes_before
+        report.floats, report.deferred, report.assumes = 0, (), ()
+        publish(report, [])
+    except Exception as another:
+        _tell(another, strict=False)
+    compiled = (plain_inductor if rest is inductor else rest)(untouched, example_inputs, options)
+    return read_deferred_inputs(activations)(compiled) if activations else compiled
+
+
+def _tell(error: BaseException, *, strict: bool) -> None:
+    """Raise under ``strict``, else warn."""
+    if strict:
         raise FusionError(_where(error)) from error
-    warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=3)
-    graph_report.fallback = _where(error)
-    graph_report.floats, graph_report.deferred, graph_report.assumes = 0, (), ()
+    warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=4)
 
 
 def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tuple[list[Site], DeferredOutputs]:
@@ -132,11 +236,11 @@ def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tupl
         view.assumptions = assumptions if module is gm or view.outside is not None else Assumptions.none()
         view.may_defer = options.defer_outputs and module is gm
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
-        matches, near = find_matches(view)
-        chosen, refused, taken = choose(matches, view, options)
+        candidates, near = find_matches(view)
         editor = Editor(view)
-        made = [replace(fusion, match, editor, fuel) for fusion, match in chosen]
-        sites += [*made, *refused, *near_sites(near, taken)]
+        placement = Placement(view, options, editor, fuel)
+        placement.place(candidates)
+        sites += [*placement.sites, *near_sites(near, placement.taken)]
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
         module.graph.lint()
@@ -153,23 +257,23 @@ def reset() -> None:
 fx_fusion.reset = reset  # type: ignore[attr-defined]
 
 
-def _new_report(gm: fx.GraphModule) -> GraphReport:
-    global _graphs_seen
-    _graphs_seen += 1
-    compile_id = torch._guards.CompileContext.current_compile_id()
+def _new_report(gm: fx.GraphModule, instead_of: int | None) -> GraphReport:
+    trace_id = torch._guards.CompileContext.current_trace_id()
     return GraphReport(
-        index=_graphs_seen - 1,
+        index=next(_graph_numbers),
         before=text(gm),
         nodes_before=len(gm.graph.nodes),
-        compile_id=str(compile_id) if compile_id else "",
+        compile_id=str(trace_id.compile_id) if trace_id else "",
+        attempt=trace_id.attempt if trace_id else 0,
         broke=why_it_ends(gm),
+        instead_of=instead_of,
     )
 
 
-def _announce(graph_report: GraphReport, sites: list[Site]) -> None:
-    sites = [Site(**{**vars(site), "graph": graph_report.index}) for site in sites]
-    publish(graph_report, sites)
-    debug.write(graph_report, sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")
+def _announce(made: Rewritten) -> None:
+    sites = [replace(site, graph=made.report.index) for site in made.sites]
+    publish(made.report, sites)
+    debug.write(made.report, sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")
 
 
 def _where(error: BaseException) -> str:

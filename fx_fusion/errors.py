@@ -1,5 +1,8 @@
 """The two ways in which fx_fusion fails. A guard's "no" is not an error: it is a sentence in the report."""
 
+import difflib
+from collections.abc import Sequence
+
 
 class DeclarationError(TypeError):
     """A fusion, pattern or op was declared in a way that can't work. Raised when its file is imported."""
@@ -16,3 +19,11 @@ class OptionError(ValueError):
 
 class StaleTensorError(RuntimeError):
     """A deferred tensor was read after a tensor that it is computed from had been changed in place."""
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """The end of an error about an unknown name: the valid one that is most like it, and all of them."""
+    valid = list(dict.fromkeys(valid))
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(valid)}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from fx_fusion.errors import OptionError
-from fx_fusion.registry import all_fusions
+from fx_fusion import registry
+from fx_fusion.errors import OptionError, nearest
 
 SELECT = ("auto", "measure", "always", "never")
 _OURS: dict[str, tuple[type, str]] = {
@@ -50,7 +49,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Split and check options; raises OptionError with the valid names and the nearest one."""
     modes = ("default", *torch._inductor.list_mode_options())
     if mode is not None and mode not in modes:
-        raise OptionError(f"mode={mode!r} is not known. {_nearest(mode, modes)}")
+        raise OptionError(f"mode={mode!r} is not known. {nearest(mode, modes)}")
     inductors = inductor_config.get_config_copy()  # type: ignore[attr-defined]
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
@@ -64,13 +63,13 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             theirs[name] = given
         else:
             raise OptionError(
-                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {_nearest(name, tuple(_OURS))}"
+                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, tuple(_OURS))}"
             )
     # Inductor's own wrapper translates the mode and checks the types of its options.
     inductor = torch._TorchCompileInductorWrapper(mode, theirs, None).config
     select = ours.get("select", "auto")
     if select not in SELECT:
-        raise OptionError(f"options['select'] = {select!r}. {_nearest(select, SELECT)}")
+        raise OptionError(f"options['select'] = {select!r}. {nearest(select, SELECT)}")
     return Options(
         select=select,
         fusions=_chosen(ours.get("fusions", [])),
@@ -82,11 +81,16 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     )
 
 
+def inductors_own(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options that are not ours."""
+    return {name: given for name, given in (options or {}).items() if name not in _OURS}
+
+
 def _chosen(names: list[str]) -> frozenset[str]:
-    known = [f.name for f in all_fusions()]
+    known = [f.name for f in registry.all_fusions()]
     for name in names:
         if name.removeprefix("-") not in known:
-            raise OptionError(f"options['fusions'] names {name!r}. {_nearest(name.removeprefix('-'), tuple(known))}")
+            raise OptionError(f"options['fusions'] names {name!r}. {nearest(name.removeprefix('-'), tuple(known))}")
     wanted = [n for n in names if not n.startswith("-")] or known
     return frozenset(wanted) - {n.removeprefix("-") for n in names if n.startswith("-")}
 
@@ -98,9 +102,3 @@ def _fuel() -> int | None:
     if not given.isdigit():
         raise OptionError(f"FX_FUSION_FUEL={given!r} must be a number of replacements, 0 or more.")
     return int(given)
-
-
-def _nearest(name: str, valid: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Valid: {', '.join(valid)}."

@@ -10,7 +10,8 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from tabulate import tabulate
 from torch import fx
 
+from fx_fusion import registry
 from fx_fusion.canonicalize import value
+from fx_fusion.errors import nearest
 
 STATUSES = ("fused", "kept", "declined", "near")
 
@@ -41,6 +44,14 @@ class Site:
 
 
 @dataclass
+class Calls:
+    """How often a graph with assumptions was called: as assumed, and otherwise. Counted for as long as the process runs."""
+
+    assumed: int = 0
+    otherwise: int = 0
+
+
+@dataclass
 class GraphReport:
     """One compiled graph: its text before and after, how many nodes, what was left to Inductor."""
 
@@ -54,7 +65,10 @@ class GraphReport:
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     deferred: tuple[str, ...] = ()
     assumes: tuple[str, ...] = ()
+    calls: Calls = field(default_factory=Calls)
+    instead_of: int | None = None  # the graph that this one is the version of without assumptions
     compile_id: str = ""
+    attempt: int = 0  # of Dynamo, at the code with this id
     seconds: float = 0.0
 
 
@@ -66,17 +80,22 @@ class Report:
         self.graphs: list[GraphReport] = []
 
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
-        """Add one graph. A graph that Dynamo compiles again under the same id (a restart) replaces the first."""
-        again = next((g for g in self.graphs if g.compile_id and g.compile_id == graph.compile_id), None)
-        if again is not None:
-            self.graphs.remove(again)
-            self.sites = [s for s in self.sites if s.graph != again.index]
+        """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
+        attempt may make several, as for the buckets of DDP."""
+        known = [g for g in self.graphs if g.compile_id and g.compile_id == graph.compile_id]
+        dropped = {g.index for g in known if g.attempt < graph.attempt}
+        self.graphs = [g for g in self.graphs if g.index not in dropped]
+        self.sites = [s for s in self.sites if s.graph not in dropped]
         self.graphs.append(graph)
         self.sites.extend(sites)
 
     # -- questions -----------------------------------------------------------------------------------------------
     def count(self, fusion: str, status: str = "fused") -> int:
-        """How many sites of a fusion have a status."""
+        """How many sites of a fusion have a status. Raises ValueError for a fusion or status that does not exist."""
+        if fusion not in (names := [f.name for f in registry.all_fusions()]):
+            raise ValueError(f"no fusion is called {fusion!r}. {nearest(fusion, names)}")
+        if status not in STATUSES:
+            raise ValueError(f"no status is called {status!r}. {nearest(status, STATUSES)}")
         return sum(s.fusion == fusion and s.status == status for s in self.sites)
 
     def assert_fused(self, **counts: int) -> None:
@@ -107,7 +126,12 @@ class Report:
             f"graph {g.index}: {g.floats} foreach call(s) take a changing float as a tensor" for g in self.graphs if g.floats
         ]
         notes += [f"graph {g.index}: deferred until read: {', '.join(g.deferred)}" for g in self.graphs if g.deferred]
-        notes += [f"graph {g.index}: assumes, and checks at run time: {a}" for g in self.graphs for a in g.assumes]
+        notes += [f"graph {g.index}: {_assumed(g)}" for g in self.graphs if g.assumes]
+        notes += [
+            f"graph {g.index}: graph {g.instead_of} without its assumption, compiled when it first did not hold"
+            for g in self.graphs
+            if g.instead_of is not None
+        ]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
 
@@ -136,6 +160,12 @@ class Report:
             },
             indent=1,
         )
+
+
+def _assumed(graph: GraphReport) -> str:
+    calls = graph.calls
+    held = f"; held in {calls.assumed} of {calls.assumed + calls.otherwise} calls" if calls != Calls() else ""
+    return f"assumes, and checks at run time: {', '.join(graph.assumes)}{held}"
 
 
 def _generic(reason: str) -> str:
@@ -183,21 +213,34 @@ def shapes_of(inputs: dict[str, Any]) -> dict[str, str]:
 
 
 # -- recording -----------------------------------------------------------------------------------------------------
-_active: list[Report] = []
+_active: ContextVar[tuple[Report, ...]] = ContextVar("recordings", default=())  # of this thread
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Report]:
-    """``with fx_fusion.recording() as report:`` collects what is compiled inside."""
+    """``with fx_fusion.recording() as report:`` collects what this thread compiles inside."""
     report = Report()
-    _active.append(report)
-    try:
+    with recording_in((report,)):
         yield report
+
+
+@contextlib.contextmanager
+def recording_in(reports: Iterable[Report]) -> Iterator[None]:
+    """What this thread compiles inside is added to these reports too."""
+    known = _active.get()
+    before = _active.set((*known, *(r for r in reports if not any(r is k for k in known))))
+    try:
+        yield
     finally:
-        _active.remove(report)
+        _active.reset(before)
+
+
+def recordings() -> tuple[Report, ...]:
+    """The reports that record what this thread compiles now."""
+    return _active.get()
 
 
 def publish(graph: GraphReport, sites: list[Site]) -> None:
     """Hand one graph's result to everybody who records."""
-    for report in _active:
+    for report in _active.get():
         report.add(graph, sites)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion import measure, tables
@@ -22,18 +24,33 @@ _HOST_BOUND = (
 )
 
 
-def why_keep(fusion: Fusion, match: Match, view: View, options: Options) -> str | None:
-    """Why Inductor keeps this site, or None: the fused op replaces it."""
+@dataclass(frozen=True)
+class Choice:
+    """Why Inductor keeps a site (None: the fused op replaces it), and what the report says of it besides."""
+
+    keep: str | None
+    note: str = ""
+
+
+def choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice:
+    """What becomes of a legal match."""
     if fusion.name not in options.fusions:
-        return "switched off by options"
+        return Choice("switched off by options")
     if options.select == "always":
-        return None
+        return Choice(None)
     if options.select == "never":
-        return 'options={"select": "never"}'
+        return Choice('options={"select": "never"}')
+    note = ""
     if options.select == "measure":
         known, sentence = measure.why_slower(fusion, match)
         if known:
-            return sentence
+            return Choice(sentence)
+        note = f"not measured: {sentence}"
+    return Choice(_by_rules(fusion, match, view, options), note)
+
+
+def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> str | None:
+    """Why Inductor keeps a site as far as rules, tables and formulas know, or None."""
     name = next(n for n, v in match.inputs.items() if is_tensor(v))
     tensor, spec = value(match.inputs[name]), str(fusion.inputs[name]).split()
     if tensor.device.type == "cpu" and not fusion.on_cpu:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fx_fusion import registry, select
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last, laid_out_of
 from fx_fusion.effects import entered
@@ -16,10 +17,8 @@ from fx_fusion.legality import why_not
 from fx_fusion.match import Attempt, Match, NearMiss
 from fx_fusion.options import Options
 from fx_fusion.pattern import patterns_of
-from fx_fusion.registry import all_fusions, fusion_named
 from fx_fusion.report import Site, location_of, module_of, shapes_of
 from fx_fusion.rewrite import Editor, rewrite
-from fx_fusion.select import why_keep
 
 
 @dataclass
@@ -48,7 +47,7 @@ def find_matches(view: View) -> tuple[list[Candidate], list[NearMiss]]:
     """All candidates of all fusions, larger fusions first, and the attempts that came close."""
     found: list[Candidate] = []
     near: list[NearMiss] = []
-    for fusion in all_fusions():
+    for fusion in registry.all_fusions():
         if fusion.find is not None:
             matches = list(fusion.find(view))
             found += [Candidate(fusion, m, why_not(fusion, m, view)) for m in matches if isinstance(m, Match)]
@@ -92,49 +91,67 @@ def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[
     return legal, refused  # roots from the end of the graph: what contains a smaller match of its own comes first
 
 
-def choose(
-    candidates: Iterable[Candidate], view: View, options: Options
-) -> tuple[list[tuple[Fusion, Match]], list[Site], set[fx.Node]]:
-    """Legal matches that pay, no node in two of them; the sites of the others that nobody else took; and every node
-    that some site speaks for."""
-    channels_last = goes_channels_last(view.graph)
-    taken: set[fx.Node] = set()
-    chosen: list[tuple[Fusion, Match]] = []
-    sites: list[Site] = []
-    later: list[tuple[Candidate, str, str]] = []
-    for candidate in candidates:
-        match = candidate.match
-        if channels_last:
-            match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
-        if taken.intersection((*match.nodes, match.root)):
-            continue
-        if candidate.reason is not None:
-            later.append((candidate, "declined", candidate.reason))
-            continue
-        with entered(view.effects.region[match.root]):
-            keep = why_keep(candidate.fusion, match, view, options)
-        if keep is not None:
-            later.append((candidate, "kept", keep))
-            continue
-        taken.update(match.nodes)
-        chosen.append((candidate.fusion, match))
-    # A larger pattern that was refused is no news where a smaller one took its place; what a finder saw always is.
-    for candidate, status, reason in later:
-        if candidate.fusion.find is not None or not taken.intersection(candidate.match.nodes):
-            sites.append(site(candidate.match, status, reason))
-            taken.update(candidate.match.nodes)
-    order = view.order
-    return sorted(chosen, key=lambda pair: order[pair[1].root]), sites, taken
+class Placement:
+    """Who gets the nodes of a graph: candidates are taken in their order, legal ones that pay are rewritten. One whose
+    replacement turns out not to fit gives its nodes back, and who waited for them is asked again."""
 
+    def __init__(self, view: View, options: Options, editor: Editor, fuel: Fuel):
+        self.view, self.options, self.editor, self.fuel = view, options, editor, fuel
+        self.taken: set[fx.Node] = set()  # nodes that some site speaks for
+        self.sites: list[Site] = []
+        self._channels_last = goes_channels_last(view.graph)
+        self._later: list[tuple[Candidate, str, str]] = []  # refused: reported unless another takes the place
 
-def replace(fusion: Fusion, match: Match, editor: Editor, fuel: Fuel) -> Site:
-    """Rewrite one match; its site."""
-    described = {k: getattr(site(match, "", ""), k) for k in ("module", "location", "shapes")}
-    if not fuel.take():
-        return Site(match.fusion, "kept", "FX_FUSION_FUEL is used up", **described)
-    reason = rewrite(fusion, match, editor)
-    status = "fused" if reason is None else "declined"
-    return Site(match.fusion, status, _noted(reason, match), **described)
+    def place(self, candidates: Iterable[Candidate]) -> None:
+        """Rewrite what is legal and pays, and make the sites of all candidates."""
+        waiting = list(candidates)
+        while waiting:
+            chosen, waiting = self.choose(waiting)
+            order = self.view.order
+            fitted = [self._replace(c) for c in sorted(chosen, key=lambda c: order[c.match.root])]
+            if all(fitted):
+                break
+        # A larger pattern that was refused is no news where a smaller one took its place; what a finder saw always is.
+        for candidate, status, reason in self._later:
+            if candidate.fusion.find is not None or not self.taken.intersection(candidate.match.nodes):
+                self.sites.append(site(candidate.match, status, reason))
+                self.taken.update(candidate.match.nodes)
+
+    def choose(self, candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+        """Candidates to rewrite, no node in two of them; and those whose nodes another one has."""
+        chosen, waiting = [], []
+        for candidate in candidates:
+            match = candidate.match
+            if self._channels_last:
+                match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
+            if self.taken.intersection((*match.nodes, match.root)):
+                waiting.append(candidate)
+                continue
+            if candidate.reason is not None:
+                self._later.append((candidate, "declined", candidate.reason))
+                continue
+            with entered(self.view.effects.region[match.root]):
+                choice = select.choose(candidate.fusion, match, self.view, self.options)
+            match = dataclasses.replace(match, note="; ".join(part for part in (match.note, choice.note) if part))
+            candidate = dataclasses.replace(candidate, match=match)
+            if choice.keep is not None:
+                self._later.append((candidate, "kept", choice.keep))
+                continue
+            self.taken.update(match.nodes)
+            chosen.append(candidate)
+        return chosen, waiting
+
+    def _replace(self, candidate: Candidate) -> bool:
+        """Rewrite one match and make its site; whether its replacement fits."""
+        made = site(candidate.match, "fused", "")  # before the rewrite changes what its nodes say
+        if not self.fuel.take():
+            made = dataclasses.replace(made, status="kept", reason=_noted("FX_FUSION_FUEL is used up", candidate.match))
+        elif (reason := rewrite(candidate.fusion, candidate.match, self.editor)) is not None:
+            self.sites.append(dataclasses.replace(made, status="declined", reason=_noted(reason, candidate.match)))
+            self.taken.difference_update(candidate.match.nodes)
+            return False
+        self.sites.append(made)
+        return True
 
 
 def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
@@ -147,7 +164,7 @@ def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
     sites = []
     for miss in best.values():
         at = module_of(miss.root), location_of(miss.root)
-        if miss.root in taken and fusion_named(miss.fusion).find is None:
+        if miss.root in taken and registry.fusion_named(miss.fusion).find is None:
             continue
         stopped = location_of(miss.node)
         where = f" at {miss.node.name} ({stopped})" if stopped and stopped != at[1] else f" at {miss.node.name}"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-if TYPE_CHECKING:
-    from fx_fusion.options import Options
+from fx_fusion.report import Calls, Report, recording_in
 
 Compiled = Callable[..., Any]
 
@@ -69,9 +68,9 @@ class AllOnes:
 
 
 def speculate(
-    fast: Compiled, assumptions: Assumptions, exact_graph: fx.GraphModule, options: Options, rest: Compiled
-) -> Compiled:
-    """Call ``fast`` where the assumptions hold, else the exact graph, whose ``rest`` is compiled like the fast one's."""
+    fast: Compiled, assumptions: Assumptions, compile_exact: Callable[[], Compiled], calls: Calls
+) -> Compiled:  # fmt: skip
+    """Call ``fast`` where the assumptions hold, else what ``compile_exact`` returns, made at first need; count both."""
     positions = assumptions.positions()
     if not positions:
         return fast
@@ -79,19 +78,34 @@ def speculate(
     exact: list[Compiled] = []
 
     def run(*args: Any) -> Any:
+        if any(isinstance(args[i], FakeTensor) for i in positions):
+            return fast(*args)  # DDP asks for the types of the results: they are those of the exact graph
         if all(check(args[i]) for check, i in zip(checks, positions, strict=True)):
+            calls.assumed += 1
             return fast(*args)
+        calls.otherwise += 1
         if not exact:
-            exact.append(_compile_exact(exact_graph, options, rest))
+            exact.append(compile_exact())
         return exact[0](*args)
 
     run.checks = checks  # type: ignore[attr-defined]
     return run
 
 
-def _compile_exact(graph: fx.GraphModule, options: Options, rest: Compiled) -> Compiled:
-    """Compile outside of the frame that Dynamo is running: a compilation of its own, guards and dynamic shapes too."""
-    from fx_fusion.backend import compile_graph
+def compiled_apart(
+    graph: fx.GraphModule, backend: Callable[..., Compiled], reports: Iterable[Report]
+) -> Compiled:  # fmt: skip
+    """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
+    guards and dynamic shapes of its own. What it compiles is added to ``reports``, whenever that is."""
+    listening = [weakref.ref(report) for report in reports]
 
-    without = replace(options, speculate=False)
-    return torch.compile(graph, backend=lambda gm, inputs: compile_graph(gm, inputs, without, rest))
+    def forward(*args: Any) -> Any:
+        return graph(*args)  # Dynamo skips the code that the graph module was made with while Dynamo ran
+
+    compiled = torch.compile(forward, backend=backend)
+
+    def run(*args: Any) -> Any:
+        with recording_in([report for reference in listening if (report := reference()) is not None]):
+            return compiled(*args)
+
+    return run

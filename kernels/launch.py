@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,23 +18,23 @@ class NotTraceable(Exception):
     """A launcher can't be traced for these inputs: its op stays opaque."""
 
 
-_traced: list[bool] = []
+_traced: ContextVar[bool] = ContextVar("traced", default=False)  # of this thread: another one may launch for real
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """Launches become nodes of the graph that is being traced: Inductor then launches the kernels itself."""
-    _traced.append(True)
+    before = _traced.set(True)
     try:
         yield
     finally:
-        _traced.pop()
+        _traced.reset(before)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """``kernel[grid](*args, **options)``, traced or for real. A kernel casts its float arguments to fp32: Triton's own
     launcher passes them so, Inductor passes fp64, which would make the arithmetic fp64."""
-    if _traced:
+    if _traced.get():
         torch.library.wrap_triton(kernel)[grid](*args, **options)
     else:
         kernel[grid](*args, **options)
@@ -41,7 +42,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 def refuse_tracing() -> None:
     """A launcher whose host does more than launch: its op stays a call."""
-    if _traced:
+    if _traced.get():
         raise NotTraceable
 
 

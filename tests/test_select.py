@@ -17,11 +17,13 @@ from fx_fusion import cache_key, measure, select, tables
 from fx_fusion.canonicalize import View
 from fx_fusion.conv_layout import goes_channels_last
 from fx_fusion.fusion import case
+from fx_fusion.layouts import channels_last
 from fx_fusion.match import Match
 from fx_fusion.options import parse
 from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions, fusion_named
-from fx_fusion.sites import choose, find_matches
+from fx_fusion.rewrite import Editor
+from fx_fusion.sites import Fuel, Placement, find_matches
 from fx_fusion.testing import make_inputs, rewriting_backend
 
 ROOT = Path(__file__).parent.parent
@@ -253,6 +255,13 @@ def test_layouts_are_named_by_the_dims_of_the_declaration(shape, order, spec, la
     assert tables.layout_of(spec, tensor) == layout
 
 
+def placed(view, options):
+    """The sites of a graph after its fusions were chosen and put in."""
+    placement = Placement(view, options, Editor(view), Fuel(None))
+    placement.place(find_matches(view)[0])
+    return placement.sites
+
+
 def convolutions(*weights, groups=1, device="cuda"):
     """A graph of convolutions on fake images."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -283,8 +292,9 @@ def test_norms_between_convolutions_that_go_channels_last(mode, options, fused):
     conv.meta["example_value"] = torch.empty_like(norm.meta["example_value"])
     graph.output((conv,))
     view = View(graph)
-    chosen, sites, _ = choose(find_matches(view)[0], view, parse(mode, options))
-    assert [match.channels_last for _, match in chosen] == ([{"x"}] if fused else [])
+    sites = placed(view, parse(mode, options))
+    assert [site.status for site in sites] == ["fused" if fused else "kept"]
+    assert any(node.target is channels_last for node in graph.nodes) == fused
     if not fused:
         assert "reduce-overhead" in sites[0].reason
 
@@ -337,8 +347,8 @@ def test_norms_of_channels_last_images_that_the_graph_returns(returned):
         conv.meta["example_value"] = torch.conv2d(norm.meta["example_value"], w.meta["example_value"])
     graph.output((norm, conv) if returned else (conv,))
     view = View(graph)
-    chosen, sites, _ = choose(find_matches(view)[0], view, parse("reduce-overhead", {}))
-    assert len(chosen) == (not returned), [s.reason for s in sites]
+    sites = placed(view, parse("reduce-overhead", {}))
+    assert [site.status for site in sites] == ["kept" if returned else "fused"], [s.reason for s in sites]
     if returned:
         assert "copy" in sites[0].reason
 
