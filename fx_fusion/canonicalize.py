@@ -139,10 +139,17 @@ class View:
             node = below
         return Edge(node, (), tuple(crossed))
 
-    def same_value(self, a: Any, b: Any) -> bool:
-        """Whether two nodes hold the same values: one node, or the same pure term of the same operands with no write to
-        any of them in between (``cos[:, None]`` written twice)."""
+    def same_source(self, a: Any, b: Any) -> bool:
+        """Whether two operands are casts of one node that round alike, or that node."""
         if a is b:
+            return True
+        left, right = self.edge(a), self.edge(b)
+        return isinstance(left.base, fx.Node) and left.base is right.base and left.roundings == right.roundings
+
+    def same_value(self, a: Any, b: Any) -> bool:
+        """Whether two nodes hold the same values, roundings included: one node, casts of one node that round alike, or the
+        same pure term of the same operands with no write to any of them in between (``cos[:, None]`` written twice)."""
+        if self.same_source(a, b):
             return True
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and type(a) is type(b) and a == b

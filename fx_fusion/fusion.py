@@ -70,6 +70,8 @@ class Fusion:
             (``m``: the product of what ``...`` stands for) and ``bytes``, those of an element: what decides where no
             table speaks.
         find: finds matches that a function can't describe. Called instead of matching ``pattern``.
+        read: reads what a traced function can't say off a match (a number of groups), before legality is asked; returns
+            the completed match, or None if it is none.
         pair: combines matches that share inputs (q and k of RoPE) into one.
         priority: larger is tried first; a graph node belongs to one match.
         on_cpu: whether it pays on CPU tensors.
@@ -88,6 +90,7 @@ class Fusion:
     guard: Callable[..., str | None] | None = None
     pays: Callable[..., str | None] | None = None
     find: Callable[[View], Iterator[Match | NearMiss]] | None = None
+    read: Callable[[Match], Match | None] | None = None
     pair: Callable[[View, list[Match]], list[Match]] | None = None
     traffic: tuple[str, str] | None = None
     priority: int = 0

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import View, is_tensor, value
-from fx_fusion.dtypes import name
+from fx_fusion.dtypes import keeps_values, name
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
@@ -46,6 +46,39 @@ def follows_dtype_policy(fusion: Fusion, match: Match, view: View) -> str | None
             if wanted_roundings and not found_roundings:
                 return f"nothing rounds to {name(wanted_roundings[0])} {at}; the kernel does"
             return f"{name(found_roundings[0])} {at} where the kernel rounds to {name(wanted_roundings[0])}"
+    return None
+
+
+def has_the_shapes_of_its_pattern(fusion: Fusion, match: Match, view: View) -> str | None:
+    """Every view of the match has the shape that the pattern gives it for these inputs: one view is not another."""
+    if match.pattern is None or not match.pattern.reads_shapes:
+        return None
+    examples = {n: value(match.inputs[n]) for n in match.pattern.parameters}
+    wanted = match.pattern.shapes(examples, match.statics)
+    for node, term in match.pairs.items():
+        found = value(term)
+        if len(found.shape) != len(wanted[node]) or not all(
+            statically_known_true(a == b) for a, b in zip(found.shape, wanted[node], strict=True)
+        ):
+            return f"{term.op} makes shape {tuple(found.shape)}; the pattern's makes {tuple(wanted[node])}"
+    return None
+
+
+def crosses_no_rounding(fusion: Fusion, match: Match, view: View) -> str | None:
+    """No cast that a finder stepped over rounds, but for those that it says its kernel makes too. (What a pattern steps over
+    is compared with the pattern's own casts: ``follows_dtype_policy``.)"""
+    if match.pattern is not None:
+        return None
+    computed, waiting = set(match.crossed), list(match.outputs)
+    while waiting:  # outputs that are deferred are computed as the graph has them
+        node = waiting.pop()
+        if node not in computed:
+            computed.add(node)
+            waiting += [n for n in node.all_input_nodes if n in match.nodes]
+    for node in sorted(computed - match.rounded, key=lambda n: view.order.get(n, 0)):
+        below = view.transparent(node)
+        if below is not None and not keeps_values(value(below).dtype, value(node).dtype):
+            return f"{node.name} rounds to {name(value(node).dtype)}; the kernel does not round there"
     return None
 
 
@@ -94,7 +127,7 @@ def is_free_of_writes(fusion: Fusion, match: Match, view: View) -> str | None:
 def keeps_saved_values(fusion: Fusion, match: Match, view: View) -> str | None:
     """Nothing writes, after the op, to what its backward reads: eager may save other values than the op does."""
     kept = [v for v in (*match.inputs.values(), *match.outputs[1:]) if is_tensor(v)]
-    if not match.nodes or not any(value(v).requires_grad for v in kept):
+    if not any(value(v).requires_grad for v in kept):
         return None
     write = view.effects.written_after(view.order[match.root], kept)
     if write is not None and write not in match.nodes:
@@ -121,6 +154,14 @@ def has_plain_tensors(fusion: Fusion, match: Match, view: View) -> str | None:
 
 def _is_fake_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and type(tensor).__name__ in ("Parameter", "Buffer", "FakeTensor")
+
+
+def takes_constants(fusion: Fusion, match: Match, view: View) -> str | None:
+    """No number of the site changes between calls: the op takes it as a constant, and would be compiled for each value."""
+    for parameter, bound in match.inputs.items():
+        if isinstance(value(bound), torch.SymFloat):
+            return f"{parameter} changes between calls; the kernel would be compiled for each value"
+    return None
 
 
 def has_the_declared_dims(fusion: Fusion, match: Match, view: View) -> str | None:
@@ -166,8 +207,11 @@ def arguments_of(fusion: Fusion, match: Match) -> dict[str, Any]:
 
 
 _CHECKS: tuple[Callable[[Fusion, Match, View], str | None], ...] = (
+    takes_constants,
     has_the_declared_dims,
     follows_dtype_policy,
+    crosses_no_rounding,
+    has_the_shapes_of_its_pattern,
     is_contained,
     is_in_one_region,
     is_free_of_writes,

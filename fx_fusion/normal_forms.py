@@ -43,14 +43,6 @@ def inner_term(view: View, operand: Any, op: str) -> Term | None:
     return Term(term.op, term.operands, term.attrs, (*edge.crossed, *term.nodes)) if term.op == op else None
 
 
-def is_same(view: View, a: Any, b: Any) -> bool:
-    """Whether two operands are the same values."""
-    if a is b:
-        return True
-    left, right = view.edge(a), view.edge(b)
-    return isinstance(left.base, fx.Node) and left.base is right.base and left.roundings == right.roundings
-
-
 @_rule("pow")
 def _pow(view: View, node: fx.Node, bound: Bound) -> Term | None:
     x, exponent = bound["input"], bound["exponent"]
@@ -67,17 +59,17 @@ def _pow(view: View, node: fx.Node, bound: Bound) -> Term | None:
 def _mul(view: View, node: fx.Node, bound: Bound) -> Term | None:
     a, b = bound["input"], bound["other"]
     if is_tensor(a) and is_tensor(b):
-        if is_same(view, a, b):
+        if view.same_source(a, b):
             return Term("square", (a,), (), (node,))
         for x, gate in ((a, b), (b, a)):
             if (inner := inner_term(view, gate, "sigmoid")) is None:
                 continue
-            if is_same(view, x, inner.operands[0]):
+            if view.same_source(x, inner.operands[0]):
                 return Term("silu", (x,), (), (node, *inner.nodes))
             scaled = inner_term(view, inner.operands[0], "mul")
             if scaled and 1.702 in scaled.operands:
                 other = scaled.operands[1] if scaled.operands[0] == 1.702 else scaled.operands[0]
-                if is_same(view, x, other):
+                if view.same_source(x, other):
                     return Term("quick_gelu", (x,), (), (node, *inner.nodes, *scaled.nodes))
     return Term("mul", (a, b), (), (node,))
 

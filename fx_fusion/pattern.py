@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fx_fusion.canonicalize import View
 from fx_fusion.effects import entered
@@ -52,6 +52,7 @@ class Pattern:
         self.outputs = tuple(self.view.edge(o) for o in (out if isinstance(out, tuple) else (out,)))
         self.terms = {node: self.view.term(node) for node in self._reachable()}
         self.root = self.outputs[0].base
+        self.reads_shapes = any("shape" in term.attrs for term in self.terms.values())
         self._policies: dict[Any, DtypePolicy] = {}
 
     def tensors(self) -> list[str]:
@@ -85,6 +86,16 @@ class Pattern:
             )
         return self._policies[key]
 
+    def shapes(self, examples: Mapping[str, Any], statics: Mapping[str, Any]) -> dict[fx.Node, tuple[Any, ...]]:
+        """The shapes of the pattern's nodes for the inputs of a match and its statics, which may be others than those that
+        the pattern was traced with (a number of groups)."""
+        pattern = self if statics == self.statics else Pattern(self.fusion, self.function, statics)
+        fake_mode = next(t.fake_mode for t in examples.values() if isinstance(t, FakeTensor))
+        env = fake_mode.shape_env
+        with fake_mode, torch.no_grad(), contextlib.nullcontext() if env is None else env.suppress_guards():
+            found = _Recorder(pattern.graph).shapes_with(examples)
+        return {mine: found[theirs] for mine, theirs in zip(self.graph.nodes, pattern.graph.nodes, strict=True)}
+
     def _output_nodes(self) -> tuple[fx.Node, ...]:
         out = next(n for n in self.graph.nodes if n.op == "output").args[0]
         return out if isinstance(out, tuple) else (out,)
@@ -113,14 +124,24 @@ class Pattern:
 class _Recorder(fx.Interpreter):
     def __init__(self, graph: fx.Graph):
         super().__init__(torch.nn.Module(), graph=graph)
+        self.shapes: dict[fx.Node, tuple[Any, ...]] | None = None
 
     def run_with(self, arguments: Mapping[str, Any]) -> None:
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         self.run(*(arguments[str(name)] for name in names))
 
+    def shapes_with(self, arguments: Mapping[str, Any]) -> dict[fx.Node, tuple[Any, ...]]:
+        """Run without changing the examples of the pattern's own sizes."""
+        self.shapes = {}
+        self.run_with(arguments)
+        return self.shapes
+
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        n.meta["example_value"] = result
+        if self.shapes is None:
+            n.meta["example_value"] = result
+        elif isinstance(result, torch.Tensor):
+            self.shapes[n] = tuple(result.shape)
         return result
 
 

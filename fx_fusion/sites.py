@@ -73,6 +73,8 @@ def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[
         for pattern in patterns:
             attempt = Attempt(view, pattern, node)
             for match in attempt.matches():
+                if fusion.read is not None and (match := fusion.read(match)) is None:
+                    continue
                 reason = why_not(fusion, match, view)
                 if reason is None:
                     legal.append(match)

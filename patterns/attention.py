@@ -72,7 +72,7 @@ def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) 
         raise NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
     if not keeps_values(value(bound["input"]).dtype, value(softmax).dtype):
         raise NotThis(softmax, f"the softmax rounds the scores to {value(softmax).dtype}")
-    probabilities, dropout, nodes = softmax, 0.0, scores.nodes
+    probabilities, dropout, nodes, rounded = softmax, 0.0, scores.nodes, set()
     seen = [value(softmax).dtype]
     while True:
         user = next(iter(probabilities.users), None)
@@ -86,6 +86,7 @@ def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) 
         elif view.transparent(user) is not probabilities:
             break
         nodes.add(user)
+        rounded.add(user)
         seen.append(value(user).dtype)
         probabilities = user
     p, v = _factors(view, user)
@@ -109,7 +110,7 @@ def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) 
     def emit(editor: Editor, match: Match) -> None:
         _emit(editor, match, scores, transposed=k is not keys, dropout=dropout)
 
-    return Match("attention", (user,), frozenset((*nodes, user)), inputs, emit=emit)
+    return Match("attention", (user,), frozenset((*nodes, user)), inputs, rounded=frozenset(rounded), emit=emit)
 
 
 def _factors(view: View, node: fx.Node) -> tuple[Any, Any]:

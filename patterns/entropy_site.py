@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.match import Match
-from fx_fusion.normal_forms import inner_term, is_same
+from fx_fusion.normal_forms import inner_term
 from fx_fusion.patterns.loss_site import LossSite, find_losses
 from fx_fusion.reading import NotThis, binary, source_of
 from fx_fusion.rewrite import Editor, Mismatch
@@ -135,7 +135,7 @@ def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -
         return False
     above: set[fx.Node] = set()
     a, b = _below_views(view, a, above), _below_views(view, b, set())
-    if not (is_same(view, a, b) or view.same_value(a, b)):
+    if not view.same_value(a, b):
         return False
     _apart(view, a, b, above)
     nodes.update(above)
@@ -157,7 +157,7 @@ def _below_views(view: View, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
 
 def _apart(view: View, a: fx.Node, b: fx.Node, nodes: set[fx.Node]) -> None:
     """The nodes of ``a``, which has the value of ``b``, that are none of b's."""
-    if a is b or is_same(view, a, b):
+    if a is b or view.same_source(a, b):
         return
     one, other = view.term(a), view.term(b)
     nodes.update(one.nodes)

@@ -18,6 +18,8 @@ from fx_fusion.kernels.evonorm_b0 import evonorm_b0
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
     affine_end,
+    casts_to,
+    computed_in,
     deviation,
     only_user,
     other_operand,
@@ -59,16 +61,18 @@ def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
     x, divisor = binary(view, ratio)
     if divisor is not larger or not is_tensor(x):
         raise NotThis(ratio, "the larger deviation is divided, it does not divide")
-    base, channels = view.edge(x).base, value(x).shape[1]
+    channels, dtype = value(x).shape[1], value(x).dtype
     nodes.add(ratio)
     left, right = larger.args
-    if _product_with(view, left, base) is not None:
+    if _product_with(view, left, x) is not None:
         left, right = right, left
-    scaled = _product_with(view, right, base)
+    scaled = _product_with(view, right, x)
     if scaled is None:
         raise NotThis(right, "expected v x plus the deviation of each image")
     nodes |= {right, scaled}
-    v = per_channel(view, next(a for a in binary(view, scaled) if view.edge(a).base is not base), channels, nodes)
+    v = next(a for a in binary(view, scaled) if not view.same_value(a, x))
+    v = per_channel(view, v, channels, dtype, nodes)
+    computed_in(dtype, scaled, right, larger, ratio)
     of_image = deviation(view, other_operand(view, right, scaled), x)
     if of_image.groups is not None or of_image.dims != (-2, -1) or of_image.correction != 0:
         raise NotThis(of_image.var, "expected the (biased) variance of each channel of an image")
@@ -76,7 +80,7 @@ def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
     nodes |= of_image.nodes | end.nodes
     inputs: dict[str, Any] = {"x": x, "v": v, "weight": end.weight, "bias": end.bias}
     outputs = [end.root]
-    running = _running(view, left, channels)
+    running = _running(view, left, channels, dtype)
     if running is not None:
         inputs["running_var"], eps, more = running
     else:
@@ -92,29 +96,33 @@ def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
                 outputs.append(of_batch.var)
     if eps != of_image.eps:
         raise NotThis(larger, f"eps is {eps} for the batch and {of_image.eps} for an image")
-    return Match("evonorm_b0", tuple(outputs), frozenset(nodes | more), {**inputs, "eps": eps})
+    everything = frozenset(nodes | more)
+    return Match("evonorm_b0", tuple(outputs), everything, {**inputs, "eps": eps}, rounded=casts_to(dtype, everything))
 
 
-def _product_with(view: View, total: Any, base: Any) -> fx.Node | None:
-    """The operand of a sum that is a product of x (``base``) and something else."""
+def _product_with(view: View, total: Any, x: fx.Node) -> fx.Node | None:
+    """The operand of a sum that is a product of x and something else."""
     if not isinstance(total, fx.Node) or view.name(total) != "add":
         return None
     for operand in binary(view, total):
         if isinstance(operand, fx.Node) and view.name(operand) == "mul":
-            bases = [view.edge(a).base for a in binary(view, operand) if is_tensor(a)]
-            if len(bases) == 2 and (bases[0] is base) != (bases[1] is base):
+            is_x = [view.same_value(a, x) for a in binary(view, operand) if is_tensor(a)]
+            if len(is_x) == 2 and is_x[0] != is_x[1]:
                 return operand
     return None
 
 
-def _running(view: View, node: fx.Node, channels: Any) -> tuple[fx.Node, Any, set[fx.Node]] | None:
-    """``sqrt(running_var + eps)`` as one number a channel: the buffer, eps, the nodes; None if it is no buffer."""
+def _running(
+    view: View, node: fx.Node, channels: Any, dtype: torch.dtype
+) -> tuple[fx.Node, Any, set[fx.Node]] | None:  # fmt: skip
+    """``sqrt(running_var + eps)``, rounded to ``dtype``, as one number a channel: the buffer, eps, the nodes; None if it
+    is no buffer."""
     nodes: set[fx.Node] = set()
     if view.name(node) in ("expand", "expand_as"):
         nodes.add(node)
         node = node.args[0]
     try:
-        root = per_channel(view, node, channels, nodes)
+        root = per_channel(view, node, channels, dtype, nodes)
     except NotThis:
         return None
     if view.name(root) != "sqrt" or not root.args or view.name(root.args[0]) != "add":
@@ -125,7 +133,9 @@ def _running(view: View, node: fx.Node, channels: Any) -> tuple[fx.Node, Any, se
     running = next((o for o in operands if is_tensor(o)), None)
     if eps is None or running is None or value(running).numel() != channels:
         return None
-    source = per_channel(view, running, channels, nodes) if value(running).dim() > 2 else view.source(running).base
+    computed_in(torch.float32, root, total)
+    exact = value(running).dim() > 2
+    source = per_channel(view, running, channels, value(running).dtype, nodes) if exact else view.source(running).base
     if source.op not in ("placeholder", "get_attr") or value(source).requires_grad:
         return None
     return running, eps, nodes | {root, total}

@@ -14,6 +14,8 @@ from fx_fusion.kernels.evonorm_s0 import evonorm_s0
 from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.evonorm_site import (
     affine_end,
+    casts_to,
+    computed_in,
     deviation,
     only_user,
     other_operand,
@@ -49,18 +51,18 @@ def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
         raise NotThis(sigmoid, "not a sigmoid of v x")
     gated = only_user(view, sigmoid, ("mul",))
     x = other_operand(view, gated, sigmoid)
-    base = view.edge(x).base
-    v = next((a for a in binary(view, scaled) if view.edge(a).base is not base), None)
-    if v is None or value(v).numel() != value(x).shape[1]:
+    others = [a for a in binary(view, scaled) if not view.same_value(a, x)]
+    if len(others) != 1 or value(others[0]).numel() != value(x).shape[1]:
         raise NotThis(scaled, "not a sigmoid of v x")
-    channels = value(x).shape[1]
-    v = per_channel(view, v, channels, nodes)
+    channels, dtype = value(x).shape[1], value(x).dtype
+    v = per_channel(view, others[0], channels, dtype, nodes)
     nodes |= {scaled, gated}
     ratio = only_user(view, gated, ("div",))
     above, below = binary(view, ratio)
     if above is not gated or not is_tensor(below):
         raise NotThis(ratio, "x sigmoid(v x) divides, it is not divided")
     nodes.add(ratio)
+    computed_in(dtype, scaled, sigmoid, gated, ratio)
     found = deviation(view, below, x)
     if found.groups is None:
         raise NotThis(found.var, f"the variance is over {found.dims} of x; expected groups of channels")
@@ -69,7 +71,8 @@ def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
         "x": x, "groups": found.groups, "v": v, "weight": end.weight, "bias": end.bias, "eps": found.eps,
         "correction": found.correction,
     }  # fmt: skip
-    return Match("evonorm_s0", (end.root,), frozenset(nodes | found.nodes | end.nodes), inputs)
+    everything = frozenset(nodes | found.nodes | end.nodes)
+    return Match("evonorm_s0", (end.root,), everything, inputs, rounded=casts_to(dtype, everything))
 
 
 def guard(x, groups, v, weight, bias, eps, correction):

@@ -8,13 +8,16 @@ and from there down to x.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import View, is_scalar, is_tensor, same_shape, value
+from fx_fusion.dtypes import name, roundings
 from fx_fusion.reading import NotThis, binary
 
 _SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "view_as", "squeeze")
@@ -44,13 +47,38 @@ class Deviation:
 
 
 def affine_end(view: View, core: fx.Node, channels: Any) -> Affine:
-    """The affine transform that is the only user of ``core``."""
+    """The affine transform that is the only user of ``core``, computed in its dtype."""
     product = only_user(view, core, ("mul",))
     total = only_user(view, product, ("add",))
-    nodes = {product, total}
-    weight = per_channel(view, other_operand(view, product, core), channels, nodes)
-    bias = per_channel(view, other_operand(view, total, product), channels, nodes)
+    nodes, dtype = {product, total}, value(core).dtype
+    weight = per_channel(view, other_operand(view, product, core), channels, dtype, nodes)
+    bias = per_channel(view, other_operand(view, total, product), channels, dtype, nodes)
+    computed_in(dtype, product, total)
     return Affine(total, weight, bias, nodes)
+
+
+def computed_in(dtype: torch.dtype, *nodes: fx.Node) -> None:
+    """Raise NotThis unless these nodes have the dtype that the kernel computes them in."""
+    for node in nodes:
+        if value(node).dtype != dtype:
+            found = name(value(node).dtype)
+            raise NotThis(node, f"{node.name} is computed in {found}; the kernel computes it in {name(dtype)}")
+
+
+def casts_to(dtype: torch.dtype, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The nodes of the kernel's own dtype: of parameters and deviations, which it rounds too."""
+    return frozenset(n for n in nodes if value(n).dtype == dtype)
+
+
+def rounded_once(path: Sequence[fx.Node], to: torch.dtype) -> None:
+    """Raise NotThis unless the casts along ``path`` (from a value to where it is used) round to ``to`` and to nothing
+    else."""
+    found = roundings([value(n).dtype for n in path])
+    if found != roundings([value(path[0]).dtype, to]):
+        extra = next((d for d in found if d != to), None)
+        what = f"a cast rounds {path[0].name} to {name(extra)}" if extra else f"nothing rounds {path[0].name} to {name(to)}"
+        raise NotThis(path[-1], f"{what}; the kernel {'does not' if extra else 'does'}")
+    computed_in(to, path[-1])
 
 
 def only_user(view: View, node: fx.Node, names: tuple[str, ...]) -> fx.Node:
@@ -68,9 +96,9 @@ def other_operand(view: View, node: fx.Node, one: fx.Node) -> Any:
     return rest[0]
 
 
-def per_channel(view: View, node: fx.Node, channels: Any, nodes: set[fx.Node]) -> fx.Node:
-    """The ``channels`` numbers behind a (1, c, 1, 1) view of them, casts crossed; adds what it crosses and nobody else
-    uses. What comes back has c elements, maybe with dims of size 1 around them."""
+def per_channel(view: View, node: fx.Node, channels: Any, dtype: torch.dtype, nodes: set[fx.Node]) -> fx.Node:
+    """The ``channels`` numbers behind a (1, c, 1, 1) view of them, a cast to ``dtype`` crossed; adds what it crosses and
+    nobody else uses. What comes back has c elements, maybe with dims of size 1 around them."""
     shape = value(node).shape
     at = len(shape) - 3
     if at < 0 or not all(statically_known_true(s == (channels if d == at else 1)) for d, s in enumerate(shape)):
@@ -79,6 +107,7 @@ def per_channel(view: View, node: fx.Node, channels: Any, nodes: set[fx.Node]) -
     while (below := _same_numbers(view, node)) is not None:
         crossed.append(node)
         node = below
+    rounded_once([node, *reversed(crossed)], dtype)
     nodes.update(n for n in crossed if len(n.users) == 1)  # shared views stay where they are
     return node
 
@@ -106,11 +135,11 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
     root = total = None
     eps: Any = None
     while True:
-        name = view.name(node)
+        op = view.name(node)
         below: Any = None
-        if root is None and (name == "sqrt" or (name == "pow" and node.args[1:] == (0.5,))):
+        if root is None and (op == "sqrt" or (op == "pow" and node.args[1:] == (0.5,))):
             root, below = node, node.args[0]
-        elif root is not None and total is None and name == "add":
+        elif root is not None and total is None and op == "add":
             operands = binary(view, node)
             eps = next((o for o in operands if is_scalar(o)), None)
             below = next((o for o in operands if is_tensor(o)), None)
@@ -119,19 +148,23 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
             break
         else:
             below = view.transparent(node)
-            if below is None and name in _SHAPES and node.args:
+            if below is None and op in _SHAPES and node.args:
                 below = node.args[0]
         if not isinstance(below, fx.Node) or not is_tensor(below):
             wanted = "a square root" if root is None else "a variance plus eps" if total is None else "a variance"
-            raise NotThis(node, f"expected {wanted}, found {name or node.name}")
+            raise NotThis(node, f"expected {wanted}, found {op or node.name}")
         chain.append(node)
         node = below
     var, term = node, view.term(node)
     dims, _, correction = term.attrs
     nodes = {var, *chain}
+    assert root is not None
+    computed_in(torch.float32, var, total, root)
+    rounded_once([var, *reversed(chain[chain.index(root) :])], torch.float32)
+    rounded_once([root, *reversed(chain[: chain.index(root)])], value(x).dtype)
     reduced = term.operands[0]
-    below = reduced
-    while view.edge(below).base is not view.edge(x).base:
+    below, path = reduced, [reduced]
+    while not view.same_value(below, x):
         step = view.transparent(below)
         if step is None and view.name(below) in ("view", "reshape"):
             step = below.args[0]
@@ -139,6 +172,9 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
             raise NotThis(below, f"{below.name} is not x")
         nodes.add(below)
         below = step
+        path.append(below)
+    if rounds := roundings([value(n).dtype for n in reversed(path)]):
+        raise NotThis(reduced, f"a cast rounds x to {name(rounds[0])} before its variance; the kernel does not")
     nodes.update(n for n in view.edge(below).crossed if len(n.users) == 1)
     groups = None
     whole = value(x).shape

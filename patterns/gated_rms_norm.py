@@ -8,7 +8,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, same_shape, value
+from fx_fusion.canonicalize import value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import unlike_shapes, wrong_dtype
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
@@ -26,20 +26,15 @@ def gated(x, gate, weight, eps, before, silu, round_first, groups):
     return (y if before else y * a).to(x.dtype)
 
 
-def read_groups(view: View, matches: list[Match]) -> list[Match]:
-    """The number of groups, which the shapes of the views say; a match whose views do something else is dropped."""
-    found = []
-    for match in matches:
-        squared = next(value(term.operands[0]) for term in match.pairs.values() if term.op == "square")
-        x = value(match.inputs["x"])
-        size = squared.shape[-1]
-        if match.statics["groups"] == 1:
-            found.append(match)
-        elif not isinstance(size, int) or not isinstance(x.shape[-1], int) or x.shape[-1] % size:
-            continue
-        elif same_shape(squared, x.unflatten(-1, (-1, size))):
-            found.append(dataclasses.replace(match, statics={**match.statics, "groups": x.shape[-1] // size}))
-    return found
+def read_groups(match: Match) -> Match | None:
+    """The match with the number of groups that the shapes of its views say; None where they say none."""
+    if match.statics["groups"] == 1:
+        return match
+    squared = next(value(term.operands[0]) for term in match.pairs.values() if term.op == "square")
+    columns, size = value(match.inputs["x"]).shape[-1], squared.shape[-1]
+    if not isinstance(size, int) or not isinstance(columns, int) or columns % size:
+        return None
+    return dataclasses.replace(match, statics={**match.statics, "groups": columns // size})
 
 
 def guard(x, gate, weight, eps, before, silu, round_first, groups):
@@ -71,7 +66,7 @@ FUSION = Fusion(
             (False, False, True, 1),
         )
     ),
-    pair=read_groups,
+    read=read_groups,
     kernel=gated_rms_norm,
     guard=guard,
     pays=pays,

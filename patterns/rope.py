@@ -99,6 +99,7 @@ def _together(view: View, q: Match, k: Match) -> Match | None:
         inputs={**q.inputs, "k": k.inputs["q"]},
         statics=k.statics,
         crossed=q.crossed | k.crossed,
+        rounded=q.nodes | k.nodes,  # each was compared with the pattern's
         emit=emit,
     )
     return both if why_not(FUSION, both, view) is None else None

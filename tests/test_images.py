@@ -307,12 +307,12 @@ def close(ours, theirs, exact, dtype):
 
 
 def b0(x, left, v, w, b):
-    right = x * column(v) + (x.var((2, 3), unbiased=False, keepdim=True) + 1e-3).sqrt()
-    return x / left.max(right) * column(w) + column(b)
+    right = x * column(v) + (x.float().var((2, 3), unbiased=False, keepdim=True) + 1e-3).sqrt().to(x.dtype)
+    return x / left.to(x.dtype).max(right) * column(w) + column(b)
 
 
 def batch_var(x, **how):
-    return x.var((0, 2, 3), **{"unbiased": False, **how})
+    return x.float().var((0, 2, 3), **{"unbiased": False, **how})
 
 
 NOT_B0 = {
@@ -362,6 +362,49 @@ def test_what_is_no_evonorm_s0(name):
     torch.testing.assert_close(y, NOT_S0[name](x, v, w, b))
     if name != "weight permuted":  # that is a vector like another
         assert "fused" not in statuses(report, "evonorm_s0"), str(report)
+
+
+def half(t):
+    """A rounding to bfloat16 and back."""
+    return t.bfloat16().to(t.dtype)
+
+
+def s0_of(x, v, w, b, at):
+    """EvoNorm-S0 in float32 with one value rounded to bfloat16."""
+    r = {at: half}.get
+    same = lambda t: t  # noqa: E731
+    deviation = group_deviation(r("x of the variance", same)(x), G)
+    gate = (r("x of the sigmoid", same)(x) * column(r("v", same)(v))).sigmoid()
+    y = x * r("sigmoid", same)(gate) / r("deviation", same)(deviation)
+    return y * column(r("weight", same)(w)) + r("bias", same)(column(b))
+
+
+def b0_of(x, v, w, b, at):
+    """EvoNorm-B0 likewise."""
+    r = {at: half}.get
+    same = lambda t: t  # noqa: E731
+    left = (column(r("statistic", same)(batch_var(r("x of the variance", same)(x)))) + 1e-3).sqrt()
+    of_image = (r("x of an image", same)(x).var((2, 3), unbiased=False, keepdim=True) + 1e-3).sqrt()
+    right = r("x of the product", same)(x) * column(r("v", same)(v)) + r("deviation", same)(of_image)
+    return x / r("batch deviation", same)(left).max(right) * r("weight", same)(column(w)) + column(b)
+
+
+ROUNDED = [
+    *((s0_of, "evonorm_s0", at) for at in ("x of the variance", "x of the sigmoid", "v", "sigmoid", "deviation", "weight", "bias")),
+    *((b0_of, "evonorm_b0", at) for at in ("statistic", "x of the variance", "x of an image", "x of the product", "v", "deviation", "batch deviation", "weight")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "name", "at"), ROUNDED, ids=lambda p: p if isinstance(p, str) else "")
+def test_a_rounding_that_the_kernel_has_not(function, name, at):
+    """Declined, and eager's numbers to the bit; without the rounding the same function fuses."""
+    torch.manual_seed(0)
+    x, (v, w, b) = images() * 3, parameters()
+    y, report = rewritten(lambda *given: function(*given, at), x, v, w, b)
+    assert "fused" not in statuses(report, name), str(report)
+    assert torch.equal(y, function(x, v, w, b, at))
+    _, report = rewritten(lambda *given: function(*given, ""), x, v, w, b)
+    assert statuses(report, name) == ["fused"], str(report)
 
 
 def test_a_near_miss_says_why():
