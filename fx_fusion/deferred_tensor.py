@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map, tree_map_only
 
+from fx_fusion.dtypes import autocast_dtype
 from fx_fusion.errors import StaleTensorError
 
 
@@ -101,7 +102,7 @@ class Recipe:
 
     def _autocast(self) -> Any:
         device, dtype, enabled = self.autocast
-        if not enabled and not torch.is_autocast_enabled(device):
+        if not enabled and autocast_dtype(device) is None:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=dtype, enabled=enabled)
 

@@ -56,9 +56,15 @@ def roundings(chain: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 def computed_in(tensor: torch.Tensor) -> torch.dtype:
     """What a matrix product or attention computes with this tensor in: autocast's dtype where that is on."""
-    device = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else tensor.dtype
+    return (autocast_dtype(tensor.device.type) if eligible else None) or tensor.dtype
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on this type of device; None where it is off, or the device has none (meta)."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fx_fusion.dtypes import autocast_dtype
+
 _IN_PLACE_OPERATORS = {
     getattr(operator, name)
     for name in (
@@ -125,7 +127,8 @@ def entered(region: tuple[Any, ...]) -> Iterator[None]:
 def autocast_of(region: tuple[Any, ...], device: str) -> tuple[str, torch.dtype, bool]:
     """What autocast does in a region, for tensors of a device type."""
     with entered(region):
-        return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        dtype = autocast_dtype(device)
+    return device, dtype or torch.float32, dtype is not None
 
 
 def storages(node: fx.Node) -> list[int]:

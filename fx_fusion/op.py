@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from fx_fusion.dtypes import keeps_values
 from fx_fusion.errors import DeclarationError
 from fx_fusion.kernels.launch import NotTraceable, traced
 
@@ -113,9 +114,15 @@ def fused_op(
         )
     fused = FusedOp(name, op, outputs)
 
-    def forward_reference(*args: Any) -> Any:
+    def reference(named: dict[str, Any]) -> tuple[Any, ...]:
+        """The pattern, on inputs of one dtype where that loses nothing: kernels read each in its own, PyTorch's norms on
+        CPU refuse a narrower weight."""
         assert fused.reference is not None, f"no fusion declares the op {name}"
-        produced = _as_tuple(fused.reference(**dict(zip(parameters, args, strict=True))))
+        dtype = next(v.dtype for v in named.values() if isinstance(v, Tensor) and v.is_floating_point())
+        return _as_tuple(fused.reference(**{n: _widened(v, dtype) for n, v in named.items()}))
+
+    def forward_reference(*args: Any) -> Any:
+        produced = reference(dict(zip(parameters, args, strict=True)))
         allocated = _as_tuple(fake(*args))
         # Autograd refuses writes to a view that an op returns.
         own = [p.clone() if p._is_view() else p for p in produced]
@@ -126,13 +133,12 @@ def fused_op(
 
     def differentiate_reference(*args: Any) -> Any:
         """Differentiate the reference itself: no second set of formulas."""
-        assert fused.reference is not None
         dys, needs = args[:differentiable], args[-1]
         bound = dict(zip(needed, args[differentiable:-1], strict=True))
         wanted = {n for n, i in gradient_of.items() if needs[i] and bound[n] is not None}
         with _autograd_inside_an_op():
             leaves = {n: bound[n].detach().requires_grad_() for n in wanted}
-            ys = _as_tuple(fused.reference(**{n: leaves.get(n, bound[n]) for n in parameters}))
+            ys = reference({n: leaves.get(n, bound[n]) for n in parameters})
             pairs = [(y, dy) for y, dy in zip(ys, dys, strict=False) if dy is not None]  # constants are behind
             found = torch.autograd.grad(
                 [y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs], allow_unused=True
@@ -154,12 +160,12 @@ def fused_op(
         laid = tuple(_laid_out(g, bound[t]) for g, t in zip(made, templates, strict=True))
         return laid if len(laid) > 1 else laid[0]
 
-    for target, launcher, reference in (
+    for target, launcher, on_cpu in (
         (op, forward[1], forward_reference),
         (bwd, backward_like_fake, backward_reference or differentiate_reference),
     ):
         for device in _DEVICES:
-            _LIBRARY.impl(target._opname, _on_device(device, launcher, reference), device)
+            _LIBRARY.impl(target._opname, _on_device(device, launcher, on_cpu), device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
 
     def fake_backward(*args: Any) -> Any:
@@ -303,6 +309,12 @@ def _laid_out(gradient: Tensor, like: Tensor | None) -> Tensor:
         return gradient
     wanted = torch.empty_like(like)
     return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
+
+
+def _widened(item: Any, dtype: torch.dtype) -> Any:
+    """A tensor in ``dtype`` if that has all of its values; anything else as it is."""
+    narrower = isinstance(item, Tensor) and item.is_floating_point() and keeps_values(item.dtype, dtype)
+    return item.to(dtype) if narrower else item
 
 
 def first_of(dys: Sequence[Any]) -> Tensor:

@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fx_fusion.canonicalize import View
+from fx_fusion.dtypes import autocast_dtype
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 
@@ -70,8 +71,7 @@ class Pattern:
 
     def policy(self, dtypes: Mapping[str, torch.dtype], device: str, region: tuple[Any, ...]) -> DtypePolicy:
         """The dtype policy for tensor inputs of these dtypes on this device, in this autocast region."""
-        ambient = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        key = (tuple(sorted(dtypes.items())), device, region, ambient)
+        key = (tuple(sorted(dtypes.items())), device, region, autocast_dtype(device))
         if key not in self._policies:
             self._run(dtypes, device, region)
             view = View(self.graph)  # the same structure, read with these dtypes

@@ -49,15 +49,31 @@ class Editor:
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
         """A new ``call_function`` node at the insertion point, with the metadata of ``like`` and its own example value."""
-        args = torch.utils._pytree.tree_map_only(fx.Node, self.now, args)
-        kwargs = torch.utils._pytree.tree_map_only(fx.Node, self.now, kwargs or {})
+        args, kwargs = self._operands(args, like), self._operands(kwargs or {}, like)
         node = self.graph.call_function(target, args, kwargs)
         return self._describe(node, target, like)
 
     def method(self, name: str, args: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
         """A new ``call_method`` node, likewise."""
-        node = self.graph.call_method(name, torch.utils._pytree.tree_map_only(fx.Node, self.now, args))
+        node = self.graph.call_method(name, self._operands(args, like))
         return self._describe(node, getattr(torch.Tensor, name), like)
+
+    def _operands(self, items: Any, like: fx.Node) -> Any:
+        """Nodes as they are after the rewrites so far, and symbolic sizes as nodes: a graph that holds a symbol itself can't
+        be run as it is."""
+        items = torch.utils._pytree.tree_map_only(fx.Node, self.now, items)
+        tensors = [n for n in torch.utils._pytree.tree_leaves(items) if isinstance(n, fx.Node) and is_tensor(n)]
+        return torch.utils._pytree.tree_map_only(torch.SymInt, lambda size: self._size(size, tensors, like), items)
+
+    def _size(self, size: torch.SymInt, tensors: list[fx.Node], like: fx.Node) -> Any:
+        """A node with the value of ``size``: read off one of the tensors beside it, or off an input of the graph."""
+        for node in (*tensors, *self.graph.find_nodes(op="placeholder")):
+            if isinstance(value(node), torch.SymInt) and statically_known_true(value(node) == size):
+                return node
+            for dim, known in enumerate(value(node).shape if is_tensor(node) else ()):
+                if isinstance(known, torch.SymInt) and statically_known_true(known == size):
+                    return self.method("size", (node, dim), like=like)
+        return size  # a product of sizes: AOTAutograd knows it
 
     def _describe(self, node: fx.Node, target: Any, like: fx.Node) -> fx.Node:
         node.meta.update({k: like.meta[k] for k in _COPIED_META if k in like.meta})

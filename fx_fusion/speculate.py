@@ -78,8 +78,8 @@ def speculate(
     exact: list[Compiled] = []
 
     def run(*args: Any) -> Any:
-        if any(isinstance(args[i], FakeTensor) for i in positions):
-            return fast(*args)  # DDP asks for the types of the results: they are those of the exact graph
+        if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i in positions):
+            return fast(*args)  # who has no values asks for the types of the results: both versions have the same
         if all(check(args[i]) for check, i in zip(checks, positions, strict=True)):
             calls.assumed += 1
             return fast(*args)

@@ -61,13 +61,14 @@ def _read(view: View, real: fx.Node) -> Match:
     if not same_shape(value(joined), value(x)) or not same_shape(value(split)[..., 0, 0], value(x)[..., 0]):
         raise NotThis(joined, f"{joined.name} has another shape than {x.name}")
     nodes.add(joined)
-    root, out = joined, "promoted"
+    root, out, rounded = joined, "promoted", frozenset[fx.Node]()
     cast = next(iter(joined.users), None)
     narrower = value(x).dtype != torch.float32
     if len(joined.users) == 1 and narrower and view.transparent(cast) is joined and value(cast).dtype == value(x).dtype:
-        root, out = cast, "input"
+        root, out, rounded = cast, "input", frozenset([cast])
         nodes.add(cast)
-    return Match("complex_rope", (root,), frozenset(nodes), {"q": x, "freqs": freqs}, {"out": out}, emit=emit)
+    inputs, statics = {"q": x, "freqs": freqs}, {"out": out}
+    return Match("complex_rope", (root,), frozenset(nodes), inputs, statics, rounded=rounded, emit=emit)
 
 
 def _is_complex_view(node: object) -> bool:
