@@ -99,7 +99,8 @@ class Maker:
     def linear(self, x: str, w: str, b: str | None = None) -> str:
         if b is not None:
             return self.let("z", self.pick(f"F.linear({x}, {w}, {b})", f"F.linear({x}, {w}) + {b}"))
-        return self.let("z", self.pick(f"F.linear({x}, {w})", f"F.linear({x}, {w})", f"{x} @ {w}.t()", f"torch.matmul({x}, {w}.T)"))
+        ways = [f"F.linear({x}, {w})"] * 6
+        return self.let("z", self.pick(*ways, f"{x} @ {w}.t()", f"torch.matmul({x}, {w}.T)"))
 
     def gelu(self, x: str) -> str:
         return self.pick(

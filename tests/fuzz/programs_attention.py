@@ -52,6 +52,8 @@ def complex_ropes(m: Maker) -> None:
 def mask(m: Maker, n: str, k: str, dtype: str) -> str:
     """A mask in one of many spellings: provable, structured, or neither. Boolean or additive."""
     rows, cols = f"torch.arange({n})[:, None]", f"torch.arange({k})[None, :]"
+    if m.chance(0.25):
+        return m.let("causal", m.pick(f"{cols} <= {rows}", f"torch.ones({n}, {k}, dtype=torch.bool).tril()", f"torch.ones({n}, {k}).tril() == 1", f"~torch.ones({n}, {k}, dtype=torch.bool).triu(1)"))
     size = m.pick("1", "2", "3", "64")
     shift = m.pick("0", "0", "1", "-1")
     if m.chance(0.4):  # an int that changes between calls, zero and negative ones too
@@ -71,8 +73,8 @@ def mask(m: Maker, n: str, k: str, dtype: str) -> str:
     if more == "window":
         causal = m.let("visible", f"{causal} & ({cols} > {rows} - {m.pick(size, shift)})")
     elif more == "documents":
-        kind = m.pick("torch.tensor((0, 1, 2, 0, 1, 2, 3, 4, 5, 6))", "torch.arange(10)", "torch.arange(10) // 3")
-        ids = m.given("positions", f"{kind}[None, :S].repeat(B, 1)")
+        kind = m.pick("torch.arange(300) % 7", "torch.arange(300)", "torch.arange(300) // 3", "torch.arange(300) % (4 + call)")
+        ids = m.given("positions", f"({kind})[None, :S].repeat(B, 1)")
         ids = m.let("document", m.pick(f"(torch.diff({ids}, prepend={ids}[:, :1] - 1, dim=-1) != 1).cumsum(-1)", ids))
         causal = m.let("visible", f"{causal} & ({ids}[:, None, :, None] == {ids}[:, None, None, :])")
     elif more == "chunks":
@@ -92,6 +94,8 @@ def mask(m: Maker, n: str, k: str, dtype: str) -> str:
 
 def masked(m: Maker) -> None:
     """scaled_dot_product_attention under a mask: causal, a window, documents, chunks, padding, offsets."""
+    if m.chance(0.15):  # several blocks of a mask with a structure
+        m.program.sizes["S"] = (150, 150, 150) if m.program.dynamic is False else (140, 260, 130)
     layout = m.chance(0.4)
     q, k, v = (m.activation(n, f"B, S, 2, {D}" if layout else f"B, 2, S, {D}") for n in "qkv")
     if layout:
@@ -129,7 +133,7 @@ def written_out(m: Maker) -> None:
     s = m.let("s", m.pick(f"{q} @ {k}.transpose(-1, -2)", f"torch.matmul({q}, {k}.mT)", f"torch.matmul({q} * 0.25, {k}.transpose(2, 3))"))
     if m.chance(0.8):
         s = m.let("s", m.pick(f"{s} / math.sqrt({D})", f"{s} * {D}**-0.5", f"{s} * 0.3", f"{s} / {q}.shape[-1] ** 0.5"))
-    if m.chance(0.25):
+    if m.chance(0.15):
         s = m.let("s", f"{s} + {m.given('bias', 'torch.randn(1, 2, S, S, generator=g)', m.pick('leaf', ''))}")
     if m.chance(0.6):
         visible = mask(m, f"{q}.shape[-2]", f"{k}.shape[-2]", f"{s}.dtype")

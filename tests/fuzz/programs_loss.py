@@ -85,12 +85,12 @@ def heads(m: Maker) -> None:
 
 def policies(m: Maker) -> None:
     """Log-probabilities of tokens and the entropy, of an lm_head or of logits."""
-    if m.chance(0.5):
+    if m.chance(0.6):
         h = m.activation("h", f"B, S, {H}")
         raw = m.linear(h, m.weight("head", f"{V}, {H}"))
     else:
         raw = m.activation("z", f"B, S, {V}")
-    z = scaled(m, raw)
+    z = scaled(m, raw) if m.chance(0.5) else raw
     target = m.integers("target", "B, S", V)
     logp = m.let("logp", m.pick(f"{z}.log_softmax(-1)", f"F.log_softmax({z}, dim=-1)", f"torch.log_softmax({z}.float(), -1)", f"{z} - {z}.logsumexp(-1, keepdim=True)"))
     taken = m.let("taken", f"{logp}.gather(-1, {target}.unsqueeze(-1)).squeeze(-1)")
