@@ -35,8 +35,6 @@ class _Double(TorchFunctionMode):
 
     def _cast_to(self, func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-            if args and isinstance(args[0], Tensor) and func is torch.Tensor.to and any(a in _LOW for a in args[1:] if isinstance(a, torch.dtype)):
-                return None
             return None
         if func in _CASTS:
             return _CASTS[func]

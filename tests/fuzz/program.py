@@ -67,7 +67,7 @@ class Program:
         found: dict[str, Any] = {}
         for name, item in self.inputs.items():
             value = eval(item.text, given)
-            if isinstance(value, Tensor) and value.is_floating_point() or isinstance(value, torch.nn.Module):
+            if (isinstance(value, Tensor) and value.is_floating_point()) or isinstance(value, torch.nn.Module):
                 value = value.to(getattr(torch, item.dtype or self.dtype))
             found[name] = value
         return found

@@ -16,7 +16,8 @@ def ropes(m: Maker) -> None:
     style = m.pick("half", "half", "pairs", "reversed", "halves", "even_odd")
     columns = d // 2 if style in ("halves", "even_odd") else d
     dtype = m.pick("", "", "float32")
-    cos, sin = (m.given(n, f"torch.{n}(torch.randn({m.pick('1', 'B')}, 1, S, {columns}, generator=g))", "", dtype) for n in ("cos", "sin"))
+    batch = m.pick("1", "B")
+    cos, sin = (m.given(n, f"torch.{n}(torch.randn({batch}, 1, S, {columns}, generator=g))", "", dtype) for n in ("cos", "sin"))
     if m.chance(0.2):
         cos, sin = (m.let(t[:3], f"{t}[:, 0].unsqueeze(1)") for t in (cos, sin))
     upcast = m.chance(0.3)
