@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from tests.fuzz.edits import Seen, as_function, block_of
+from tests.fuzz.edits import Seen, as_function, block_of, with_use
 from tests.fuzz.program import Input, Program, names_read, names_set
 
 States = list[dict[str, Seen]]
@@ -87,8 +87,6 @@ def reused(program: Program, rng: random.Random, seen: States) -> bool:
     if rng.random() < 0.5:
         for i in range(at + 2, len(program.statements)):
             if name in names_read(program.statements[i]) and "def " not in program.statements[i]:
-                from tests.fuzz.edits import with_use
-
                 program.statements[i] = with_use(program.statements[i], name, "again", rng)
                 break
     return True

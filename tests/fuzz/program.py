@@ -155,8 +155,8 @@ import math, torch, torch.nn as nn, torch.nn.functional as F
 from torch import autocast
 from torch.utils.checkpoint import checkpoint
 import fx_fusion
-from fx_fusion.testing import rewriting_backend
-from tests.fuzz.judge import RESTS, ours, plain
+from tests.fuzz.blocks import structures_on_cpu
+from tests.fuzz.judge import ours, plain
 from tests.fuzz.program import randomised
 
 torch._dynamo.config.capture_scalar_outputs = True
@@ -171,7 +171,7 @@ def arguments(call):
 for name, backend in (("eager", None), ("plain", plain("{rest}")), ("ours", ours("{rest}"))):
     torch._dynamo.reset()
     f, s = (h if backend is None else torch.compile(h, backend=backend, dynamic={program.dynamic}) for h in (program, second))
-    with fx_fusion.recording() as report:
+    with fx_fusion.recording() as report, structures_on_cpu():
         for call in range({CALLS}):
             given = arguments(call)
             try:
