@@ -41,7 +41,10 @@ def main() -> None:
         blind += verdict.blind
         if verdict.failure:
             failed.append(seed)
-            print(f"FAILED {seed} {program.family} {program.dtype} {program.mutations}: {verdict.failure.splitlines()[0]}", flush=True)
+            print(
+                f"FAILED {seed} {program.family} {program.dtype} {program.mutations}: {verdict.failure.splitlines()[0]}",
+                flush=True,
+            )
             if not given.brief:
                 print(script(program, given.rest), verdict.report, "\n", sep="\n", flush=True)
     print(f"{dict(judged)}, {blind} numbers by a tolerance only, {time.time() - started:.0f} s")

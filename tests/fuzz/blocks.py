@@ -16,7 +16,14 @@ from fx_fusion.patterns import block_sparse_attention as pattern
 
 
 def by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], low: Any, high: Any, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    low: Any,
+    high: Any,
+    scale: float,
 ) -> Tensor:
     """As the kernels do it: only listed blocks are visited, and in whole ones the mask is not asked."""
     b, s = query.shape[0], query.shape[2]
@@ -37,7 +44,9 @@ def by_blocks(
         visible = visible & (label[..., :, None] == label[..., None, :]).view(-1, 1, s, s)
     partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :s] for x in (partly, wholly))
     mask = (wholly | (partly & visible)).expand(b, -1, s, s)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
 
 
 @contextlib.contextmanager

@@ -60,7 +60,9 @@ def largest(t: Tensor) -> float:
     return t.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
 
 
-def compare(program: Program, found: list[Call], usual: list[Call], exact: list[Call], verdict: Verdict, allowed: float = 1.0) -> None:
+def compare(
+    program: Program, found: list[Call], usual: list[Call], exact: list[Call], verdict: Verdict, allowed: float = 1.0
+) -> None:
     """Write into ``verdict`` what parts first. A call that raises in eager, and those behind it, judge nothing."""
     dtype = program.coarsest()
     for n, (a, b) in enumerate(zip(found, usual, strict=False)):
@@ -81,7 +83,9 @@ def compare(program: Program, found: list[Call], usual: list[Call], exact: list[
             used, blind = parted(name, a.numbers[name], value, truth.get(name), dtype)
             verdict.blind += blind
             if used > allowed:
-                verdict.failure = f"call {n}, {name}: {used:.3g} times the allowed error{' (against eager)' if blind else ''}"
+                verdict.failure = (
+                    f"call {n}, {name}: {used:.3g} times the allowed error{' (against eager)' if blind else ''}"
+                )
                 return
 
 

@@ -75,7 +75,9 @@ def with_use(text: str, name: str, expression: str, rng: random.Random, all_of_t
 
 def with_swapped(text: str, rng: random.Random) -> str | None:
     """The statement with the operands of one sum, product or difference swapped."""
-    operators = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.BinOp) and isinstance(n.op, (ast.Add, ast.Mult, ast.Sub))]
+    operators = [
+        n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.BinOp) and isinstance(n.op, (ast.Add, ast.Mult, ast.Sub))
+    ]
     if not operators:
         return None
     node = rng.choice(operators)
@@ -106,7 +108,9 @@ def as_function(program: Program, start: int, end: int) -> tuple[list[str], list
     sets = [n for s in inside for n in names_set(s)]
     before = {*program.inputs, *(n for s in program.statements[:start] for n in names_set(s))}
     takes = [n for n in dict.fromkeys(n for s in inside for n in names_read(s)) if n in before]
-    behind = {n for s in program.statements[end:] for n in names_read(s)} | {n for o in program.outputs for n in names_read(o)}
+    behind = {n for s in program.statements[end:] for n in names_read(s)} | {
+        n for o in program.outputs for n in names_read(o)
+    }
     gives = [n for n in dict.fromkeys(sets) if n in behind]
     if not takes or not gives:
         return None

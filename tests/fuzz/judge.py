@@ -98,7 +98,9 @@ def _results(program: Program, function: Any, given: dict[str, Any], after: Any,
         if program.outer == "autocast" and not double:
             stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
         if program.outer == "checkpoint":
-            results = checkpoint(lambda *args: function(**dict(zip(given, args, strict=True))), *given.values(), use_reentrant=False)
+            results = checkpoint(
+                lambda *args: function(**dict(zip(given, args, strict=True))), *given.values(), use_reentrant=False
+            )
         else:
             results = function(**given)
         return after(list(results), second)
@@ -173,7 +175,11 @@ def _once_more(program: Program, found: list[Call], usual: list[Call], exact: li
                 if mine is None or not value.is_floating_point() or name not in truth.numbers:
                     continue
                 right = truth.numbers[name].double()
-                if right.shape == value.shape == mine.shape and value.numel() and largest(value.double() - right) > largest(mine.double() - right):
+                if (
+                    right.shape == value.shape == mine.shape
+                    and value.numel()
+                    and largest(value.double() - right) > largest(mine.double() - right)
+                ):
                     here.numbers[name] = value
     again = Verdict(fused=verdict.fused, report=verdict.report, graphs=verdict.graphs)
     compare(program, found, usual, exact, again, allowed=2.0)

@@ -44,7 +44,9 @@ class Maker:
         return self.given(stem, f"torch.randn({shape}, generator=g)", self.pick("made", "made", "made", "leaf", ""))
 
     def weight(self, stem: str, shape: str) -> str:
-        return self.given(stem, f"torch.randn({shape}, generator=g) * 0.5 + 0.5", self.pick("leaf", "leaf", "leaf", "leaf", ""))
+        return self.given(
+            stem, f"torch.randn({shape}, generator=g) * 0.5 + 0.5", self.pick("leaf", "leaf", "leaf", "leaf", "")
+        )
 
     def integers(self, stem: str, shape: str, bound: int) -> str:
         return self.given(stem, f"torch.randint(0, {bound}, ({shape},), generator=g)")
@@ -70,14 +72,33 @@ class Maker:
             return self.let("y", f"F.rms_norm({x}, ({x}.shape[-1],), {w}, {self.eps()})")
         f = x if self.chance(0.3) else self.let("f", f"{x}.{self.pick('float()', 'to(torch.float32)')}")
         square = self.pick(f"{f}.pow(2)", f"{f}.pow(2)", f"{f}.square()", f"{f} * {f}", f"{f}.abs().pow(2)")
-        mean = self.pick(f"({square}).mean(-1, keepdim=True)", f"torch.mean({square}, dim=-1, keepdim=True)", f"({square}).sum(-1, keepdim=True) / {x}.shape[-1]")
+        mean = self.pick(
+            f"({square}).mean(-1, keepdim=True)",
+            f"torch.mean({square}, dim=-1, keepdim=True)",
+            f"({square}).sum(-1, keepdim=True) / {x}.shape[-1]",
+        )
         var = self.let("var", mean)
         eps = self.eps()
-        scaled = self.pick(f"{f} * torch.rsqrt({var} + {eps})", f"{f} * torch.rsqrt({var} + {eps})", f"{f} / torch.sqrt({var} + {eps})", f"{f} * ({var} + {eps}).rsqrt()", f"{f} * ({var} + {eps}) ** -0.5")
+        scaled = self.pick(
+            f"{f} * torch.rsqrt({var} + {eps})",
+            f"{f} * torch.rsqrt({var} + {eps})",
+            f"{f} / torch.sqrt({var} + {eps})",
+            f"{f} * ({var} + {eps}).rsqrt()",
+            f"{f} * ({var} + {eps}) ** -0.5",
+        )
         n = self.let("n", scaled)
         if w is None:
             return self.let("y", f"{n}.to({x}.dtype)")
-        return self.let("y", self.pick(f"{w} * {n}.to({x}.dtype)", f"({n} * {w}.float()).to({x}.dtype)", f"({n} * (1.0 + {w}.float())).type_as({x})", f"{n}.to({x}.dtype) * {w}", f"({w} * {n}).to({x}.dtype)"))
+        return self.let(
+            "y",
+            self.pick(
+                f"{w} * {n}.to({x}.dtype)",
+                f"({n} * {w}.float()).to({x}.dtype)",
+                f"({n} * (1.0 + {w}.float())).type_as({x})",
+                f"{n}.to({x}.dtype) * {w}",
+                f"({w} * {n}).to({x}.dtype)",
+            ),
+        )
 
     def layer_norm(self, x: str, w: str | None, b: str | None) -> str:
         if self.chance(0.5):
@@ -87,7 +108,12 @@ class Maker:
             return self.let("y", f"F.layer_norm({x}, ({x}.shape[-1],), {w}, {b}, {self.eps()})")
         f = self.let("f", f"{x}.float()")
         c = self.let("c", f"{f} - {f}.mean(-1, keepdim=True)")
-        variance = self.pick(f"{c}.pow(2).mean(-1, keepdim=True)", f"{f}.var(-1, unbiased=False, keepdim=True)", f"{f}.var(-1, correction=0, keepdim=True)", f"{f}.var(-1, keepdim=True)")
+        variance = self.pick(
+            f"{c}.pow(2).mean(-1, keepdim=True)",
+            f"{f}.var(-1, unbiased=False, keepdim=True)",
+            f"{f}.var(-1, correction=0, keepdim=True)",
+            f"{f}.var(-1, keepdim=True)",
+        )
         var = self.let("var", variance)
         n = self.let("n", self.pick(f"{c} * torch.rsqrt({var} + {self.eps()})", f"{c} / torch.sqrt({var} + {self.eps()})"))
         if w is None:
@@ -111,7 +137,13 @@ class Maker:
         )  # fmt: skip
 
     def silu(self, x: str) -> str:
-        return self.pick(f"F.silu({x})", f"F.silu({x})", f"{x} * torch.sigmoid({x})", f"{x}.sigmoid() * {x}", f"{x} / (1 + torch.exp(-{x}))")
+        return self.pick(
+            f"F.silu({x})",
+            f"F.silu({x})",
+            f"{x} * torch.sigmoid({x})",
+            f"{x}.sigmoid() * {x}",
+            f"{x} / (1 + torch.exp(-{x}))",
+        )
 
     def glu(self, gate: str, up: str) -> str:
         act = self.silu(gate) if self.chance(0.5) else self.gelu(gate)

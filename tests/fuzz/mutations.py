@@ -55,7 +55,10 @@ def write_to_a_copy(program: Program, rng: random.Random, seen: States) -> bool:
         return False
     name = rng.choice(names)
     program.statements[at] = with_use(program.statements[at], name, "copied", rng)
-    program.statements[at:at] = [f"copied = {name}.{rng.choice(('clone()', 'contiguous()', 'float()', 'view_as(' + name + ')'))}", "copied.mul_(3)"]
+    program.statements[at:at] = [
+        f"copied = {name}.{rng.choice(('clone()', 'contiguous()', 'float()', 'view_as(' + name + ')'))}",
+        "copied.mul_(3)",
+    ]
     return True
 
 
@@ -72,7 +75,9 @@ def _use(*ways: str, every: bool = False) -> Mutation:
 
     def mutation(program: Program, rng: random.Random, seen: States) -> bool:
         at = rng.randrange(len(program.statements))
-        names = [s for n in names_read(program.statements[at]) if (s := seen[at].get(n)) is not None and s.floating and s.shape]
+        names = [
+            s for n in names_read(program.statements[at]) if (s := seen[at].get(n)) is not None and s.floating and s.shape
+        ]
         if not names:
             return False
         chosen = rng.choice(names)
@@ -111,7 +116,12 @@ def changing_scalar(program: Program, rng: random.Random, seen: States) -> bool:
     """A literal becomes an argument that changes between calls."""
     values = {
         r"(?<![\w.*-])\d+e-\d+|\b0\.1\b": ("(1e-6, 1e-2, 0.5)", "(1e-5, 1e-5, 1e-3)"),
-        r"(?<![\w.])(0\.5|2\.0|1\.0|0\.3|0\.25)(?![\w.])": ("(0.5, 2.0, 0.25)", "(1.0, 3.0, 1.0)", "(1, 2, 3)", "(0.5, 0.0, -1.5)"),
+        r"(?<![\w.])(0\.5|2\.0|1\.0|0\.3|0\.25)(?![\w.])": (
+            "(0.5, 2.0, 0.25)",
+            "(1.0, 3.0, 1.0)",
+            "(1, 2, 3)",
+            "(0.5, 0.0, -1.5)",
+        ),
         r"(?<=\+ )1(?=[),])|(?<=diagonal=)1": ("(1, 0, -2)", "(4, 6, -3)"),
     }
     pattern = rng.choice(list(values))
@@ -154,7 +164,13 @@ def _input(change: Callable[[Input, random.Random], Input | None]) -> Mutation:
 
 def strided(item: Input, rng: random.Random) -> Input:
     """Every other element of something, or one element many times, or a transposed tensor."""
-    ways = ("torch.stack(({0}, {0} * 0.5), -1)[..., 0]", "({0})[..., :1].expand(({0}).shape)", "({0}).transpose(0, -1).contiguous().transpose(0, -1)", "torch.cat(({0}, {0}), -1)[..., : ({0}).shape[-1]]", "({0}).flip(-1)")
+    ways = (
+        "torch.stack(({0}, {0} * 0.5), -1)[..., 0]",
+        "({0})[..., :1].expand(({0}).shape)",
+        "({0}).transpose(0, -1).contiguous().transpose(0, -1)",
+        "torch.cat(({0}, {0}), -1)[..., : ({0}).shape[-1]]",
+        "({0}).flip(-1)",
+    )
     return Input(rng.choice(ways).format(item.text), item.grad, item.dtype)
 
 
@@ -170,7 +186,9 @@ def one_tensor_twice(program: Program, rng: random.Random, seen: States) -> bool
     a, b = rng.sample(rng.choice(pairs), 2)
     del program.inputs[b]
     first = next((i for i, s in enumerate(program.statements) if b in names_read(s)), 0)
-    program.statements.insert(first, f"{b} = {rng.choice(('{0}', '{0}[:]', '{0}.view({0}.shape)', '{0}.clone()')).format(a)}")
+    program.statements.insert(
+        first, f"{b} = {rng.choice(('{0}', '{0}[:]', '{0}.view({0}.shape)', '{0}.clone()')).format(a)}"
+    )
     return True
 
 
@@ -204,7 +222,7 @@ MUTATIONS: dict[str, Mutation] = {
     "other_grad": _input(lambda item, rng: Input(item.text, rng.choice(("", "leaf", "made")), item.dtype)),
     "one_tensor_twice": one_tensor_twice,
     **regions.MUTATIONS,
-}
+}  # fmt: skip
 
 
 def mutated(program: Program, rng: random.Random) -> Program:

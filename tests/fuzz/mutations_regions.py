@@ -35,7 +35,14 @@ def checkpointed(program: Program, rng: random.Random, seen: States) -> bool:
 
 def in_a_function(program: Program, rng: random.Random, seen: States) -> bool:
     """Some statements are a function of their own, maybe one that Dynamo is told to leave out, or one called twice."""
-    call = rng.choice(("part({0})", "torch._dynamo.disable(part)({0})", "torch.compiler.allow_in_graph(part)({0})", "[part({0}), part({0})][1]"))
+    call = rng.choice(
+        (
+            "part({0})",
+            "torch._dynamo.disable(part)({0})",
+            "torch.compiler.allow_in_graph(part)({0})",
+            "[part({0}), part({0})][1]",
+        )
+    )
     return _called(program, rng, call, everything=False)
 
 
@@ -67,7 +74,11 @@ def repeated(program: Program, rng: random.Random, seen: States) -> bool:
     copies = [f"first_{o} = {o}" for o in kept]
     again: list[str] = []
     last, shape = kept[-1], seen[-1].get(kept[-1])
-    fits = [n for n in program.inputs if shape is not None and n in seen[0] and seen[0][n].shape == shape.shape and seen[0][n].floating]
+    fits = [
+        n
+        for n in program.inputs
+        if shape is not None and n in seen[0] and seen[0][n].shape == shape.shape and seen[0][n].floating
+    ]
     if fits and rng.random() < 0.6:
         again = [f"{rng.choice(fits)} = {last}"]
     program.statements = [*inside, *copies, *again, *inside]
@@ -139,14 +150,22 @@ def int_argument(program: Program, rng: random.Random, seen: States) -> bool:
         program.inputs["number"] = Input(f"torch.tensor({program.inputs['number'].text})")
         symbol = "number.item()"
     name = rng.choice(names)
-    ways = ("{0} = {0} + {1}", "{0} = {0} * {1}", "{0} = {0}.roll({1}, 0)", "{0} = torch.where(torch.arange({0}.shape[-1]) >= {1}, {0}, 0.5)", "{0} = {0} + torch.arange({0}.shape[-1]).to({0}.dtype) * {1}")
+    ways = (
+        "{0} = {0} + {1}",
+        "{0} = {0} * {1}",
+        "{0} = {0}.roll({1}, 0)",
+        "{0} = torch.where(torch.arange({0}.shape[-1]) >= {1}, {0}, 0.5)",
+        "{0} = {0} + torch.arange({0}.shape[-1]).to({0}.dtype) * {1}",
+    )
     program.statements.insert(at, rng.choice(ways).format(name, symbol))
     return True
 
 
 MUTATIONS: dict[str, Mutation] = {
     "no_grad": _region("torch.no_grad()", "torch.set_grad_enabled(False)", "torch.enable_grad()"),
-    "autocast": _region('autocast("cpu", dtype=torch.bfloat16)', 'autocast("cpu", dtype=torch.bfloat16)', 'autocast("cpu", enabled=False)'),
+    "autocast": _region(
+        'autocast("cpu", dtype=torch.bfloat16)', 'autocast("cpu", dtype=torch.bfloat16)', 'autocast("cpu", enabled=False)'
+    ),
     "checkpointed": checkpointed,
     "in_a_function": in_a_function,
     "graph_break": graph_break,

@@ -51,7 +51,13 @@ class _IntegersToDouble(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         given = args[0] if args else None
         cast = func in _CASTS or func is torch.Tensor.to
-        if cast and isinstance(given, Tensor) and not given.is_floating_point() and isinstance(result, Tensor) and result.dtype in _LOW:
+        if (
+            cast
+            and isinstance(given, Tensor)
+            and not given.is_floating_point()
+            and isinstance(result, Tensor)
+            and result.dtype in _LOW
+        ):
             return result.double()
         return result
 

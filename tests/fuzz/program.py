@@ -75,7 +75,12 @@ class Program:
     def coarsest(self) -> torch.dtype:
         """The dtype of fewest digits that anything is computed in."""
         text = " ".join([self.source(), self.dtype, self.outer, *(i.dtype for i in self.inputs.values())])
-        for name, dtype in (("bfloat16", torch.bfloat16), ("autocast", torch.bfloat16), ("float16", torch.float16), ("half()", torch.float16)):
+        for name, dtype in (
+            ("bfloat16", torch.bfloat16),
+            ("autocast", torch.bfloat16),
+            ("float16", torch.float16),
+            ("half()", torch.float16),
+        ):
             if name in text:
                 return dtype
         return torch.float32

@@ -31,7 +31,9 @@ def gated_norms(m: Maker) -> None:
     n, groups = m.pick(8, 12), m.pick(1, 1, 2)
     x, gate, w = m.activation("x", f"B, S, {n}"), m.activation("gate", f"B, S, {n}"), m.weight("w", f"{n}")
     before = m.chance(0.5) or groups > 1
-    act = m.pick(f"F.silu({gate}.float())", f"F.silu({gate}.to(torch.float32))", f"torch.sigmoid({gate}.float())", f"F.silu({gate})")
+    act = m.pick(
+        f"F.silu({gate}.float())", f"F.silu({gate}.to(torch.float32))", f"torch.sigmoid({gate}.float())", f"F.silu({gate})"
+    )
     f = m.let("f", f"{x}.float()")
     if before:
         f = m.let("f", f"{f} * {act}")
@@ -66,7 +68,10 @@ def evonorms(m: Maker) -> None:
     v, w, b = (m.weight(n, f"{c}") for n in ("v", "w", "b"))
     v, w4, b4 = (m.let("t", f"{t}.view(1, -1, 1, 1)") for t in (v, w, b))
     if m.chance(0.5):
-        grouped = m.let("grouped", m.pick(f"{x}.reshape({x}.shape[0], {groups}, -1)", f"{x}.view({x}.shape[0], {groups}, {c // groups}, 5, 6)"))
+        grouped = m.let(
+            "grouped",
+            m.pick(f"{x}.reshape({x}.shape[0], {groups}, -1)", f"{x}.view({x}.shape[0], {groups}, {c // groups}, 5, 6)"),
+        )
         dims = "2" if "reshape" in m.program.statements[-1] else "(2, 3, 4)"
         correction = m.pick("unbiased=False", "correction=0", "unbiased=True")
         std = m.let("std", f"{grouped}.float().var({dims}, {correction}, keepdim=True).add({m.eps()}).sqrt().to({x}.dtype)")
@@ -110,11 +115,20 @@ def embeddings(m: Maker) -> None:
     v, n = m.pick(12, 7), m.pick(8, 6)
     ids, table = m.integers("ids", "B, S", v), m.weight("table", f"{v}, {n}")
     padding = m.pick("", "", ", padding_idx=3", ", padding_idx=-1")
-    h = m.let("h", m.pick(f"F.embedding({ids}, {table}{padding})", f"F.embedding({ids}.{m.pick('int()', 'clone()', 'view(-1)')}, {table}{padding})", f"{table}[{ids}]"))
+    h = m.let(
+        "h",
+        m.pick(
+            f"F.embedding({ids}, {table}{padding})",
+            f"F.embedding({ids}.{m.pick('int()', 'clone()', 'view(-1)')}, {table}{padding})",
+            f"{table}[{ids}]",
+        ),
+    )
     if m.chance(0.3):
         h = m.let("h", f"{h} * {n}**0.5")
     if m.chance(0.3):
-        h = m.let("h", f"{h} + F.embedding({m.integers('ids', 'B, S', 5)}.view({h}.shape[:-1]), {m.weight('table', f'5, {n}')})")
+        h = m.let(
+            "h", f"{h} + F.embedding({m.integers('ids', 'B, S', 5)}.view({h}.shape[:-1]), {m.weight('table', f'5, {n}')})"
+        )
     if m.chance(0.4):
         h = m.rms_norm(h, m.weight("w", f"{n}"))
     m.out(h)

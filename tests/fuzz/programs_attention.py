@@ -17,14 +17,19 @@ def ropes(m: Maker) -> None:
     columns = d // 2 if style in ("halves", "even_odd") else d
     dtype = m.pick("", "", "float32")
     batch = m.pick("1", "B")
-    cos, sin = (m.given(n, f"torch.{n}(torch.randn({batch}, 1, S, {columns}, generator=g))", "", dtype) for n in ("cos", "sin"))
+    cos, sin = (
+        m.given(n, f"torch.{n}(torch.randn({batch}, 1, S, {columns}, generator=g))", "", dtype) for n in ("cos", "sin")
+    )
     if m.chance(0.2):
         cos, sin = (m.let(t[:3], f"{t}[:, 0].unsqueeze(1)") for t in (cos, sin))
     upcast = m.chance(0.3)
     for x in (q, k) if m.chance(0.8) else (q,):
         f = m.let("f", f"{x}.float()") if upcast else x
         if style in ("halves", "even_odd"):
-            a, b = (m.let("a", f"{f}[..., {'0::2' if style == 'even_odd' else f':{d // 2}'}]"), m.let("b", f"{f}[..., {'1::2' if style == 'even_odd' else f'{d // 2}:'}]"))
+            a, b = (
+                m.let("a", f"{f}[..., {'0::2' if style == 'even_odd' else f':{d // 2}'}]"),
+                m.let("b", f"{f}[..., {'1::2' if style == 'even_odd' else f'{d // 2}:'}]"),
+            )
             y = m.let("y", f"torch.cat(({a} * {cos} - {b} * {sin}, {b} * {cos} + {a} * {sin}), dim=-1)")
         else:
             turned = {
@@ -33,7 +38,9 @@ def ropes(m: Maker) -> None:
                 "pairs": f"torch.stack((-{f}[..., 1::2], {f}[..., 0::2]), dim=-1).flatten(-2)",
             }[style]
             t = m.let("t", turned)
-            y = m.let("y", m.pick(f"({f} * {cos}) + ({t} * {sin})", f"{t} * {sin} + {f} * {cos}", f"{f} * {cos} + {t} * {sin}"))
+            y = m.let(
+                "y", m.pick(f"({f} * {cos}) + ({t} * {sin})", f"{t} * {sin} + {f} * {cos}", f"{f} * {cos} + {t} * {sin}")
+            )
         m.out(m.let("y", f"{y}.to({x}.dtype)") if m.chance(0.7) else y)
 
 
@@ -44,8 +51,14 @@ def complex_ropes(m: Maker) -> None:
     freqs = m.given("freqs", f"torch.polar(torch.ones(S, {d // 2}), torch.randn(S, {d // 2}, generator=g))")
     for _ in range(m.pick(1, 2)):
         q = m.activation("q", rows)
-        pairs = m.let("pairs", f"torch.view_as_complex({q}.float().{m.pick(f'reshape(*{q}.shape[:-1], -1, 2)', 'unflatten(-1, (-1, 2))')})")
-        product = m.let("product", m.pick(f"{pairs} * {freqs}[{table}]", f"{freqs}[{table}] * {pairs}", f"{pairs} * {freqs}[{table}].conj()"))
+        pairs = m.let(
+            "pairs",
+            f"torch.view_as_complex({q}.float().{m.pick(f'reshape(*{q}.shape[:-1], -1, 2)', 'unflatten(-1, (-1, 2))')})",
+        )
+        product = m.let(
+            "product",
+            m.pick(f"{pairs} * {freqs}[{table}]", f"{freqs}[{table}] * {pairs}", f"{pairs} * {freqs}[{table}].conj()"),
+        )
         y = m.let("y", f"torch.view_as_real({product}).{m.pick('flatten(3)', 'flatten(-2)')}")
         m.out(m.let("y", m.pick(f"{y}.type_as({q})", f"{y}.to({q}.dtype)", y)))
 
@@ -54,7 +67,15 @@ def mask(m: Maker, n: str, k: str, dtype: str) -> str:
     """A mask in one of many spellings: provable, structured, or neither. Boolean or additive."""
     rows, cols = f"torch.arange({n})[:, None]", f"torch.arange({k})[None, :]"
     if m.chance(0.25):
-        return m.let("causal", m.pick(f"{cols} <= {rows}", f"torch.ones({n}, {k}, dtype=torch.bool).tril()", f"torch.ones({n}, {k}).tril() == 1", f"~torch.ones({n}, {k}, dtype=torch.bool).triu(1)"))
+        return m.let(
+            "causal",
+            m.pick(
+                f"{cols} <= {rows}",
+                f"torch.ones({n}, {k}, dtype=torch.bool).tril()",
+                f"torch.ones({n}, {k}).tril() == 1",
+                f"~torch.ones({n}, {k}, dtype=torch.bool).triu(1)",
+            ),
+        )
     size = m.pick("1", "2", "3", "64")
     shift = m.pick("0", "0", "1", "-1")
     if m.chance(0.4):  # an int that changes between calls, zero and negative ones too
@@ -74,7 +95,9 @@ def mask(m: Maker, n: str, k: str, dtype: str) -> str:
     if more == "window":
         causal = m.let("visible", f"{causal} & ({cols} > {rows} - {m.pick(size, shift)})")
     elif more == "documents":
-        kind = m.pick("torch.arange(300) % 7", "torch.arange(300)", "torch.arange(300) // 3", "torch.arange(300) % (4 + call)")
+        kind = m.pick(
+            "torch.arange(300) % 7", "torch.arange(300)", "torch.arange(300) // 3", "torch.arange(300) % (4 + call)"
+        )
         ids = m.given("positions", f"({kind})[None, :S].repeat(B, 1)")
         ids = m.let("document", m.pick(f"(torch.diff({ids}, prepend={ids}[:, :1] - 1, dim=-1) != 1).cumsum(-1)", ids))
         causal = m.let("visible", f"{causal} & ({ids}[:, None, :, None] == {ids}[:, None, None, :])")
@@ -82,8 +105,17 @@ def mask(m: Maker, n: str, k: str, dtype: str) -> str:
         causal = m.let("visible", f"{causal} & ({rows} // {m.pick(size, 2)} == {cols} // {m.pick(size, 2)})")
     elif more == "padding":
         kinds = m.pick("(1, 1, 1)", "(1, 0, 1)", "(0, 1, 0)")
-        given = m.given("padding", f"(torch.arange(S)[None] >= torch.tensor([0, 1, 2, 0, 1])[:B, None] * (1 - {kinds}[call])).long()")
-        causal = m.let("visible", m.pick(f"{causal} & {given}.bool()[:, None, None, :]", f"{causal} & ({given}[:, None, None] == 1)", f"{given}.bool()[:, None, None, :].expand(-1, 1, {n}, -1)"))
+        given = m.given(
+            "padding", f"(torch.arange(S)[None] >= torch.tensor([0, 1, 2, 0, 1])[:B, None] * (1 - {kinds}[call])).long()"
+        )
+        causal = m.let(
+            "visible",
+            m.pick(
+                f"{causal} & {given}.bool()[:, None, None, :]",
+                f"{causal} & ({given}[:, None, None] == 1)",
+                f"{given}.bool()[:, None, None, :].expand(-1, 1, {n}, -1)",
+            ),
+        )
     if m.chance(0.35):
         low = m.pick("float('-inf')", f"torch.finfo({dtype}).min", "-1e4")
         causal = m.let("bias", m.pick(
@@ -104,7 +136,11 @@ def masked(m: Maker) -> None:
     bias = mask(m, f"{q}.shape[-2]", f"{k}.shape[-2]", f"{q}.dtype")
     if m.chance(0.15):
         learned = m.given("learned", "torch.randn(S, S, 2, generator=g)", "leaf")
-        bias = m.let("bias", f"{learned}.permute(2, 0, 1)[None]" + (f".masked_fill(~{bias}, float('-inf'))" if bias[0] in "cv" else f" + {bias}"))
+        bias = m.let(
+            "bias",
+            f"{learned}.permute(2, 0, 1)[None]"
+            + (f".masked_fill(~{bias}, float('-inf'))" if bias[0] in "cv" else f" + {bias}"),
+        )
     extra = m.pick("", "", ", dropout_p=0.0", ", scale=0.3")
     y = m.let("o", f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask={bias}{extra})")
     if m.chance(0.3):
@@ -115,7 +151,11 @@ def masked(m: Maker) -> None:
 def grouped(m: Maker) -> None:
     """Keys and values with fewer heads, repeated for the call."""
     n = m.pick(2, 3)
-    q, k, v = m.activation("q", f"B, {2 * n}, S, {D}"), m.activation("k", f"B, 2, S, {D}"), m.activation("v", f"B, 2, S, {D}")
+    q, k, v = (
+        m.activation("q", f"B, {2 * n}, S, {D}"),
+        m.activation("k", f"B, 2, S, {D}"),
+        m.activation("v", f"B, 2, S, {D}"),
+    )
     way = m.pick(
         "{0}.repeat_interleave({1}, dim=1)",
         "{0}[:, :, None, :, :].expand({0}.shape[0], 2, {1}, {0}.shape[2], 16).reshape({0}.shape[0], 2 * {1}, {0}.shape[2], 16)",
@@ -131,7 +171,12 @@ def grouped(m: Maker) -> None:
 def written_out(m: Maker) -> None:
     """A product, a scale, a mask or bias, a softmax, a dropout, a product."""
     q, k, v = (m.activation(n, f"B, 2, S, {D}") for n in "qkv")
-    s = m.let("s", m.pick(f"{q} @ {k}.transpose(-1, -2)", f"torch.matmul({q}, {k}.mT)", f"torch.matmul({q} * 0.25, {k}.transpose(2, 3))"))
+    s = m.let(
+        "s",
+        m.pick(
+            f"{q} @ {k}.transpose(-1, -2)", f"torch.matmul({q}, {k}.mT)", f"torch.matmul({q} * 0.25, {k}.transpose(2, 3))"
+        ),
+    )
     if m.chance(0.8):
         s = m.let("s", m.pick(f"{s} / math.sqrt({D})", f"{s} * {D}**-0.5", f"{s} * 0.3", f"{s} / {q}.shape[-1] ** 0.5"))
     if m.chance(0.15):
@@ -143,7 +188,14 @@ def written_out(m: Maker) -> None:
         else:
             low = m.pick("float('-inf')", f"torch.finfo({s}.dtype).min", "-1e4")
             s = m.let("s", m.pick(f"{s}.masked_fill(~{visible}, {low})", f"torch.where({visible}, {s}, {low})"))
-    p = m.let("p", m.pick(f"torch.softmax({s}, -1)", f"F.softmax({s}, dim=-1, dtype=torch.float32).to({q}.dtype)", f"{s}.float().softmax(-1).type_as({v})"))
+    p = m.let(
+        "p",
+        m.pick(
+            f"torch.softmax({s}, -1)",
+            f"F.softmax({s}, dim=-1, dtype=torch.float32).to({q}.dtype)",
+            f"{s}.float().softmax(-1).type_as({v})",
+        ),
+    )
     if m.chance(0.3):
         p = m.let("p", m.pick(f"F.dropout({p}, p=0.0)", f"F.dropout({p}, 0.5, training=False)"))
     m.out(m.let("o", m.pick(f"{p} @ {v}", f"torch.matmul({p}, {v})")))

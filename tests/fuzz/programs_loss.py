@@ -23,22 +23,37 @@ def scaled(m: Maker, z: str) -> str:
 
 def loss_of(m: Maker, z: str, shift: bool) -> str:
     """A cross-entropy of logits (batch, length, classes) in one of the spellings."""
-    target = m.given("target", f"torch.randint(0, {V}, (B, S), generator=g)" + m.pick("", "", ".masked_fill(torch.arange(S) < 2, -100)"))
+    target = m.given(
+        "target", f"torch.randint(0, {V}, (B, S), generator=g)" + m.pick("", "", ".masked_fill(torch.arange(S) < 2, -100)")
+    )
     ignored = "masked_fill" in m.program.inputs[target].text
     if shift:
         z = m.let("z", f"{z}[:, :-1]{m.pick('', '.contiguous()')}")
         target = m.let("target", f"{target}[:, 1:]{m.pick('', '.contiguous()')}")
     if not ignored and m.chance(0.35):
-        logp = m.let("logp", f"{m.pick(f'{z}.log_softmax(-1)', f'F.log_softmax({z}, dim=-1, dtype=torch.float32)', f'torch.log_softmax({z}.float(), -1)')}")
+        logp = m.let(
+            "logp",
+            f"{m.pick(f'{z}.log_softmax(-1)', f'F.log_softmax({z}, dim=-1, dtype=torch.float32)', f'torch.log_softmax({z}.float(), -1)')}",
+        )
         taken = m.let("taken", f"{logp}.gather(-1, {target}.unsqueeze(-1)).squeeze(-1)")
         if m.chance(0.3):
             taken = m.let("taken", f"{z}.gather(-1, {target}.unsqueeze(-1)).squeeze(-1) - torch.logsumexp({z}, dim=-1)")
-        return m.let("loss", m.pick(f"-{taken}.mean()", f"-{taken}", f"{taken}", f"{taken}.sum()", f"-{taken}[:, :2].mean()"))
+        return m.let(
+            "loss", m.pick(f"-{taken}.mean()", f"-{taken}", f"{taken}", f"{taken}.sum()", f"-{taken}[:, :2].mean()")
+        )
     extra = m.pick("", "", ", reduction='sum'", ", reduction='none'", ", label_smoothing=0.1", ", ignore_index=0", "weight")
     if extra == "weight":
-        text = m.pick(f"torch.rand({V}, generator=g) + 0.1", f"(torch.rand({2 * V}, generator=g) + 0.1)[::2]", f"(torch.rand(1, generator=g) + 0.1).expand({V})")
+        text = m.pick(
+            f"torch.rand({V}, generator=g) + 0.1",
+            f"(torch.rand({2 * V}, generator=g) + 0.1)[::2]",
+            f"(torch.rand(1, generator=g) + 0.1).expand({V})",
+        )
         extra = f", weight={m.given('classes', text, '', m.pick('', 'float32'))}"
-    rows, targets = m.pick((f"{z}.reshape(-1, {V})", f"{target}.reshape(-1)"), (f"{z}.flatten(0, 1)", f"{target}.flatten()"), (f"{z}.reshape(-1, {z}.shape[-1])", f"{target}.reshape(-1)"))
+    rows, targets = m.pick(
+        (f"{z}.reshape(-1, {V})", f"{target}.reshape(-1)"),
+        (f"{z}.flatten(0, 1)", f"{target}.flatten()"),
+        (f"{z}.reshape(-1, {z}.shape[-1])", f"{target}.reshape(-1)"),
+    )
     if m.chance(0.2) and "smoothing" not in extra:
         return m.let("loss", f"F.nll_loss(F.log_softmax({rows}, -1), {targets}{extra})")
     return m.let("loss", f"F.cross_entropy({rows}, {targets}{extra})")
@@ -78,7 +93,20 @@ def heads(m: Maker) -> None:
     if m.chance(0.75):
         m.out(m.pick(z, logits, logits))
         if m.chance(0.4):
-            m.out(m.pick(f"{logits}[:, -1]", f"{logits}.view(-1, {V})", f"{logits}.float()", f"{logits}.contiguous()", f"{logits}.detach()", f"{logits}.argmax(-1)", f"{logits}.transpose(0, 1)", f"{logits}.softmax(-1)", logits, h))
+            m.out(
+                m.pick(
+                    f"{logits}[:, -1]",
+                    f"{logits}.view(-1, {V})",
+                    f"{logits}.float()",
+                    f"{logits}.contiguous()",
+                    f"{logits}.detach()",
+                    f"{logits}.argmax(-1)",
+                    f"{logits}.transpose(0, 1)",
+                    f"{logits}.softmax(-1)",
+                    logits,
+                    h,
+                )
+            )
         for _ in range(m.pick(0, 1, 1, 2)):
             reads(m, 1, True)
 
@@ -92,7 +120,15 @@ def policies(m: Maker) -> None:
         raw = m.activation("z", f"B, S, {V}")
     z = scaled(m, raw) if m.chance(0.5) else raw
     target = m.integers("target", "B, S", V)
-    logp = m.let("logp", m.pick(f"{z}.log_softmax(-1)", f"F.log_softmax({z}, dim=-1)", f"torch.log_softmax({z}.float(), -1)", f"{z} - {z}.logsumexp(-1, keepdim=True)"))
+    logp = m.let(
+        "logp",
+        m.pick(
+            f"{z}.log_softmax(-1)",
+            f"F.log_softmax({z}, dim=-1)",
+            f"torch.log_softmax({z}.float(), -1)",
+            f"{z} - {z}.logsumexp(-1, keepdim=True)",
+        ),
+    )
     taken = m.let("taken", f"{logp}.gather(-1, {target}.unsqueeze(-1)).squeeze(-1)")
     entropy = m.let("entropy", m.pick(
         f"-({logp}.exp() * {logp}).sum(-1)", f"-(torch.exp({logp}) * {logp}).sum(dim=-1)", f"-({z}.softmax(-1) * {logp}).sum(-1)",
@@ -109,6 +145,7 @@ def policies(m: Maker) -> None:
 
 def modules(m: Maker) -> None:
     """Modules of torch.nn, one of them maybe used twice, a tied head."""
+
     def module(text: str) -> str:
         return m.given("module", f"randomised({text}, g)")
 
@@ -123,7 +160,14 @@ def modules(m: Maker) -> None:
         x = m.let("x", f"{table}({m.integers('ids', 'B, S', V)})")
     else:
         table, x = "", m.activation("x", f"B, S, {H}")
-    norm = module(m.pick(f"nn.RMSNorm({H}, eps=1e-6)", f"nn.LayerNorm({H})", f"nn.LayerNorm({H}, elementwise_affine=False)", f"nn.RMSNorm({H})"))
+    norm = module(
+        m.pick(
+            f"nn.RMSNorm({H}, eps=1e-6)",
+            f"nn.LayerNorm({H})",
+            f"nn.LayerNorm({H}, elementwise_affine=False)",
+            f"nn.RMSNorm({H})",
+        )
+    )
     for _ in range(m.pick(1, 2)):
         y = m.let("y", f"{norm}({x})")
         mlp = module(f"nn.Linear({H}, {2 * H})")
@@ -149,7 +193,13 @@ def blocks(m: Maker) -> None:
 
     for _ in range(m.pick(1, 1, 2)):
         h = norm(x)
-        q, k, v = (m.let("q", f"F.linear({h}, {m.weight('w', '32, 16')} * 0.2).view({x}.shape[0], {x}.shape[1], 2, 16).transpose(1, 2)") for _ in "qkv")
+        q, k, v = (
+            m.let(
+                "q",
+                f"F.linear({h}, {m.weight('w', '32, 16')} * 0.2).view({x}.shape[0], {x}.shape[1], 2, 16).transpose(1, 2)",
+            )
+            for _ in "qkv"
+        )
         how = f"attn_mask={visible}" if visible else "is_causal=True"
         o = m.let("o", f"F.scaled_dot_product_attention({q}, {k}, {v}, {how})")
         o = m.let("o", f"{o}.transpose(1, 2).reshape({x}.shape[0], {x}.shape[1], 32)")
