@@ -7,6 +7,7 @@ import contextlib
 import linecache
 import math
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +113,7 @@ def randomised(module: torch.nn.Module, g: torch.Generator) -> torch.nn.Module:
 
 def functions(source: str, double: bool = False) -> dict[str, Callable[..., Any]]:
     """The functions of a source text. With ``double`` nothing is computed in less: autocast does nothing."""
-    name = f"<fuzz {hash((source, double)) & 0xFFFFFFFF:x}>"
+    name = f"<fuzz {zlib.crc32(source.encode()) + double:x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     given = namespace()
     if double:
