@@ -7,7 +7,8 @@ in the report that says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 from fx_fusion.report import location_of, module_of
 
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+ROTATES = re.compile(r", in (apply_.*rot|apply_rope)")
 _LOSSES = {"cross_entropy", "nll_loss"}
 _NORMS = {"layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm"}
 # What lies between a product and a softmax can be anything but a computation that starts something else.
@@ -54,6 +56,17 @@ def places(gm: fx.GraphModule) -> list[Place]:
         for node in graph.nodes
         for kind in kinds_of(node)
     ]
+
+
+def modules_of_a_kind(gm: fx.GraphModule, classes: Mapping[str, str]) -> list[Place]:
+    """For what shows in no single call: each module of these classes that multiplies in this graph, and each that
+    multiplies in a function that rotates."""
+    found = {}
+    for node in (n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes if called(n) == "mul"):
+        kind = "rotary" if ROTATES.search(node.meta.get("stack_trace") or "") else classes.get(_class_of(node))
+        if kind is not None:
+            found[kind, module_of(node)] = Place(kind, node.name, module_of(node), location_of(node))
+    return list(found.values())
 
 
 def kinds_of(node: fx.Node) -> Iterator[str]:
