@@ -26,7 +26,7 @@ from fx_fusion.options import parse
 from tests.coverage.configs import shrunk
 from tests.coverage.inputs import inputs_of
 from tests.coverage.others import diffusers_model, timm_model
-from tests.coverage.places import Place, is_rms_norm, modules_of_a_kind, places
+from tests.coverage.places import Place, modules_of_a_kind, places, written_out_norm
 
 # The fusions that speak for a kind of place. Those of the second table show in no single call.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -61,8 +61,8 @@ def kind_of(module: torch.nn.Module) -> str | None:
         return "group_norm"
     if type(module) is torch.nn.Embedding:
         return "embedding"
-    if is_rms_norm(name):
-        return "rms_norm"
+    if (norm := written_out_norm(name)) is not None:
+        return norm
     if "EvoNorm" in name:  # timm's without an activation is a scale and a shift
         return "evonorm" if getattr(module, "apply_act", True) else None
     children = {n for n, _ in module.named_children()}

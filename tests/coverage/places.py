@@ -20,6 +20,12 @@ from fx_fusion.report import location_of, module_of
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 ROTATES = re.compile(r", in (apply_.*rot|apply_rope)")
 _LOSSES = {"cross_entropy", "nll_loss"}
+_WRITTEN_OUT = {
+    "rms_norm": re.compile(
+        "RMSNorm|T5LayerNorm$|^LlamaNorm$|L2Norm$|^(SwitchTransformers|Udop|Pop2Piano|CpmAnt|Pix2Struct|Kosmos2_5)LayerNorm$"
+    ),
+    "layer_norm": re.compile(r"^Cohere\w*LayerNorm$"),
+}
 _NORMS = {"layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm"}
 # What lies between a product and a softmax can be anything but a computation that starts something else.
 _STARTS = _NORMS | {
@@ -77,8 +83,8 @@ def kinds_of(node: fx.Node) -> Iterator[str]:
     if name in _NORMS & {"layer_norm", "group_norm", "rms_norm"}:
         yield name
     elif name == "rsqrt" or (name in ("pow", "float_power") and -0.5 in node.args):
-        if is_rms_norm(_class_of(node)):  # elsewhere it is no norm
-            yield "rms_norm"
+        if (kind := written_out_norm(_class_of(node))) is not None:  # elsewhere it is no norm
+            yield kind
     elif name == "embedding":
         yield name
     elif name in _LOSSES:
@@ -91,9 +97,9 @@ def kinds_of(node: fx.Node) -> Iterator[str]:
         yield from _of_attention_call(node)
 
 
-def is_rms_norm(class_name: str) -> bool:
-    """Whether a class is an RMSNorm, by what it is called."""
-    return "RMSNorm" in class_name or class_name in ("T5LayerNorm", "MT5LayerNorm", "LlamaNorm")
+def written_out_norm(class_name: str) -> str | None:
+    """The kind of norm whose formula a class writes out, by what the class is called."""
+    return next((kind for kind, names in _WRITTEN_OUT.items() if names.search(class_name)), None)
 
 
 def called(node: fx.Node) -> str:
