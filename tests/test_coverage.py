@@ -18,9 +18,17 @@ CLASSES = {
     "speech": "WhisperForConditionalGeneration",
     "image": "ViTForImageClassification CLIPForImageClassification ConvNextForImageClassification",
 }
+SILENT = pytest.mark.xfail(reason="nothing is said about scores by baddbmm", strict=True)
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for kind, names in CLASSES.items() for name in names.split()])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=SILENT if name == "BloomForCausalLM" else ())
+        for kind, names in CLASSES.items()
+        for name in names.split()
+    ],
+)
 def test_class(name, kind):
     row = measure(name, kind)
     assert row["status"] == "ok", row

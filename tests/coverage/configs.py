@@ -15,19 +15,23 @@ Fields = dict[str, Any]
 AT_MOST = {re.compile(names.replace(" ", "")): size for names, size in {
     r"\w*vocab_size\w* | \w*hash_byte_group_vocab | prompt_types | segment_types | indexer_budget": 128,
     r"n_group | num_expert_group | topk_group | moe_layer_start_index | first_k_dense_replace": 1,
-    r"indexer_kv_heads | \w*_coefficient": 1,
+    r"indexer_kv_heads | \w*_coefficient | num_sparse_(en|de)coder_layers | speech_encoder_left_chunk_num": 1,
     r"\w*(dense|shared)_(experts|layers) | num_(nextn|mtp)\w* | num_timestamp_\w* | num_cross_attention_heads": 1,
+    r"(en|de)coder_sparse_step": 2,
     r"\w*experts_per_tok(en)? | (?!index)\w*top_?k(_experts)? | moe_k | \w*(kv|key_value)_heads | kv_n_heads": 2,
     r"depths | block_sizes | \w*num_blocks | \w*numb_of_layers | \w*block_repeats | n_attn_blocks": 2,
     r"\w*(num|n)_(local_|routed_)?experts | num_quantizers | num_codebooks | indexer_compress_ratio | depth": 4,
     r"mamba_(num|n)_heads | linear_num_value_heads | num_filters | \w*num_groups | upsample_groups": 8,
     r"\w*((num|n)_(\w+_)?|attention_)heads?(_per_layer)?": 4,
     r"(\w+_)?head_dim | d_kv | d_head | dim_head | \w*rotary_dim | mamba_d_head | attention_head_size": 8,
-    r"\w*(state_size|d_state) | (mamba_|attention_)?chunk_size | context_size": 8,
+    # Attention that looks no further than this has to hide something of the sixteen tokens.
+    r"(?!n_)\w*window(?!_layers)\w* | (mamba_|attention_|speech_encoder_)?chunk_size | context_size | block_size": 8,
+    r"local_attention | local_radius | (lsh|local)_attn_chunk_length": 8,
+    r"\w*(state_size|d_state)": 8,
     r"\w*_rank | num_latents | patch_size": 16,
     r"\w*(intermediate_size(_mlp)?|ffn\w*_(dim|size)|feed_forward_size) | d_ff | dff | dim_ff | d_inner | n_inner": 64,
     r"mlp_dim | \w*max_(\w+_)?(positions|position_embeddings|seq_len|pos_emb)": 64,
-    r"n_positions | n_ctx | (?!n_)\w*window\w* | image_size | train_size": 64,
+    r"n_positions | n_ctx | image_size | train_size": 64,
     r"(\w*_)?(hidden|model|emb|embed|embedding|projection|latent|lru)_(size|dim)(_\w+)? | d_model | n_embd | dim": 32,
     r"\w*proj_dim | codevector_dim | num_codevectors_per_group | conv_dim | tdnn_dim | d_latents": 32,
 }.items()}  # fmt: skip
@@ -48,7 +52,7 @@ RELATED: dict[str, Callable[[Fields, Fields], Any]] = {
     "hidden_sizes": lambda c, _: c.get("stage_out_channels") or _widths(c["hidden_sizes"]),
     "embed_dim": lambda c, was: _widths(was["embed_dim"]) if "depth" in was else max(16, 8 * c["num_heads"][0]),
     "stem_out_channels": lambda c, _: c["hidden_sizes"][0],
-    "window_size": lambda c, _: c["depths"] and 2,  # less than the last stage has
+    "window_size": lambda c, was: _window(c, was["window_size"]),
     "hidden_dim": lambda c, _: int(1280 * c["width_coefficient"]),
     "qk_head_dim": lambda c, _: c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
     "head_dim": lambda c, was: c["qk_rope_head_dim"]
@@ -63,7 +67,11 @@ RELATED: dict[str, Callable[[Fields, Fields], Any]] = {
     "mamba_d_ssm": lambda c, _: c["mamba_n_heads"] * c["mamba_d_head"],
     "num_kv_shared_layers": lambda c, was: was["num_kv_shared_layers"] and c["num_hidden_layers"] // 2,
     "attention_types": lambda c, _: [[c["attention_types"][0][0], c["num_layers"] // 2]],
-    "layer_types": lambda c, _: c["layer_types"] or (["conv", "full_attention"] if "conv_L_cache" in c else None),
+    "layer_types": lambda c, _: _with_the_other_kind(c, c["layer_types"]),
+    "attn_layer_indices": lambda c, _: [c["num_hidden_layers"] - 1],
+    "attn_layer_offset": lambda *_: 1,
+    "attn_layer_period": lambda *_: 2,
+    "block_types": lambda c, _: _distinct(c["block_types"]),
     "rope_parameters": lambda c, _: c["rope_parameters"] or {kind: dict(ROPE) for kind in c["layer_types"]},
     "axial_pos_shape": lambda *_: (4, 4),  # as long as the inputs
     "axial_pos_embds_dim": lambda c, _: (c["hidden_size"] // 2,) * 2,
@@ -154,6 +162,24 @@ def _related(now: Fields, was: Fields, names: Fields) -> Fields:
             except (KeyError, TypeError):  # the fields are those of another family
                 continue
     return found
+
+
+def _window(now: Fields, was: int) -> int:
+    """Of images, less than the last stage has; as it was where a sound is cut by it or one level of an image is."""
+    if "depths" in now:
+        return 2
+    return was if {"downsample_rate", "image_size"} & now.keys() else now["window_size"]
+
+
+def _with_the_other_kind(now: Fields, kinds: list[str] | None) -> list[str] | None:
+    """The kinds of layers, and where the defaults are of one kind, the other that a class of this family is made for."""
+    if "conv_L_cache" in now and "conv" not in (kinds or ()):
+        return ["conv", "full_attention"]
+    if set(kinds or ()) == {"linear_attention"} and "mamba_n_heads" in now:
+        return ["linear_attention", "full_attention"]
+    if set(kinds or ()) == {"full_attention"} and now.get("sliding_window") and not now.get("use_bidirectional_attention"):
+        return ["full_attention", "sliding_attention"]
+    return kinds
 
 
 def _distinct(values: Any) -> list[Any]:
