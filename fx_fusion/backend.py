@@ -42,7 +42,7 @@ from fx_fusion.layouts import without_donated_buffers
 from fx_fusion.op import tell_inductor
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import GraphReport, Site, publish, recordings
-from fx_fusion.rewrite import Editor
+from fx_fusion.rewrite import Editor, keep_results_apart
 from fx_fusion.sites import Fuel, Placement, find_matches, near_sites
 from fx_fusion.snapshot import snapshot
 from fx_fusion.speculate import Assumptions, compiled_apart, speculate
@@ -243,6 +243,7 @@ def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tupl
         sites += [*placement.sites, *near_sites(near, placement.taken)]
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
+        keep_results_apart(module.graph)
         module.graph.lint()
         module.recompile()
     assert deferred is not None

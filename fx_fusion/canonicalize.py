@@ -181,11 +181,20 @@ class View:
 
     def _look_through(self, node: fx.Node) -> fx.Node | None:
         below = self._hands_on(node)
-        if below is None or not self.effects.writes or set(storages(node)) == set(storages(below)):
+        if below is None or self.hides_gradient(node):
+            return None
+        if not self.effects.writes or set(storages(node)) == set(storages(below)):
             return below
         # A copy: it stands for its source only while neither is written to.
         at = self.order.get(node, -1)
         return None if self.effects.written_after(at, (node, below)) else below
+
+    def hides_gradient(self, node: fx.Node) -> bool:
+        """Whether ``node`` is made in a no_grad block and used outside of it: its source has a gradient, it has none."""
+        region = self.effects.region
+        if region[node][0] or not any(region[user][0] for user in node.users if user.op != "output"):
+            return False
+        return any(is_tensor(source) and value(source).requires_grad for source in node.all_input_nodes)
 
     def _hands_on(self, node: fx.Node) -> fx.Node | None:
         name = self.name(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from fx_fusion.backend import compile_graph
+from fx_fusion.dynamo_traces import APART, leaving_no_trace
 from fx_fusion.options import Options, parse
 from fx_fusion.report import Report, recording
 
@@ -16,8 +18,8 @@ from fx_fusion.report import Report, recording
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Capture ``model(*args, **kwargs)``, rewrite its graphs, run them eagerly once, and return the report.
 
-    Nothing is compiled by Inductor and nothing is kept: the model, its parameters and its compiled versions stay as they
-    are. Gradients are not computed.
+    Nothing is compiled by Inductor and nothing is kept: the model, its parameters, its compiled versions and Dynamo's
+    caches stay as they are, however often this is called. Gradients are not computed.
 
     Args:
         model: a module or function.
@@ -28,8 +30,10 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph(gm, example_inputs, parsed, _as_it_is)
 
-    with recording() as report:
-        torch.compile(model, backend=backend)(*args, **kwargs)
+    with leaving_no_trace(), recording() as report:
+        torch.compile(getattr(model, "_orig_mod", model), backend=backend, **APART)(*args, **kwargs)
+    if not report.graphs:
+        warnings.warn("fx_fusion.explain: Dynamo captured no graph of this call; see TORCH_LOGS=graph_breaks.", stacklevel=2)
     return report
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.canonicalize import same_shape
+from fx_fusion.dtypes import keeps_values
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,6 +20,15 @@ def wrong_dtype(**tensors: Any) -> str | None:
         if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
             return f"{name} is {tensor.dtype}; the kernel takes float32, bfloat16 and float16"
     return None
+
+
+def mixed_on_cpu(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
+    """Why PyTorch's norms on CPU, which are the reference there, can't take these dtypes together, or None."""
+    given = {t.dtype for t in (weight, bias) if t is not None and not keeps_values(t.dtype, x.dtype)}
+    exact = {t.dtype for t in (weight, bias) if t is not None and keeps_values(t.dtype, x.dtype)}
+    if x.device.type != "cpu" or not given or (given == {torch.float32} and not exact):
+        return None
+    return f"x is {x.dtype} and its weight and bias are of several dtypes, which no norm on CPU takes"
 
 
 def too_many_positions(images: torch.Tensor) -> str | None:

@@ -94,7 +94,8 @@ class Pattern:
         env = fake_mode.shape_env
         with fake_mode, torch.no_grad(), contextlib.nullcontext() if env is None else env.suppress_guards():
             found = _Recorder(pattern.graph).shapes_with(examples)
-        return {mine: found[theirs] for mine, theirs in zip(self.graph.nodes, pattern.graph.nodes, strict=True)}
+        both = zip(self.graph.nodes, pattern.graph.nodes, strict=True)
+        return {mine: found[theirs] for mine, theirs in both if theirs in found}
 
     def _output_nodes(self) -> tuple[fx.Node, ...]:
         out = next(n for n in self.graph.nodes if n.op == "output").args[0]

@@ -119,7 +119,8 @@ def _same_numbers(view: View, node: fx.Node) -> fx.Node | None:
         index = node.args[1] if view.name(node) == "getitem" else ()
         items = index if isinstance(index, tuple) else (index,)
         plain = all(i is None or i is Ellipsis or i == slice(None) for i in items)
-        below = node.args[0] if plain and is_tensor(node.args[0]) and _squeezed_alike(node.args[0], node) else None
+        plain = plain and is_tensor(node.args[0]) and not view.hides_gradient(node)
+        below = node.args[0] if plain and _squeezed_alike(node.args[0], node) else None
     return below if isinstance(below, fx.Node) and is_tensor(below) else None
 
 

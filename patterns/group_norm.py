@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import too_many_positions, wrong_dtype
+from fx_fusion.guards import mixed_on_cpu, too_many_positions, wrong_dtype
 from fx_fusion.kernels.group_norm import group_norm
 from fx_fusion.sizes import too_small
 
@@ -19,7 +19,7 @@ def guard(x, groups, weight, bias, eps):
         return f"the number of groups is {groups}; the kernel takes a constant"
     if x.dim() < 3:
         return f"x has shape {tuple(x.shape)}; the kernel takes (images, channels, positions ...)"
-    return wrong_dtype(x=x, weight=weight, bias=bias) or too_many_positions(x)
+    return wrong_dtype(x=x, weight=weight, bias=bias) or mixed_on_cpu(x, weight, bias) or too_many_positions(x)
 
 
 def pays(x, groups, weight, bias, eps):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.guards import mixed_on_cpu, wrong_dtype
 from fx_fusion.kernels.layer_norm import layer_norm
 from fx_fusion.sizes import too_small
 
@@ -61,7 +61,7 @@ def variance(x, weight, bias, eps, round_first):
 
 
 def guard(x, weight, bias, eps, round_first):
-    return wrong_dtype(x=x, weight=weight, bias=bias)
+    return wrong_dtype(x=x, weight=weight, bias=bias) or mixed_on_cpu(x, weight, bias)
 
 
 def pays(x, weight, bias, eps, round_first):

@@ -57,8 +57,8 @@ def find(view: View) -> Iterator[Match | NearMiss]:
 
 
 def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``(x, n)`` if ``node`` is x with each head n times in a row."""
-    if not is_tensor(node) or example(node).dim() != 4:
+    """``(x, n)`` if ``node`` is x with each head n times in a row, and has its gradient."""
+    if not is_tensor(node) or example(node).dim() != 4 or view.hides_gradient(node):
         return None
     name = view.name(node)
     if name == "repeat_interleave":
