@@ -61,9 +61,9 @@ any_layout = plain_op("any_layout", "(Tensor x) -> Tensor", _any_layout, _any_la
 # A copy that no pass takes for one that can be left out.
 copied = plain_op("copied", "(Tensor x) -> Tensor", torch.clone, torch.clone)
 LAYOUT_OPS = frozenset((channels_last, any_layout))
-register_autograd("copied", lambda ctx, dy: dy, lambda ctx, inputs, output: None)
-register_autograd("channels_last", lambda ctx, dy: dy, lambda ctx, inputs, output: None)
-register_autograd("any_layout", lambda ctx, dy: channels_last(dy), lambda ctx, inputs, output: None)
+register_autograd("copied", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
+register_autograd("channels_last", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
+register_autograd("any_layout", lambda ctx, dy: channels_last(dy), lambda ctx, inputs, output: None, twice=True)
 
 
 def without_donated_buffers(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:

@@ -154,10 +154,14 @@ def fused_op(
         return tuple(made) if len(made) > 1 else made[0]
 
     def backward_like_fake(*args: Any) -> Any:
-        """The launcher's gradients, in the layouts that the fake promised: those of what they are gradients of."""
-        made = _as_tuple(backward[1](*args))
+        """The launcher's gradients as the fake promised them: in the layouts of what they are gradients of, and empty where
+        they are not wanted."""
+        made, needs = _as_tuple(backward[1](*args)), args[-1]
         bound = dict(zip(needed, args[differentiable:-1], strict=True))
-        laid = tuple(_laid_out(g, bound[t]) for g, t in zip(made, templates, strict=True))
+        wanted = [n and bound[t] is not None for n, t in zip(needs, templates, strict=True)]
+        laid = tuple(
+            _laid_out(g, bound[t]) if w else g.new_empty(0) for g, t, w in zip(made, templates, wanted, strict=True)
+        )  # fmt: skip
         return laid if len(laid) > 1 else laid[0]
 
     for target, launcher, on_cpu in (
@@ -201,7 +205,7 @@ def fused_op(
         # A shared gradient (both operands of an add) has the dtype of the sum; each operand gets its own.
         return tuple(made[gradient_of[n]].to(ctx.dtypes[n]) if n in gradient_of and wanted[n] else None for n in parameters)
 
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=setup_context, lib=_LIBRARY)
+    register_autograd(name, differentiate, setup_context)
     return fused
 
 
@@ -245,8 +249,40 @@ def _is_static_cuda(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
 
 
-def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+def register_autograd(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any], *, twice: bool = False
+) -> None:  # fmt: skip
+    """Connect an op with its gradient. ``twice``: the gradient is made of differentiable ops, and has a gradient itself;
+    otherwise differentiating it is an error (``create_graph=True`` would find zeros, or a part of the truth)."""
+    once = backward if twice else _first_derivatives_only(name, backward)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", once, setup_context=setup_context, lib=_LIBRARY)
+
+
+def _first_derivatives_only(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, *dys: Any) -> Any:
+        with torch.no_grad():
+            made = backward(ctx, *dys)
+        if not torch.is_grad_enabled():  # no create_graph
+            return made
+        return tuple(_NoGradient.apply(g.detach().requires_grad_(), name) if isinstance(g, Tensor) else g for g in made)
+
+    return run
+
+
+class _NoGradient(torch.autograd.Function):
+    """A gradient that can't be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"fx_fusion::{ctx.name} has first derivatives only, and its gradient is differentiated (create_graph=True). Run "
+            "what needs second derivatives outside of the compiled function."
+        )
 
 
 def _define(name: str, schema: str, launcher: Callable[..., Any]) -> torch._ops.OpOverload:

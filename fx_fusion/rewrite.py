@@ -184,19 +184,29 @@ def keep_results_apart(graph: fx.Graph) -> None:
     """Copy a returned result of a call that the graph makes twice. AOTAutograd makes equal calls one, and knows only of
     results that are returned directly that they must not become one tensor."""
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    returned: dict[Any, Any] = {}  # what makes a returned result -> the node that is returned
+    numbers = _value_numbers(graph)
+    first: dict[int, fx.Node] = {}  # of equal calls with returned results
     for item in torch.utils._pytree.tree_leaves(output.args):
         made = _origin(item)
         if made is None:
             continue
-        key = str(made.target), str(made.args), str(made.kwargs)
-        first, returned[key] = returned.get(key), item
-        if first is None or _origin(first) is made:
+        if first.setdefault(numbers[made], made) is made:
             continue
         with graph.inserting_before(output):
             copy = graph.call_function(copied, (item,))
         copy.meta.update(item.meta)
         output.replace_input_with(item, copy)
+
+
+def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number for each node: that of an earlier one where the same call has the same operands."""
+    numbers: dict[fx.Node, int] = {}
+    known: dict[Any, int] = {}
+    for node in graph.nodes:
+        args, kwargs = torch.utils._pytree.tree_map_only(fx.Node, lambda n: f"#{numbers[n]}", (node.args, node.kwargs))
+        own = node.name if node.op == "placeholder" else str(node.target)
+        numbers[node] = known.setdefault((node.op, own, str(args), str(kwargs)), len(known))
+    return numbers
 
 
 def _origin(item: Any) -> fx.Node | None:

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.divisibility import multiple, unit_of
 from fx_fusion.kernels.fast_math import sigmoid
 from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
 from fx_fusion.op import fused_op
@@ -48,7 +49,9 @@ def _activation(g, SILU: tl.constexpr, EXACT: tl.constexpr):
 def _fwd_kernel(
     x_ptr, gate_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_stride, gate_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
+    n, x_stride, gate_stride = multiple(n, UNIT), multiple(x_stride, UNIT), multiple(gate_stride, UNIT)
     eps = tl.cast(eps, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     width = n * tl.num_programs(1)
@@ -76,8 +79,10 @@ def _fwd_kernel(
 def _bwd_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, m, n, dy_stride, x_stride, gate_stride, rows_each,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
+    x_stride, gate_stride = multiple(x_stride, UNIT), multiple(gate_stride, UNIT)
     width = n * tl.num_programs(1)
     group = tl.program_id(1)
     lanes = tl.arange(0, BLOCK)[None, :]
@@ -127,7 +132,7 @@ def _fwd(x, gate, weight, eps, before, silu, round_first, groups):
         launch(
             _fwd_kernel, (cdiv(m, rows), groups), xs, gates, weight.contiguous(), y, rstd, m, n, xs.stride(0),
             gates.stride(0), float(eps), ROWS=rows, BLOCK=block, BEFORE=before, SILU=silu, ROUND_FIRST=round_first,
-            num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+            UNIT=unit_of(n, xs.stride(0), gates.stride(0)), num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
         )  # fmt: skip
     return y, rstd
 
@@ -148,7 +153,8 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     launch(
         _bwd_kernel, (programs, groups), dys, xs, gates, weight.contiguous(), rstd, dx, dgate, dw, m, n, dys.stride(0),
         xs.stride(0), gates.stride(0), rows_each, ROWS=rows, BLOCK=block, BEFORE=before, SILU=silu,
-        ROUND_FIRST=round_first, STAGES=stages, num_warps=warps,
+        ROUND_FIRST=round_first, STAGES=stages, UNIT=unit_of(n, dys.stride(0), xs.stride(0), gates.stride(0)),
+        num_warps=warps,
     )  # fmt: skip
     return dx, dgate, column_sums(dw, [weight.dtype])[0]
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.divisibility import multiple, unit_of
 from fx_fusion.kernels.fast_math import exp, sigmoid
 from fx_fusion.kernels.launch import as_rows, cdiv, launch, next_power_of_2
 
@@ -57,8 +58,10 @@ def _tile(m, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, m, n, gate_stride, up_stride, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr, up_ptr, y_ptr, m, n, gate_stride, up_stride,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    n, gate_stride, up_stride = multiple(n, UNIT), multiple(gate_stride, UNIT), multiple(up_stride, UNIT)
     row, cols, live = _tile(m, n, ROWS, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + cols, live, 0.0)
     a, _ = activation(gate.to(tl.float32), KIND, gate.dtype == tl.float32)
@@ -70,8 +73,10 @@ def _fwd_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, m, n, dy_stride, gate_stride, up_stride,
-    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
+    gate_stride, up_stride = multiple(gate_stride, UNIT), multiple(up_stride, UNIT)
     row, cols, live = _tile(m, n, ROWS, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + cols, live, 0.0)
     a, da = activation(gate.to(tl.float32), KIND, gate.dtype == tl.float32)
@@ -96,7 +101,8 @@ def glu_fwd(gate, up, kind: str):
     if y.numel():
         grid, tile = _grid(m, n)
         launch(
-            _fwd_kernel, grid, gates, ups, y, m, n, gates.stride(0), ups.stride(0), KIND=ACTIVATIONS.index(kind), **tile
+            _fwd_kernel, grid, gates, ups, y, m, n, gates.stride(0), ups.stride(0), KIND=ACTIVATIONS.index(kind),
+            UNIT=unit_of(n, gates.stride(0), ups.stride(0)), **tile,
         )  # fmt: skip
     return y
 
@@ -109,6 +115,6 @@ def glu_bwd(dy, gate, up, kind: str):
         grid, tile = _grid(m, n)
         launch(
             _bwd_kernel, grid, dys, gates, ups, dgate, dup, m, n, dys.stride(0), gates.stride(0), ups.stride(0),
-            KIND=ACTIVATIONS.index(kind), **tile,
+            KIND=ACTIVATIONS.index(kind), UNIT=unit_of(n, dys.stride(0), gates.stride(0), ups.stride(0)), **tile,
         )  # fmt: skip
     return dgate.view(gate.shape), dup.view(gate.shape)

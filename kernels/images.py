@@ -6,15 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.divisibility import multiple
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2
 from fx_fusion.kernels.moments import STEPS, merge, rebased, seen, shifted
 from fx_fusion.layouts import is_channels_last
-
-
-@triton.jit
-def multiple(n, of: tl.constexpr):
-    """n, which is a multiple of ``of``: what wide loads have to know, and Triton sees by itself of 16 alone."""
-    return n if of == 16 else n // of * of
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 The gradients are made in the forward, from the chunk that is there anyway: 6·m·h·v FLOPs in all, against 8 if the
 backward computed the logits again. They are made for an upstream gradient of 1 a row and without the 1/count of the
 mean; the backward multiplies by (upstream · factor), a number on the device for dx and one for dW. So the gradients of a
-mean over many rows do not underflow in fp16, and nothing is read back to the host. The sums of dW could overflow there: x
-is made smaller by the power of two that rules it out, and the factor of dW larger. With ``reduction="none"`` the upstream
+mean over many rows do not underflow in fp16, and nothing is read back to the host. dl and the sums of dW could overflow
+there: dl of large class weights or scales, and x, are made smaller by the powers of two that rule it out, and the factors
+larger. With ``reduction="none"`` the upstream
 gradient is a number a row, unknown in the forward, and has to be inside the sum of dW: then, and only then, the backward
 computes the logits again.
 
@@ -50,11 +51,16 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     now = needs if reduction != "none" else [False] * 3
-    headroom = _headroom(x, target, class_weight, options) if now[1] and x.dtype == torch.float16 else None
-    dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, None, now, loss, headroom=headroom)
+    narrow = any(now) and x.dtype == torch.float16 and x.numel() > 0
+    most = _largest_of_rows(target, class_weight, options) if narrow else None
+    shrink = None if most is None else _power_below(most.amax())
+    headroom = _headroom(x, most * shrink) if narrow and now[1] else None
+    upstream = None if shrink is None else shrink.expand(x.shape[0])
+    dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, upstream, now, loss, headroom=headroom)
     coefficient = _coefficient(target, class_weight, reduction, ignore_index)
     reduced = _reduce(loss, target, class_weight, coefficient, reduction, ignore_index)
-    factors = torch.stack([coefficient, coefficient if headroom is None else coefficient / headroom])
+    of_rows = coefficient if shrink is None else coefficient / shrink
+    factors = torch.stack([of_rows, of_rows if headroom is None else of_rows / headroom])
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
         reduced,
@@ -65,20 +71,29 @@ def _fwd(
     )
 
 
-def _headroom(x, target, class_weight, options) -> Tensor:
-    """The largest power of two up to 1 (a product with it is exact) by which the sums of dW = dlᵀ · x keep below 2^15, a
-    factor of two from what fp16 holds. A row adds no more than its largest x times its largest dl: scale, and what the
-    class of its target and the smoothing weigh."""
+def _largest_of_rows(target, class_weight, options) -> Tensor:
+    """(m): the largest that dl of each row can be, for an upstream gradient of 1: scale, and what the class of its target
+    and the smoothing weigh. 0 for ignored rows."""
     ignore_index, smoothing, _, scale = options
-    if x.numel() == 0:
-        return torch.ones((), device=x.device)
     counts = target != ignore_index
+    if class_weight is None:
+        return counts * abs(scale)
+    weights = class_weight.float().abs()
+    of_target = weights[torch.where(counts, target, 0)]
+    return torch.where(counts, of_target + (smoothing * weights.amax() if smoothing else 0), 0) * abs(scale)
+
+
+def _power_below(most: Tensor) -> Tensor:
+    """The largest power of two up to 1 (a product with it is exact) that makes ``most`` 1 at most; 2^-24 is the least that
+    fp16 holds."""
+    return torch.exp2(-torch.log2(most).ceil().clamp(0, 24))
+
+
+def _headroom(x, most: Tensor) -> Tensor:
+    """The power of two by which the sums of dW = dlᵀ · x keep below 2^15, a factor of two from what fp16 holds. A row adds
+    no more than its largest x times ``most``, its largest dl."""
     of_rows = torch.linalg.vector_norm(x, float("inf"), dim=1, dtype=torch.float32)
-    if class_weight is not None:
-        weights = class_weight.float().abs()
-        of_rows = of_rows * (weights[torch.where(counts, target, 0)] + (smoothing * weights.amax() if smoothing else 0))
-    bound = torch.where(counts, of_rows, 0).sum() * (abs(scale) / 2**15)
-    return torch.exp2(-torch.log2(bound).ceil().clamp(0, 24))  # 2^-24 is the least that fp16 holds
+    return _power_below((of_rows * most).sum() / 2**15)
 
 
 def _fake(

@@ -57,6 +57,7 @@ def each_chunk(
     # Without headroom a part of an fp16 sum could overflow where the whole doesn't.
     rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= _ROUNDED_CHUNKS
     weight, bias = _padded(weight), None if bias is None else _padded(bias)
+    class_weight = None if class_weight is None else class_weight.contiguous()
     buffer = torch.empty(step, weight.shape[0], dtype=x.dtype, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if needs_dw and m == 0 else None

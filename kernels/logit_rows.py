@@ -8,11 +8,13 @@
     H    = −Σ_c p_c log p_c = log total − Σ_c p_c (z_c − top)        where asked for; then also
     dz_c = … − dH · p_c · (z_c − top − Σ p (z − top))
 
-Shapes     logits: (m, v), unit stride along v; target: (m); weight: (v); loss: (m); stats: (2, m), top and total.
+Shapes     logits: (m, v), v > 0, unit stride along v; target: (m); weight: (v), any stride; loss: (m); stats: (2, m),
+           top and total.
 Dtypes     logits bf16 | fp16 | fp32, gradient alike; arithmetic, loss and stats in fp32. target int64. p is made of
            top and total, not of lse: rounding lse would scale a whole row of p by the same error.
 -inf       0 · log 0 = 0: beside logits of -inf eager's entropy is NaN, this one is that of the others.
-Ignored    a row whose target is ignore_index has loss 0 and gradient 0. A target outside 0..v-1 gives loss NaN.
+Ignored    a row whose target is ignore_index has loss 0 and gradient 0. A target outside 0..v-1 gives a loss and a
+           gradient of NaN.
 Saved      logits, target, weight, stats.
 Traffic    forward m·v read, backward m·v read and m·v written: 94-97 % of the copy rate. With the gradient made in the
            forward (linear_cross_entropy) a row is read twice, the second time backwards: of 32000 logits in 16 bits out
@@ -23,6 +25,7 @@ Source     Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); label
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.divisibility import multiple, unit_of
 from fx_fusion.kernels.fast_math import exp
 from fx_fusion.kernels.launch import cdiv, launch, multiprocessors, next_power_of_2, refuse_tracing
 
@@ -125,6 +128,7 @@ def _rows_kernel(
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     STATS_GIVEN: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, ...: the loss unless stats are given, and the gradient if wanted (it may overwrite the
     logits). Each lane keeps a maximum and a sum of its own; lanes meet once a row.
@@ -132,6 +136,7 @@ def _rows_kernel(
     A row of odd length starts anywhere: wide loads and stores take its ``body``, from the first multiple of ALIGN behind
     its start, and what is left at both ends is read apart (ALIGN > 1)."""
     tl.static_assert(ALIGN == 1 or not PADDED, "padded rows start where wide loads may")
+    width, l_stride, dl_stride = multiple(width, UNIT), multiple(l_stride, UNIT), multiple(dl_stride, UNIT)
     smoothing = tl.cast(smoothing, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     scale = tl.cast(scale, tl.float32)
@@ -219,6 +224,7 @@ def _rows_kernel(
                 dloss = 1.0
                 if HAS_DLOSS:
                     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
+                dloss = tl.where(valid, dloss, float("nan"))  # as the loss: no step is made with such a row
                 dentropy = 0.0
                 if ENTROPY:
                     dentropy = tl.load(dentropy_ptr + row) / total
@@ -267,8 +273,11 @@ def launch_rows(
     its part for the upstream gradient ``dentropy`` (m, fp32, contiguous) to the gradient."""
     m, width = logits.shape
     v = width if classes is None else classes
-    if m == 0 or v == 0:
+    if m == 0:
         return
+    if v == 0:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes; a loss needs one at least")
+    weight = None if weight is None else weight.contiguous()
     if ignore_index < NO_IGNORE:
         refuse_tracing()  # Inductor takes an integer for 32 bits wide unless it is too large for that
     given = loss is None
@@ -285,7 +294,8 @@ def launch_rows(
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1,
         SOFTCAP=softcap > 0, STATS_GIVEN=given, GRADIENT=dlogits is not None, HAS_DLOSS=dloss is not None,
         ENTROPY=entropy is not None,
-        BLOCK=block, EACH=min(_EACH, block), ALIGN=align, PADDED=width > v, STAGES=stages, num_warps=warps,
+        BLOCK=block, EACH=min(_EACH, block), ALIGN=align, PADDED=width > v, STAGES=stages,
+        UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1, num_warps=warps,
     )  # fmt: skip
 
 

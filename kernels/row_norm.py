@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fx_fusion.kernels.divisibility import multiple, unit_of
 from fx_fusion.kernels.launch import (
     as_rows,
     cdiv,
@@ -76,7 +77,9 @@ def _fwd_kernel(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, stats_ptr, m, n, x_stride, res_stride, eps, offset,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CENTER: tl.constexpr, HAS_RES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr, WIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
+    n, x_stride, res_stride = multiple(n, UNIT), multiple(x_stride, UNIT), multiple(res_stride, UNIT)
     eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -139,9 +142,11 @@ def _bwd_kernel(
     m, n, dy_stride, dh_stride, h_stride, offset, rows_each,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
     HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read of dy and h, one write of dx; dw in registers over all rows of the program."""
+    n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
+    dh_stride, h_stride = multiple(dh_stride, UNIT), multiple(h_stride, UNIT)
     offset = tl.cast(offset, tl.float32)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT:
@@ -197,8 +202,11 @@ def _bwd_wide_kernel(
     m, n, dy_stride, dh_stride, h_stride, offset, rows_each,
     BLOCK_N: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_DY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows wider than the registers: two passes over each; dw is summed in this program's own row of the buffer."""
+    n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
+    dh_stride, h_stride = multiple(dh_stride, UNIT), multiple(h_stride, UNIT)
     offset = tl.cast(offset, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     db_ptr = parts_ptr
@@ -289,7 +297,7 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
             y_rows, h_rows, stats, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
             ROWS=tile_rows, BLOCK_N=block, CENTER=center, HAS_RES=residual is not None, HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None, ROUND_FIRST=round_first, WIDE=block < n, ROUNDED=center and rounds(dtype, n),
-            num_warps=warps,
+            UNIT=unit_of(n, rows.stride(0), res.stride(0)), num_warps=warps,
         )  # fmt: skip
         write_back(y, y_rows, order)
         if residual is not None:
@@ -324,6 +332,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
         flags = {
             "CENTER": center, "HAS_DH": dh is not None, "HAS_DY": dy is not None, "HAS_WEIGHT": weight is not None,
             "NEEDS_DW": needs_dw, "NEEDS_DB": needs_db, "ROUND_FIRST": round_first,
+            "UNIT": unit_of(n, dys.stride(0), dhs.stride(0), rows.stride(0)),
         }  # fmt: skip
         if wide:
             parts.zero_()

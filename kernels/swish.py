@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.divisibility import multiple, unit_of
 from fx_fusion.kernels.glu import activation
 from fx_fusion.kernels.launch import cdiv, launch
 from fx_fusion.op import fused_op
@@ -19,7 +20,8 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
+def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    numel = multiple(numel, UNIT)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
     y, _ = activation(x.to(tl.float32), 0, x.dtype == tl.float32)
@@ -27,7 +29,8 @@ def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bwd_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr):
+def _bwd_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    numel = multiple(numel, UNIT)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
     _, slope = activation(x.to(tl.float32), 0, x.dtype == tl.float32)
@@ -39,7 +42,7 @@ def _fwd(x):
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        launch(_fwd_kernel, (cdiv(x.numel(), _BLOCK),), x, y, x.numel(), BLOCK=_BLOCK)
+        launch(_fwd_kernel, (cdiv(x.numel(), _BLOCK),), x, y, x.numel(), BLOCK=_BLOCK, UNIT=unit_of(x.numel()))
     return y
 
 
@@ -47,7 +50,7 @@ def _bwd(dy, x, needs):
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        launch(_bwd_kernel, (cdiv(x.numel(), _BLOCK),), dy, x, dx, x.numel(), BLOCK=_BLOCK)
+        launch(_bwd_kernel, (cdiv(x.numel(), _BLOCK),), dy, x, dx, x.numel(), BLOCK=_BLOCK, UNIT=unit_of(x.numel()))
     return dx
 
 

@@ -12,7 +12,7 @@ from fx_fusion.canonicalize import View, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits, rows_of, slice_below
+from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits, rows_of, shaped_as, slice_below
 from fx_fusion.rewrite import Editor
 from fx_fusion.sizes import expected, too_small
 
@@ -81,7 +81,7 @@ def reduced(editor: Editor, site: LossSite, loss, target):
     if site.sign < 0:
         loss = editor.method("neg", (loss,), like=root)
     if site.gathered:
-        loss = editor.method("view", (loss, tuple(value(root).shape)), like=root)
+        loss = shaped_as(editor, loss, site, root)
     return editor.cast(loss, value(root).dtype, like=root)
 
 

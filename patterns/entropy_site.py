@@ -12,7 +12,7 @@ from fx_fusion import signatures
 from fx_fusion.canonicalize import View, is_tensor, same_shape, value
 from fx_fusion.match import Match
 from fx_fusion.normal_forms import inner_term
-from fx_fusion.patterns.loss_site import LossSite, find_losses
+from fx_fusion.patterns.loss_site import LossSite, find_losses, shaped_as
 from fx_fusion.reading import NotThis, binary, source_of
 from fx_fusion.rewrite import Editor, Mismatch
 
@@ -42,7 +42,7 @@ def replaced(editor: Editor, site: LossSite, entropy: EntropySite, call: fx.Node
     for i, (root, sign) in enumerate(zip(roots, (-site.sign, entropy.sign), strict=True)):
         result = editor.item(call, i, like=root)
         result = result if sign > 0 else editor.method("neg", (result,), like=root)
-        result = editor.method("view", (result, tuple(value(root).shape)), like=root)
+        result = shaped_as(editor, result, site, root)
         made.append(editor.cast(result, value(root).dtype, like=root))
     editor.check(roots, made)
     for root, result in zip(roots, made, strict=True):

@@ -21,7 +21,7 @@ from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.entropy_site import entropy_of
 from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
-from fx_fusion.patterns.loss_site import LossSite, find_losses
+from fx_fusion.patterns.loss_site import LossSite, find_losses, shaped_as
 from fx_fusion.rewrite import Editor
 
 
@@ -81,7 +81,7 @@ def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
         if site.sign < 0:
             loss = editor.method("neg", (loss,), like=root)
         if site.gathered:
-            loss = editor.method("view", (loss, tuple(value(root).shape)), like=root)
+            loss = shaped_as(editor, loss, site, root)
         loss = editor.cast(loss, value(root).dtype, like=root)
         editor.replace(root, loss)
     editor.defer(match.deferred, head.inputs.values(), like=seen.source)

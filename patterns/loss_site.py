@@ -205,6 +205,19 @@ def rows_of(editor: Editor, logits: fx.Node, target: fx.Node, root: fx.Node) -> 
     return rows, one_a_row(editor, target, root)
 
 
+def shaped_as(editor: Editor, losses: fx.Node, site: LossSite, root: fx.Node) -> fx.Node:
+    """One number a row (m), in the shape of ``root``. Read off the targets where it is theirs: a symbolic shape can't be
+    written into a graph."""
+    wanted, target = value(root), value(site.target)
+    if same_shape(wanted, value(losses)):
+        return losses
+    if wanted.dim() == target.dim() + 1 and same_shape(wanted[..., 0], target):
+        return editor.method("unsqueeze", (editor.method("view_as", (losses, site.target), like=root), -1), like=root)
+    if same_shape(wanted, target):
+        return editor.method("view_as", (losses, site.target), like=root)
+    return editor.method("view", (losses, tuple(wanted.shape)), like=root)
+
+
 def slice_below(view: View, seen: Logits) -> str | None:
     """Whether logits that stay are a slice: Inductor reads it where it lies, a kernel would need a copy of it."""
     if view.name(seen.source) != "getitem" or not is_tensor(seen.source.args[0]) or not seen.nodes:

@@ -32,6 +32,14 @@ def reasons(report, fusion):
     return " | ".join(s.reason for s in report.sites if s.fusion == fusion)
 
 
+def shape_of_variant(fusion, inputs, statics):
+    """RoPE tables with half the columns for the styles that share an angle between the members of a pair."""
+    if statics.get("style") == "even_odd_to_halves":
+        half = inputs["q"].shape[-1] // 2
+        inputs = {**inputs, "cos": inputs["cos"][..., :half], "sin": inputs["sin"][..., :half]}
+    return inputs
+
+
 def tiny_llama(dtype=torch.float32, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -10,6 +10,7 @@ import fx_fusion
 from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions
 from fx_fusion.testing import make_inputs, rewriting_backend, run, run_oracle, worst_excess
+from tests.helpers import shape_of_variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [
@@ -19,14 +20,6 @@ CASES = [
     for i, variant in enumerate(fusion.variants)
     if not case.bench and variant.items() >= {k: v for k, v in case.statics.items() if k in variant}.items()
 ]
-
-
-def shape_of_variant(fusion, inputs, statics):
-    """RoPE tables with half the columns for the styles that share an angle between the members of a pair."""
-    if statics.get("style") == "even_odd_to_halves":
-        half = inputs["q"].shape[-1] // 2
-        inputs = {**inputs, "cos": inputs["cos"][..., :half], "sin": inputs["sin"][..., :half]}
-    return inputs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

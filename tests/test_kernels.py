@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import re
 from unittest.mock import patch
 
 import pytest
@@ -337,15 +338,15 @@ def test_equal_values_have_no_variance(dtype, value, device):
                 torch.testing.assert_close(deviations[1], torch.full_like(deviations[1], 1e-3).sqrt())
 
 
-@pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="compiles without running")
-def test_every_kernel_compiles_for_an_h200(monkeypatch):
-    """Triton's compiler needs no GPU: every launch of the launchers below goes through it, down to machine code."""
+def compiling(monkeypatch):
+    """From now on a launch is compiled for an H200 instead of run; each kernel once for each way it is called. The compiled
+    kernels, by name and how they are called."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"}
-    compiled = set()
+    compiled = {}
 
     def compile_only(kernel, *args, grid, warmup, **keywords):
         bound = dict(zip(kernel.arg_names, args, strict=False))
@@ -366,12 +367,65 @@ def test_every_kernel_compiles_for_an_h200(monkeypatch):
         ]
         attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in wide}
         if (key := (kernel.__name__, str(signature), str(constants), str(wide))) not in compiled:
-            compiled.add(key)
             source = ASTSource(kernel, signature, constants, attributes)
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert made.metadata.shared <= 227 << 10, kernel.__name__
+            compiled[key] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert compiled[key].metadata.shared <= 227 << 10, kernel.__name__
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+    return compiled
+
+
+def norms(n):
+    x, w = torch.randn(8, n).bfloat16(), torch.randn(n).bfloat16()
+    *_, stats = row_norm.norm_fwd(x, None, w, None, 1e-6, 0.0, True, center=False)
+    row_norm.norm_bwd(x, None, x, w, None, stats, 0.0, True, [True, True, False], center=False)
+
+
+def gated_norms(n):
+    x, options = torch.randn(8, n).bfloat16(), (True, True, True, 1)
+    gated_rms_norm._fwd(x, x, x[0], 1e-6, *options)
+    gated_rms_norm._bwd(x, x, x, x[0], torch.empty(8), 1e-6, *options, [True] * 3)
+
+
+def gates(n):
+    x = torch.randn(8, n).bfloat16()
+    glu.glu_fwd(x, x, "silu")
+    glu.glu_bwd(x, x, x, "silu")
+
+
+def losses(v):
+    logits, target, loss, stats = torch.randn(8, v).bfloat16(), torch.zeros(8, dtype=torch.long), torch.empty(8), torch.empty(2, 8)
+    launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, loss=loss, stats=stats, dlogits=logits)
+    launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, dloss=loss, dlogits=logits)
+
+
+@pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="compiles without running")
+@pytest.mark.parametrize(
+    ("launches", "eights", "sixteens"),
+    [(norms, 776, 768), (gated_norms, 776, 768), (gates, 11000, 11008), (losses, 51864, 51840), (losses, 50280, 50304)],
+    ids=["norms", "gated_norms", "gates", "whisper", "mamba"],
+)
+def test_sizes_that_8_divides_are_read_as_wide_as_those_of_16(launches, eights, sixteens, monkeypatch):
+    """16 bytes at once: a vocabulary of Whisper or Mamba, anything of pad_to_multiple_of=8."""
+    compiled = compiling(monkeypatch)
+
+    def narrow(size):
+        compiled.clear()
+        launches(size)
+        found = {}
+        for (name, *_), made in compiled.items():
+            reads = made.asm["ptx"].replace("ld.global.L1", "ld.global").splitlines()
+            one_by_one = [line for line in reads if re.search(r"(ld|st)\.global[.\w:]*\.b16\b", line) and ".v" not in line]
+            found[name] = len(one_by_one) + found.get(name, 0)
+        return found
+
+    assert narrow(eights) == narrow(sixteens)
+
+
+@pytest.mark.skipif(interpreting() or torch.cuda.is_available(), reason="compiles without running")
+def test_every_kernel_compiles_for_an_h200(monkeypatch):
+    """Triton's compiler needs no GPU: every launch of the launchers below goes through it, down to machine code."""
+    compiled = compiling(monkeypatch)
     widths = (
         (4096, torch.bfloat16),
         (20001, torch.bfloat16),

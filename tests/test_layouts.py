@@ -12,20 +12,31 @@ import fx_fusion
 from fx_fusion.pattern import reference_of
 from fx_fusion.registry import all_fusions
 from fx_fusion.testing import eager_nearby, gradients_for, make_inputs, rewriting_backend, run, run_oracle, worst_excess
+from tests.helpers import shape_of_variant
 
 FUSIONS = pytest.mark.parametrize(
     "fusion",
     [f for f in all_fusions() if f.name != "block_sparse_attention"],  # its kernels are Inductor's own
     ids=lambda fusion: fusion.name,
 )
-FROZEN = ("cos", "sin")
+VARIANTS = pytest.mark.parametrize(
+    ("fusion", "variant"),
+    [(f, i) for f in all_fusions() if f.name != "block_sparse_attention" for i in range(len(f.variants))],
+    ids=lambda given: str(getattr(given, "name", given)),
+)
 
 
-def setting(fusion, device, **sizes):
+def frozen_of(fusion):
+    """Inputs that PyTorch has no gradient for: tables of angles, weights of classes."""
+    return ("cos", "sin", *(["weight"] if fusion.name.endswith("cross_entropy") else []))
+
+
+def setting(fusion, device, variant=0, **sizes):
     case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
     case = dataclasses.replace(case, sizes={**case.sizes, **sizes})
-    statics = {**fusion.variants[0], **case.statics}
-    return reference_of(fusion, statics), make_inputs(fusion, case, statics, torch.float32, device)
+    statics = {**case.statics, **fusion.variants[variant]} if variant else {**fusion.variants[0], **case.statics}
+    inputs = make_inputs(fusion, case, statics, torch.float32, device)
+    return reference_of(fusion, statics), shape_of_variant(fusion, inputs, statics)
 
 
 def compiled(fusion, function):
@@ -47,22 +58,23 @@ LAYOUTS = {f.__name__: f for f in (every_other, turned)}
 
 def check(fusion, function, inputs, dys):
     """Numbers by the accuracy rule; the report."""
+    frozen = frozen_of(fusion)
     with fx_fusion.recording() as report:
-        found = run(compiled(fusion, function), inputs, dys, FROZEN)
-    assert all(site.status == "fused" or site.reason for site in report.sites)
-    eager, exact = run(function, inputs, dys, FROZEN), run_oracle(function, inputs, dys, FROZEN)
+        found = run(compiled(fusion, function), inputs, dys, frozen)
+    assert fusion.name in {site.fusion for site in report.sites}, f"nothing is said of the site: {report}"
+    eager, exact = run(function, inputs, dys, frozen), run_oracle(function, inputs, dys, frozen)
     name, used = worst_excess(found, eager, exact, torch.float32)
     if used > 1:  # perhaps for elements that are nearly tied
-        name, used = worst_excess(found, eager_nearby(function, inputs, exact, dys, FROZEN), exact, torch.float32)
+        name, used = worst_excess(found, eager_nearby(function, inputs, exact, dys, frozen), exact, torch.float32)
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
     return report
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@FUSIONS
-def test_operands_and_gradients_in_any_layout(fusion, layout, device):
+@VARIANTS
+def test_operands_and_gradients_in_any_layout(fusion, variant, layout, device):
     lay = LAYOUTS[layout]
-    function, inputs = setting(fusion, device)
+    function, inputs = setting(fusion, device, variant)
 
     def moved(**inputs):
         return function(**{n: lay(t) if isinstance(t, torch.Tensor) and t.dim() else t for n, t in inputs.items()})
@@ -73,6 +85,32 @@ def test_operands_and_gradients_in_any_layout(fusion, layout, device):
         pytest.skip(f"eager: {error}")
     dys = gradients_for(outs if isinstance(outs, tuple) else (outs,))
     check(fusion, moved, inputs, [lay(dy) if dy.dim() else dy for dy in dys])
+
+
+@pytest.mark.parametrize("layout", ["every_other", "column", "expanded"])
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_weights_of_classes_in_any_layout(name, layout, device):
+    """Every other one of more weights, a column of a table, one weight for all: the site fuses, the numbers are eager's."""
+    fusion = next(f for f in all_fusions() if f.name == name)
+    function, inputs = setting(fusion, device, variant=3)
+    assert inputs["weight"] is not None
+    if layout == "expanded":
+        inputs["weight"] = inputs["weight"][:1] * 0 + 0.7
+
+    def call(**given):
+        w = given.pop("weight")
+        classes = given["logits"].shape[-1] if name == "cross_entropy" else given["lm_head"].shape[0]
+        if layout == "every_other":
+            w = torch.stack((w, torch.full_like(w, 9.0)), -1).view(-1)[::2]
+        elif layout == "column":
+            w = torch.stack((w, torch.full_like(w, 9.0)), -1)[:, 0]
+        else:
+            w = w.expand(classes)
+        return function(weight=w, **given)
+
+    outs = call(**dict(inputs))
+    report = check(fusion, call, inputs, gradients_for(outs if isinstance(outs, tuple) else (outs,)))
+    assert report.count(name) == 1, str(report)
 
 
 @FUSIONS
@@ -95,10 +133,10 @@ def test_nothing(fusion, dim, device):
         pytest.skip("the fusion has no such dim")
     function, inputs = setting(fusion, device, **{dim: 0})
     try:
-        expected = run(function, inputs, frozen=FROZEN)
+        expected = run(function, inputs, frozen=frozen_of(fusion))
     except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
         pytest.skip(f"eager: {error}")
-    found = run(compiled(fusion, function), inputs, frozen=FROZEN)
+    found = run(compiled(fusion, function), inputs, frozen=frozen_of(fusion))
     for name, value in expected.values.items():
         made, empty = found.values[name], value.isnan()  # sums over nothing are 0; PyTorch's GroupNorm has NaN for some
         torch.testing.assert_close(torch.where(empty, made.nan_to_num(), made), value.nan_to_num())
