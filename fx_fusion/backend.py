@@ -203,9 +203,9 @@ def _as_dynamo_wrote_it(
     """Say what of ours raised, and compile the untouched graph with nothing of ours around it but what makes deferred
     tensors of other graphs plain ones. Raises FusionError under ``strict``."""
     _tell(error, strict=options.strict)
-    activations: tuple[int, ...] = ()
+    layer: Callable[[Compiled], Compiled] = lambda compiled: compiled  # noqa: E731
     try:
-        activations = activation_positions(untouched)
+        layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
         report = made.report if made is not None else GraphReport(next(_graph_numbers), text(untouched))
         report.fallback, report.after, report.nodes_after = _where(error), report.before, report.nodes_before
@@ -213,8 +213,7 @@ def _as_dynamo_wrote_it(
         publish(report, [])
     except Exception as another:
         _tell(another, strict=False)
-    compiled = (plain_inductor if rest is inductor else rest)(untouched, example_inputs, options)
-    return read_deferred_inputs(activations)(compiled) if activations else compiled
+    return layer((plain_inductor if rest is inductor else rest)(untouched, example_inputs, options))
 
 
 def _tell(error: BaseException, *, strict: bool) -> None:

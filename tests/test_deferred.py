@@ -300,3 +300,149 @@ def test_softcapped_logits_are_deferred_with_the_cap():
     assert isinstance(out.logits, DeferredTensor)
     torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.loss, expected.loss)
+
+
+ALIASES = {
+    "last position": lambda z: z[:, -1], "view": lambda z: z.view(4, 2, -1), "float": lambda z: z.float(),
+    "contiguous": lambda z: z.contiguous(), "detach": lambda z: z.detach(), "transposed": lambda z: z.transpose(0, 1),
+    "twice": lambda z: z.view(-1, 33).view(4, 2, -1),
+}  # fmt: skip
+head = torch.nn.Linear(8, 33, bias=False)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["view_first", "logits_first"])
+@pytest.mark.parametrize("name", ALIASES)
+def test_outputs_that_share_memory_still_do(name, first):
+    def function(x, y):
+        z = head(x)
+        loss, other = torch.nn.functional.cross_entropy(z.view(-1, 33), y), ALIASES[name](z)
+        return (loss, z, other) if first else (loss, other, z)
+
+    x, y = torch.randn(2, 4, 8), torch.randint(0, 33, (8,))
+    with torch.no_grad(), fx_fusion.recording() as report:
+        compiled = torch.compile(function, backend=rewriting_backend())
+        for written in (1, 2):
+            found, expected = compiled(x, y), function(x, y)
+            assert all(type(t) is DeferredTensor for t in found[1:]) == (name != "detach"), "a detached one may not wait"
+            for outs in (found, expected):
+                outs[written].mul_(2)
+                outs[written].select(0, 0).fill_(7.0)
+            for ours, theirs in zip(found[1:], expected[1:], strict=True):
+                torch.testing.assert_close(ours + 0, theirs)
+    report.assert_fused(**{"cross_entropy" if name == "detach" else "linear_cross_entropy": 1})
+
+
+def test_gradients_of_outputs_that_share_memory():
+    def function(x, y):
+        z = head(x)
+        return torch.nn.functional.cross_entropy(z, y), z, z[:, :5], z.float()
+
+    x, y = torch.randn(4, 8, requires_grad=True), torch.randint(0, 33, (4,))
+    gradients = []
+    for f in (function, torch.compile(function, backend=rewriting_backend())):
+        loss, z, part, same = f(x, y)
+        gradients.append(torch.autograd.grad(loss + (z * 2).sum() + part.square().sum() + same.mean(), [x, head.weight]))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture
+def deferred():
+    def function(x, y):
+        z = head(x)
+        return torch.nn.functional.cross_entropy(z, y), z
+
+    x, y = torch.randn(4, 8, requires_grad=True), torch.randint(0, 33, (4,))
+    return x, function(x, y), torch.compile(function, backend=rewriting_backend())(x, y)
+
+
+WRITES_BEHIND = {
+    "a view that is no step": lambda z: z.mT.zero_(), "numpy": lambda z: z.numpy().fill(0), "out": lambda z: torch.mul(z, 0, out=z),
+    "foreach": lambda z: torch._foreach_mul_([z], 0), "data": lambda z: z.data.zero_(), "iterated": lambda z: [r.zero_() for r in z],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES_BEHIND)
+def test_a_cast_keeps_its_values_whatever_way_the_logits_are_written_to(name, deferred):
+    _, (_, expected), (_, z) = deferred
+    with torch.no_grad():
+        z, expected = z.detach(), expected.detach()
+        copy, exact = z.double(), expected.double()
+        WRITES_BEHIND[name](z)
+        torch.testing.assert_close(copy + 0, exact, rtol=1e-5, atol=1e-6)
+        assert not z.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_handed_to_a_checkpointed_function(reentrant, deferred):
+    from torch.utils.checkpoint import checkpoint
+
+    x, *both = deferred
+    found = []
+    for loss, z in both:
+        extra = checkpoint(lambda z: z.softmax(-1).pow(2).sum(), z, use_reentrant=reentrant)
+        x.grad = head.weight.grad = None
+        (loss + extra).backward()
+        found.append((x.grad, head.weight.grad))
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_code_in_c_gets_an_error_not_a_null_pointer(deferred):
+    _, (_, expected), (_, z) = deferred
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(z.detach())
+    values = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(z.detach().clone()))
+    torch.testing.assert_close(values, expected.detach())
+    torch.testing.assert_close(torch.from_dlpack(z.detach()), expected.detach())  # asks the tensor, not its pointer
+
+
+@pytest.mark.parametrize("backend", ["count", "aot_eager", "inductor", "fx_fusion"])
+def test_another_compiled_function_takes_it_as_one_graph(backend, deferred):
+    x, *both = deferred
+    graphs = []
+
+    def count(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    def spread(z):
+        p = z.float().softmax(-1)
+        return -(p * torch.log(p + 1e-9)).sum(-1).mean()
+
+    compiled = torch.compile(spread, backend=count if backend == "count" else backend, fullgraph=True)
+    (loss, expected), (ours, z) = both
+    theirs = torch.autograd.grad(loss + spread(expected), [x, head.weight])
+    for found, exact in zip(torch.autograd.grad(ours + compiled(z), [x, head.weight]), theirs, strict=True):
+        torch.testing.assert_close(found, exact)
+    assert backend != "count" or len(graphs) == 1
+
+
+def test_another_compiled_function_call_after_call():
+    """Other logits, other sizes, a step of the optimizer in between: what is read belongs to the call."""
+    layer = torch.nn.Linear(8, 33)
+
+    def function(x, y):
+        z = layer(x)
+        return torch.nn.functional.cross_entropy(z, y), z
+
+    compiled = torch.compile(function, backend=rewriting_backend())
+    metric = torch.compile(lambda z: z.float().softmax(-1).square().sum(), backend=rewriting_backend())
+    for n in (4, 4, 5, 7):
+        x, y = torch.randn(n, 8), torch.randint(0, 33, (n,))
+        found, expected = metric(compiled(x, y)[1]), function(x, y)[1].softmax(-1).square().sum()
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        with torch.no_grad():
+            layer.weight -= 0.1 * layer.weight.grad
+
+
+def test_an_output_that_is_a_view_of_an_input_is_no_deferred_one():
+    def function(x, y, like):
+        z = head(x)
+        return torch.nn.functional.cross_entropy(z, y), like.view_as(z)
+
+    x, y, like = torch.randn(4, 8), torch.randint(0, 33, (4,)), torch.zeros(4 * 33)
+    _, view = torch.compile(function, backend=rewriting_backend())(x, y, like)
+    like.fill_(3)
+    assert (view == 3).all()

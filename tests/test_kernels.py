@@ -118,18 +118,33 @@ def test_saved_tensors_are_not_written_to(device):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_second_derivatives_are_refused_not_wrong(device):
-    x, weight = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(24, device=device)
-    (dx,) = torch.autograd.grad(rms_norm(x, weight, 1e-6, 0.0, False).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dx.square().sum(), x)
+SECOND = {
+    "rms_norm": lambda x, t: rms_norm(x, x[0].detach(), 1e-6, 0.0, False),
+    "cross_entropy": lambda x, t: cross_entropy(x, t, None, -100, 0.0, 0.0, 1.0),
+    "head_mean": lambda x, t: linear_cross_entropy(x, x.detach()[:4], None, t, None, "mean", -100, 0.0, 0.0, 1.0, [True, False, False])[0],
+    "head_none": lambda x, t: linear_cross_entropy(x, x.detach()[:4], None, t, None, "none", -100, 0.0, 0.0, 1.0, [True, False, False])[0],
+    "embedding": lambda x, t: embedding.embedding(t, x, -1),
+    "rope": lambda x, t: rope.rope(x.view(1, 1, 5, 24), None, x.detach().view(1, 1, 5, 24), x.detach().view(1, 1, 5, 24), "rotate_half", "input", False)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_refused_not_wrong(name, device):
+    """As of a gradient penalty, alone or beside a term that has its own."""
+    x, t = torch.randn(5, 24, device=device, requires_grad=True), torch.tensor([0, 1, 2, 3, 0], device=device)
+    (dx,) = torch.autograd.grad(SECOND[name](x, t).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(dx.square().sum() + x.square().sum(), x)
 
 
 def test_a_target_out_of_range_is_never_a_number(device):
-    logits, target = torch.randn(3, 9, device=device), torch.tensor([1, 9, 2], device=device)
+    logits, target = torch.randn(3, 9, device=device, requires_grad=True), torch.tensor([1, 9, 2], device=device)
     if logits.is_cuda or interpreting():
         loss = cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
         assert loss.isnan().tolist() == [False, True, False]
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+        assert gradient.isnan().all(1).tolist() == [False, True, False], "no step is made with it"
+        assert gradient.isnan().any(1).tolist() == [False, True, False]
     else:
         with pytest.raises((IndexError, RuntimeError)):
             cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
@@ -630,3 +645,58 @@ def test_gradients_of_tables_by_how_ids_repeat(ids, grouped, ranked, device, mon
     assert (first - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2 * torch.finfo(
         torch.float32
     ).eps * exact.abs().max()
+
+
+def test_no_classes_are_an_error(device):
+    """As in PyTorch, not whatever lies in the memory of the loss."""
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        cross_entropy(torch.randn(3, 0, device=device), torch.zeros(3, dtype=torch.long, device=device), None, -100, 0.0, 0.0, 1.0)
+    assert cross_entropy(torch.randn(0, 0, device=device), torch.zeros(0, dtype=torch.long, device=device), None, -100, 0.0, 0.0, 1.0).shape == (0,)
+
+
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
+@pytest.mark.parametrize(("weights", "scale", "smoothing"), [(1e5, 1.0, 0.0), (1e5, 1.0, 0.1), (1.0, 1e5, 0.0), (None, 1e5, 0.1), (1e-3, 1.0, 0.0)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_and_large_weights_of_classes_or_scales(weights, scale, smoothing, reduction, device):
+    """Inverse frequencies as weights: the chunk of dl would overflow, dx and dW of eager are finite for a mean."""
+    torch.manual_seed(0)
+    x, w = torch.randn(20, 16, device=device) * 1e-2, torch.randn(40, 16, device=device) * 1e-2
+    t = torch.randint(0, 40, (20,), device=device)
+    of_classes = None if weights is None else (torch.rand(40, device=device) + 0.5) * weights
+    if reduction == "sum":
+        of_classes = None if of_classes is None else of_classes / weights * 1e-4  # the sum itself has to fit
+        scale = min(scale, 1.0)
+    grads = []
+    for dtype in (torch.float16, torch.float64):
+        a, b = (p.half().to(dtype).requires_grad_() for p in (x, w))
+        if dtype == torch.float16:
+            loss = linear_cross_entropy(a, b, None, t, of_classes, reduction, -100, smoothing, 0.0, scale, [True, True, False])[0]
+        else:
+            logits = torch.nn.functional.linear(a, b).half().double() * scale
+            loss = F.cross_entropy(logits, t, None if of_classes is None else of_classes.double(), reduction=reduction, label_smoothing=smoothing)
+        grads.append(torch.autograd.grad(loss, [a, b]))
+    for ours, exact in zip(*grads, strict=True):
+        assert ours.isfinite().all() == exact.half().isfinite().all()
+        keep = exact.half().isfinite()
+        assert ((ours.double() - exact).abs()[keep] <= 4e-3 * exact.abs().max().clamp(max=65504) + 1e-7).all()
+
+
+def test_another_thread_launches_for_real_while_one_traces(device):
+    import threading
+
+    from fx_fusion.kernels.launch import refuse_tracing
+
+    seen = []
+
+    def launch_there():
+        try:
+            refuse_tracing()
+            seen.append("real")
+        except NotTraceable:
+            seen.append("traced")
+
+    with traced():
+        thread = threading.Thread(target=launch_there)
+        thread.start()
+        thread.join()
+    assert seen == ["real"]

@@ -290,3 +290,41 @@ def test_what_is_not_proved_in_a_checkpointed_body(mask_of, body):
         result = torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False)(q, k, v, padding)
     assert report.count("causal_mask") == 0
     torch.testing.assert_close(result, function(q, k, v, padding), rtol=1e-5, atol=1e-5)
+
+
+INTS = {
+    "offset": (lambda n, q: torch.arange(6)[None, :] + n >= 0 * torch.arange(6)[:, None], (4, 6, -3, 0)),
+    "diagonal": (lambda n, q: torch.ones(6, 6, dtype=torch.bool).tril(n + 5), (4, 6, -5)),
+    "window": (lambda n, q: (torch.arange(6)[None] <= torch.arange(6)[:, None]) & (torch.arange(6)[None] + n >= 0), (4, 6, -2)),
+    "product": (lambda n, q: torch.arange(6)[None, :] * n >= 0 * torch.arange(6)[:, None], (2, 3, -1)),
+    "item": (lambda n, q: (torch.arange(6) + n.item() >= 1)[None].expand(6, 6), (torch.tensor(3), torch.tensor(0))),
+    "slice": (lambda n, q: (torch.arange(12)[n:][:6] + n >= 6)[None].expand(6, 6), (6, 5, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written_out", [False, True], ids=["called", "written_out"])
+@pytest.mark.parametrize("name", INTS)
+def test_an_int_that_may_be_zero_or_negative(name, written_out):
+    """A Python int (symbolic from its second value on) or an ``.item()``: what is proved has to hold at every call."""
+    mask_of, values = INTS[name]
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+
+    def attention(q, k, v, n):
+        if written_out:
+            return torch.softmax((q @ k.mT / 2).masked_fill(~mask_of(n, q), float("-inf")), -1) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(n, q))
+
+    compiled = torch.compile(attention, backend=rewriting_backend())
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for n in values:
+            torch.testing.assert_close(compiled(q, k, v, n), attention(q, k, v, n), equal_nan=True)
+
+
+def test_sizes_are_still_positive():
+    """The same proofs go through where the symbol is the size of a tensor."""
+    compiled = torch.compile(attend(CAUSAL["less_than_next"]), backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for n in (5, 9):
+            compiled(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+    report.assert_fused(causal_mask=1)
+    assert len(report.graphs) == 1

@@ -259,3 +259,213 @@ def test_graphs_that_return_do_not_end_at_a_break():
     with fx_fusion.recording() as report:
         torch.compile(silu_mlp, backend=rewriting_backend())(x, w)
     assert [g.broke for g in report.graphs] == [""]
+
+
+def test_a_name_that_nobody_has_is_an_error():
+    """A typo in an assertion of somebody's CI would pass for ever."""
+    with fx_fusion.recording() as report:
+        rewritten(silu_mlp, x, w)
+    with pytest.raises(ValueError, match="Did you mean 'rms_norm'"):
+        report.assert_fused(rmsnorm=0)
+    with pytest.raises(ValueError, match="Did you mean 'fused'"):
+        report.count("rms_norm", "fussed")
+
+
+class Broken(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.linear = torch.nn.RMSNorm(width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        torch._dynamo.graph_break()
+        return self.linear(y)
+
+
+def test_explain_sees_every_model_of_a_sweep_and_leaves_no_trace():
+    models = [Broken(8 * (i + 1)) for i in range(12)]
+    for i, model in enumerate(models):
+        report = fx_fusion.explain(model, torch.randn(2, 8 * (i + 1)), options={"select": "always"})
+        assert (len(report.graphs), report.count("rms_norm")) == (2, 1)
+    graphs = []
+
+    def count(gm, inputs):
+        graphs.append([n.meta["example_value"].shape for n in gm.graph.nodes if n.op == "placeholder"])
+        return gm.forward
+
+    compiled = torch.compile(models[0], backend=count)
+    compiled(torch.randn(3, 8))
+    assert len(graphs) == 2, "the user's own compilation comes after twelve others"
+    assert all(isinstance(n, int) for shapes in graphs for shape in shapes for n in shape), "no size was seen to change"
+
+
+def test_explain_beside_a_model_that_is_compiled():
+    model, graphs = Broken(8), []
+
+    def count(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(model, backend=count)
+    compiled(torch.randn(2, 8))
+    for n in range(20):
+        assert len(fx_fusion.explain(compiled if n % 2 else model, torch.randn(2 + n, 8)).graphs) == 2
+    compiled(torch.randn(2, 8))
+    compiled(torch.randn(5, 8))
+    assert len(graphs) in (4, 6), "once, once more for another size, and at most once because its versions were dropped"
+
+
+def test_threads_record_what_is_theirs():
+    import threading
+
+    seen = {}
+
+    def work(name, function):
+        with fx_fusion.recording() as report:
+            barrier.wait()
+            torch.compile(function, backend=rewriting_backend())(x, w)
+            barrier.wait()
+        seen[name] = report
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=given) for given in (("mlp", silu_mlp), ("norm", lambda x, w: F.layer_norm(x, (8,))))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {s.fusion for s in seen["mlp"].sites} == {"swiglu"}
+    assert {s.fusion for s in seen["norm"].sites} == {"layer_norm"}
+
+
+def test_a_rewrite_that_does_not_fit_gives_its_nodes_back():
+    """The weight comes after the first use of the sum: the op of both can't stand anywhere, one without the weight can."""
+
+    def function(x, residual, weight):
+        h = x + residual
+        used = h * 2
+        w = weight * 1
+        return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)), used
+
+    given = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    found, report = rewritten(function, *given)
+    for ours, theirs in zip(found, function(*given), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert sum(site.status == "fused" for site in report.sites) == 1
+    assert "does not exist yet" in next(s.reason for s in report.sites if s.status == "declined")
+    with_less, report = rewritten(function, *given, options={"fusions": ["-add_rms_norm"]})
+    torch.testing.assert_close(with_less, found)
+    report.assert_fused(rms_norm=1)
+
+
+def test_a_number_that_changes_is_left_to_inductor():
+    """An eps that the caller changes: two graphs, as without fx_fusion, not one a value."""
+    compiled = torch.compile(lambda x, w, e: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e)), backend=rewriting_backend())
+    with fx_fusion.recording() as report:
+        for e in (1e-6, 1e-3, 0.1, 0.2, 0.3, 0.4):
+            compiled(torch.randn(3, 8), torch.randn(8), e)
+    assert len(report.graphs) == 2
+    assert "changes between calls" in next(s.reason for s in report.sites if s.status == "declined")
+
+
+def test_a_view_in_a_pattern_is_that_view(monkeypatch):
+    """Groups of two neighbours are not groups of four: a view matches one that makes the same shape of the same input."""
+    from fx_fusion import registry
+    from fx_fusion.fusion import Fusion, case
+
+    def pairs(x):
+        return x.view(x.shape[0], -1, 2).sigmoid().view(x.shape).tanh()
+
+    fusion = Fusion(
+        name="pairs", pattern=pairs, inputs={"x": "m n"}, kernel=None, cases=(case("odd", m=3, n=8, bench=False),), read=None,
+    )  # fmt: skip
+    from fx_fusion.legality import has_the_shapes_of_its_pattern
+    from fx_fusion.sites import find_matches
+
+    monkeypatch.setattr(registry, "all_fusions", lambda: (fusion,))
+    for shape, fits in (((3, 4, 2), True), ((3, 2, 4), False)):
+        reasons = []
+
+        def backend(gm, inputs, reasons=reasons):
+            from fx_fusion.canonicalize import View
+
+            view = View(gm.graph)
+            candidates, _ = find_matches(view)
+            reasons.extend(has_the_shapes_of_its_pattern(fusion, c.match, view) for c in candidates)
+            return gm.forward
+
+        torch._dynamo.reset()
+        torch.compile(lambda x, shape=shape: x.view(shape).sigmoid().view(x.shape).tanh(), backend=backend)(torch.randn(3, 8))
+        assert [reason is None for reason in reasons] == [fits], reasons
+
+
+def test_gradients_that_no_grad_hides_stay_hidden():
+    def repeated(q, k, v):
+        with torch.no_grad():
+            k, v = (t.repeat_interleave(3, 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, (k, v) = torch.randn(1, 6, 5, 16), (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in "kv")
+    y, _ = rewritten(repeated, q, k, v)
+    assert not y.requires_grad
+
+    def cast(x, w):
+        with torch.no_grad():
+            x = x.float()
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    y, report = rewritten(cast, torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8))
+    assert not y.requires_grad
+    report.assert_fused(rms_norm=1)
+
+
+def test_equal_calls_that_are_returned_are_two_tensors():
+    def twice(x, w):
+        return F.group_norm(x, 2, w, w), F.group_norm(x * 1, 2, w, w), F.group_norm(x * 1, 2, w, w)
+
+    options = {"select": "always", "strict": True}
+    with fx_fusion.recording() as report:
+        found = torch.compile(twice, backend="fx_fusion", options=options)(torch.randn(2, 4, 3, requires_grad=True), torch.randn(4))
+    report.assert_fused(group_norm=3)
+    assert len({t.data_ptr() for t in found}) == 3
+
+
+def test_what_writes_later_counts_without_matched_nodes():
+    """repeat_kv takes nodes over from nobody, but saves other tensors than eager does."""
+
+    def function(q, k, v):
+        o = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+        v.detach().mul_(0.5)
+        return o
+
+    gradients = []
+    for f in (function, torch.compile(function, backend=rewriting_backend())):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, n, 4, 8, requires_grad=True) for n in (4, 2, 2))
+        f(q * 1, k * 1, v * 1).pow(2).sum().backward()
+        gradients.append([t.grad for t in (q, k, v)])
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tensors_without_values():
+    """A model on the meta device, as sizes are planned with."""
+    with torch.device("meta"):
+        model, ids = tiny_llama().to("meta"), torch.zeros(2, 16, dtype=torch.long)
+        with fx_fusion.recording() as report:
+            out = torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+        out.loss.backward()
+    report.assert_fused(linear_cross_entropy=1, causal_mask=2, rms_norm=1)
+    assert model.lm_head.weight.grad.shape == model.lm_head.weight.shape
+
+
+def test_a_symbolic_size_is_a_node_of_the_graph():
+    """explain() runs the rewritten graph as it is: outside of and inside a checkpoint, with a vocabulary of any size."""
+    from torch.utils.checkpoint import checkpoint
+
+    def loss(z, y):
+        return -F.log_softmax(z, -1).gather(-1, y.unsqueeze(-1)).mean()
+
+    z, y = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    torch._dynamo.mark_dynamic(z, 2)
+    for function in (loss, lambda z, y: checkpoint(loss, z, y, use_reentrant=False)):
+        fx_fusion.explain(function, z, y, options={"select": "always", "strict": True}).assert_fused(cross_entropy=1)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 import fx_fusion
@@ -117,10 +118,48 @@ def test_symbolic_lengths():
         torch.testing.assert_close(compiled(**cut).loss, eager(**cut).loss)
 
 
-def test_through_inductor():
-    """The same through Inductor, which compiles both versions."""
-    eager = tiny_llama(num_hidden_layers=1)
+@pytest.mark.parametrize("masks", [(ones, padded, ones, left_padded), (padded, ones)], ids=["ones_first", "padded_first"])
+def test_through_inductor(masks):
+    """Both versions are compiled, fused and in the report, which counts how often each was called."""
+    eager = tiny_llama(num_hidden_layers=1, vocab_size=5000)
     ours = copy.deepcopy(eager)
     compiled = torch.compile(ours, backend="fx_fusion", options={"strict": True})
-    for mask in (ones, padded, ones):
-        same_step(eager, ours, compiled, mask)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with fx_fusion.recording() as report:
+        for mask in masks:
+            same_step(eager, ours, compiled, mask)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    fast, exact = report.graphs
+    assert exact.instead_of == fast.index
+    assert exact.nodes_after < exact.nodes_before
+    assert {s.graph for s in report.sites if s.fusion == "linear_cross_entropy"} == {fast.index, exact.index}
+    assert report.count("causal_mask") == 1
+    assert report.count("linear_cross_entropy") == 2
+    held = sum(mask is ones for mask in masks)
+    assert (fast.calls.assumed, fast.calls.otherwise) == (held, len(masks) - held)
+    assert f"held in {held} of {len(masks)} calls" in str(report)
+    assert f"graph {fast.index} without its assumption" in str(report)
+
+
+def test_a_padded_batch_long_after_the_recording():
+    """The first step is recorded, padding comes later: the report still gets the second version."""
+    eager, ours, compiled = models()
+    with fx_fusion.recording() as report:
+        same_step(eager, ours, compiled, ones)
+    assert len(report.graphs) == 1
+    same_step(eager, ours, compiled, padded)
+    assert [g.instead_of for g in report.graphs] == [None, report.graphs[0].index]
+    with fx_fusion.recording() as later:
+        same_step(eager, ours, compiled, padded)
+    assert not later.graphs, "compiled once"
+
+
+def test_padded_batches_of_many_lengths():
+    """Compiled for the first length, and for any length from the second on: never once a length, never in eager."""
+    eager, ours, compiled = models()
+    with fx_fusion.recording() as report:
+        for length in (16, 12, 9, 14, 7, 11, 13, 8, 10, 15, 6):
+            cut = {"input_ids": ids[:, :length], "attention_mask": padded.flip(1)[:, :length], "labels": ids[:, :length]}
+            torch.testing.assert_close(compiled(**cut).loss, eager(**cut).loss)
+    assert sum(g.instead_of is not None for g in report.graphs) <= 3
+    assert sum(g.calls.otherwise for g in report.graphs) == 11
