@@ -315,6 +315,9 @@ class DeferredTensor(torch.Tensor):
     # it is traced, this class stands around a fake tensor, and does nothing of its own.
     @property
     def _read(self) -> Tensor:
+        if self._source is None:
+            assert self._value is not None
+            return self._value
         with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
             return self.materialize().detach()
 

@@ -253,36 +253,21 @@ def register_autograd(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., Any], *, twice: bool = False
 ) -> None:  # fmt: skip
     """Connect an op with its gradient. ``twice``: the gradient is made of differentiable ops, and has a gradient itself;
-    otherwise differentiating it is an error (``create_graph=True`` would find zeros, or a part of the truth)."""
+    otherwise a backward with ``create_graph=True`` is an error (it would find zeros, or a part of the truth)."""
     once = backward if twice else _first_derivatives_only(name, backward)
     torch.library.register_autograd(f"{NAMESPACE}::{name}", once, setup_context=setup_context, lib=_LIBRARY)
 
 
 def _first_derivatives_only(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *dys: Any) -> Any:
-        with torch.no_grad():
-            made = backward(ctx, *dys)
-        if not torch.is_grad_enabled():  # no create_graph
-            return made
-        return tuple(_NoGradient.apply(g.detach().requires_grad_(), name) if isinstance(g, Tensor) else g for g in made)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"fx_fusion::{name} has first derivatives only, and this backward is to be differentiated (create_graph=True). "
+                "Run what needs second derivatives outside of the compiled function."
+            )
+        return backward(ctx, *dys)
 
     return run
-
-
-class _NoGradient(torch.autograd.Function):
-    """A gradient that can't be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"fx_fusion::{ctx.name} has first derivatives only, and its gradient is differentiated (create_graph=True). Run "
-            "what needs second derivatives outside of the compiled function."
-        )
 
 
 def _define(name: str, schema: str, launcher: Callable[..., Any]) -> torch._ops.OpOverload:

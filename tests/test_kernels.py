@@ -132,9 +132,9 @@ SECOND = {
 def test_second_derivatives_are_refused_not_wrong(name, device):
     """As of a gradient penalty, alone or beside a term that has its own."""
     x, t = torch.randn(5, 24, device=device, requires_grad=True), torch.tensor([0, 1, 2, 3, 0], device=device)
-    (dx,) = torch.autograd.grad(SECOND[name](x, t).square().sum(), x, create_graph=True)
+    torch.autograd.grad(SECOND[name](x, t).square().sum(), x)
     with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(dx.square().sum() + x.square().sum(), x)
+        torch.autograd.grad(SECOND[name](x, t).square().sum(), x, create_graph=True)
 
 
 def test_a_target_out_of_range_is_never_a_number(device):
@@ -533,7 +533,7 @@ def test_groups_in_two_tiles(channels, groups, tiles, kind, device, monkeypatch)
         dx, sums = channel_norm.norm_bwd(dy, x, groups, w, b, v, stats, kind)
         found.append((y, stats, dx, *sums))
     for two, one in zip(*found, strict=True):
-        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
+        assert (two - one).abs().max() <= 1e-5 * one.abs().max()
 
 
 @pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="runs the kernels themselves")
