@@ -51,10 +51,9 @@ def follows_dtype_policy(fusion: Fusion, match: Match, view: View) -> str | None
 
 def has_the_shapes_of_its_pattern(fusion: Fusion, match: Match, view: View) -> str | None:
     """Every view of the match has the shape that the pattern gives it for these inputs: one view is not another."""
-    if match.pattern is None or not match.pattern.reads_shapes:
+    if match.pattern is None or match.views_read or not match.pattern.reads_shapes:
         return None
-    examples = {n: value(match.inputs[n]) for n in match.pattern.parameters}
-    wanted = match.pattern.shapes(examples, match.statics)
+    wanted = match.pattern.shapes({n: value(match.inputs[n]) for n in match.pattern.parameters})
     for node, term in match.pairs.items():
         found = value(term)
         if len(found.shape) != len(wanted[node]) or not all(
@@ -156,10 +155,20 @@ def _is_fake_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and type(tensor).__name__ in ("Parameter", "Buffer", "FakeTensor")
 
 
+# Numbers that sites were compiled with, by source line and parameter. Under ``dynamic=True`` every float is symbolic; one
+# that is another number the second time is one that changes.
+_NUMBERS: dict[tuple[str, str, str], Any] = {}
+
+
 def takes_constants(fusion: Fusion, match: Match, view: View) -> str | None:
     """No number of the site changes between calls: the op takes it as a constant, and would be compiled for each value."""
     for parameter, bound in match.inputs.items():
-        if isinstance(value(bound), torch.SymFloat):
+        number = value(bound)
+        if not isinstance(number, (float, torch.SymFloat)):
+            continue
+        hint = getattr(number.node, "hint", None) if isinstance(number, torch.SymFloat) else number
+        known = _NUMBERS.setdefault((match.root.meta.get("stack_trace") or "", fusion.name, parameter), hint)
+        if isinstance(number, torch.SymFloat) and (hint is None or known != hint):
             return f"{parameter} changes between calls; the kernel would be compiled for each value"
     return None
 

@@ -39,6 +39,7 @@ class Match:
         statics: the static parameters of the variant that matched.
         pattern: the traced pattern; None for matches made by a finder.
         pairs, edges: pattern node with graph term, and the roundings met on the way to each operand.
+        views_read: whether ``Fusion.read`` compared the shapes of the views.
         rounded: of a finder's match, the casts that the kernel makes too.
         deferred: matched nodes that the graph returns and that are computed only when read.
         emit: makes the replacement, given an editor; None for "call the kernel".
@@ -55,6 +56,7 @@ class Match:
     pattern: Pattern | None = None
     pairs: Mapping[fx.Node, Term] = field(default_factory=dict)
     edges: Mapping[tuple[fx.Node, int], tuple[torch.dtype, ...]] = field(default_factory=dict)
+    views_read: bool = False
     rounded: frozenset[fx.Node] = frozenset()
     deferred: tuple[fx.Node, ...] = ()
     emit: Callable[[Editor, Match], None] | None = None

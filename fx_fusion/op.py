@@ -262,8 +262,8 @@ def _first_derivatives_only(name: str, backward: Callable[..., Any]) -> Callable
     def run(ctx: Any, *dys: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"fx_fusion::{name} has first derivatives only, and this backward is to be differentiated (create_graph=True). "
-                "Run what needs second derivatives outside of the compiled function."
+                f"fx_fusion::{name} has first derivatives only, and this backward is to be differentiated "
+                "(create_graph=True). Run what needs second derivatives outside of the compiled function."
             )
         return backward(ctx, *dys)
 

@@ -86,16 +86,12 @@ class Pattern:
             )
         return self._policies[key]
 
-    def shapes(self, examples: Mapping[str, Any], statics: Mapping[str, Any]) -> dict[fx.Node, tuple[Any, ...]]:
-        """The shapes of the pattern's nodes for the inputs of a match and its statics, which may be others than those that
-        the pattern was traced with (a number of groups)."""
-        pattern = self if statics == self.statics else Pattern(self.fusion, self.function, statics)
+    def shapes(self, examples: Mapping[str, Any]) -> dict[fx.Node, tuple[Any, ...]]:
+        """The shapes of the pattern's tensors for the inputs of a match."""
         fake_mode = next(t.fake_mode for t in examples.values() if isinstance(t, FakeTensor))
         env = fake_mode.shape_env
         with fake_mode, torch.no_grad(), contextlib.nullcontext() if env is None else env.suppress_guards():
-            found = _Recorder(pattern.graph).shapes_with(examples)
-        both = zip(self.graph.nodes, pattern.graph.nodes, strict=True)
-        return {mine: found[theirs] for mine, theirs in both if theirs in found}
+            return _Recorder(self.graph).shapes_with(examples)
 
     def _output_nodes(self) -> tuple[fx.Node, ...]:
         out = next(n for n in self.graph.nodes if n.op == "output").args[0]

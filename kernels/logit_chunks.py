@@ -24,6 +24,7 @@ _ROUNDED_CHUNKS = 4
 # So: a fourth of all logits, within these bounds.
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
 _FLOAT32_ROWS = 2048  # products of 1024 rows cost 3 % more
+_FLOAT32_WHOLE = 7 << 27  # logits in one piece: in two, 4096 x 768 x 51864 takes 3 % longer than Inductor
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
 # Classes are padded to this where 16 bytes don't divide a row: tensor cores take four times as long there.
 _CLASS_MULTIPLE = 64
@@ -34,6 +35,8 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     last one; where they are many, powers of two, which fill the waves of all products (3328 rows for 4096 cost 6 %)."""
     row = max(1, v * itemsize)
     least, most = _CHUNK_BYTES[device]
+    if itemsize == 4 and device == "cuda" and m * row <= _FLOAT32_WHOLE:
+        return max(1, m)
     fourth = max(least, cdiv(m, _ROUNDED_CHUNKS) * row)
     budget = max(_ROW_MULTIPLE, min(fourth, most) // row)
     if itemsize == 4 and device == "cuda":

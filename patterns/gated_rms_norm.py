@@ -8,7 +8,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import value
+from fx_fusion.canonicalize import same_shape, value
 from fx_fusion.fusion import Fusion, case
 from fx_fusion.guards import unlike_shapes, wrong_dtype
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
@@ -30,11 +30,15 @@ def read_groups(match: Match) -> Match | None:
     """The match with the number of groups that the shapes of its views say; None where they say none."""
     if match.statics["groups"] == 1:
         return match
-    squared = next(value(term.operands[0]) for term in match.pairs.values() if term.op == "square")
-    columns, size = value(match.inputs["x"]).shape[-1], squared.shape[-1]
+    x, squared = value(match.inputs["x"]), next(value(t.operands[0]) for t in match.pairs.values() if t.op == "square")
+    columns, size = x.shape[-1], squared.shape[-1]
     if not isinstance(size, int) or not isinstance(columns, int) or columns % size:
         return None
-    return dataclasses.replace(match, statics={**match.statics, "groups": columns // size})
+    grouped = x.unflatten(-1, (-1, size))
+    views = [value(term) for term in match.pairs.values() if term.op == "view"]
+    if not same_shape(squared, grouped) or not all(same_shape(v, grouped) or same_shape(v, x) for v in views):
+        return None
+    return dataclasses.replace(match, statics={**match.statics, "groups": columns // size}, views_read=True)
 
 
 def guard(x, gate, weight, eps, before, silu, round_first, groups):
