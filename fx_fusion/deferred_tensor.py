@@ -98,7 +98,7 @@ class Recipe:
         with torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
             for member in [tensor for reference in self.family if (tensor := reference()) is not None]:
                 if member._value is None:
-                    member._value = member._source.compute()
+                    member._value = member.source.compute()
 
     def _autocast(self) -> Any:
         device, dtype, enabled = self.autocast
@@ -134,7 +134,7 @@ class _Step:
 
     def __init__(self, below: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
-        self.recipe = below._source.recipe
+        self.recipe: Recipe = below.source.recipe
         self.grad = torch.is_grad_enabled() and func is not torch.Tensor.detach
 
     def is_lazy(self) -> bool:
@@ -157,7 +157,7 @@ class _Step:
             return self.func(below, *self.args, **self.kwargs)
 
     def compute(self) -> Tensor:
-        below = self.below._value if self.below._value is not None else self.below._source.compute()
+        below = self.below._value if self.below._value is not None else self.below.source.compute()
         with torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
             return self.func(below, *self.args, **self.kwargs)
 
@@ -303,10 +303,16 @@ class DeferredTensor(torch.Tensor):
         source.recipe.family.append(weakref.ref(tensor))
         return tensor
 
+    @property
+    def source(self) -> _Source:
+        """How it is computed."""
+        assert self._source is not None, "a compiler's view of a deferred tensor is not computed"
+        return self._source
+
     def materialize(self) -> Tensor:
         """The tensor as the model would have returned it. Computed once."""
         if self._value is None:
-            self._source.recipe.settle()
+            self.source.recipe.settle()
         assert self._value is not None
         return self._value
 

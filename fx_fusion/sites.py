@@ -72,8 +72,9 @@ def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[
         missed: NearMiss | None = None
         for pattern in patterns:
             attempt = Attempt(view, pattern, node)
-            for match in attempt.matches():
-                if fusion.read is not None and (match := fusion.read(match)) is None:
+            for found in attempt.matches():
+                match = found if fusion.read is None else fusion.read(found)
+                if match is None:
                     continue
                 reason = why_not(fusion, match, view)
                 if reason is None:

@@ -51,11 +51,12 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     now = needs if reduction != "none" else [False] * 3
-    narrow = any(now) and x.dtype == torch.float16 and x.numel() > 0
-    most = _largest_of_rows(target, class_weight, options) if narrow else None
-    shrink = None if most is None else _power_below(most.amax())
-    headroom = _headroom(x, most * shrink) if narrow and now[1] else None
-    upstream = None if shrink is None else shrink.expand(x.shape[0])
+    shrink = headroom = upstream = None
+    if any(now) and x.dtype == torch.float16 and x.numel() > 0:
+        most = _largest_of_rows(target, class_weight, options)
+        shrink = _power_below(most.amax())
+        headroom = _headroom(x, most * shrink) if now[1] else None
+        upstream = shrink.expand(x.shape[0])
     dx, dw, db = each_chunk(x, weight, bias, target, class_weight, options, upstream, now, loss, headroom=headroom)
     coefficient = _coefficient(target, class_weight, reduction, ignore_index)
     reduced = _reduce(loss, target, class_weight, coefficient, reduction, ignore_index)
