@@ -274,6 +274,18 @@ def test_ops_keep_the_contract_of_torch_library(name):
     opcheck(getattr(torch.ops.fx_fusion, name).default, arguments, test_utils=checks)
 
 
+@pytest.mark.parametrize("needs", [[True, True, True], [True, False, False], [False, True, False]], ids=str)
+def test_gradients_that_nobody_wants_are_as_the_fake_says(needs):
+    """A frozen weight: the fake promises nothing, and nothing comes."""
+    x, w = torch.randn(2, 6, 5), torch.randn(6)
+    backwards = torch.ops.fx_fusion.group_norm_bwd.default, torch.ops.fx_fusion.gated_rms_norm_bwd.default
+    _, stats = torch.ops.fx_fusion.group_norm(x, 2, w, w, 1e-5)
+    opcheck(backwards[0], (x, x, 2, w, w, stats, 1e-5, needs), test_utils="test_faketensor")
+    rows = torch.randn(4, 6)
+    _, rstd = torch.ops.fx_fusion.gated_rms_norm(rows, rows, w, 1e-6, True, True, True, 1)
+    opcheck(backwards[1], (rows, rows, rows, w, rstd, 1e-6, True, True, True, 1, needs), test_utils="test_faketensor")
+
+
 def test_linear_cross_entropy_keeps_the_contract():
     x, w, t = (
         torch.randn(4, 8, requires_grad=True),

@@ -414,3 +414,16 @@ def test_sites_can_be_compared_with_what_was_measured(fusion):
     for cell in tables.cells_of("NVIDIA H200", fusion.name):
         assert set(sizes) & set(cell.sizes), "nothing to compare"
         assert cell.distance({**sizes, **{d: 2.0 * n for d, n in cell.sizes.items() if d in sizes}}) > 0
+
+
+def test_what_could_not_be_measured_is_said(monkeypatch):
+    """The user asked for measuring: the report says why a rule decided instead."""
+    monkeypatch.setattr(measure, "_SEEN", {})
+    monkeypatch.setattr(measure, "_read", lambda file: None)
+    monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: "measuring failed: no memory")
+    with fx_fusion.recording() as report:
+        torch.compile(lambda x, w: F.rms_norm(x, (8,), w), backend=rewriting_backend(select="measure"))(torch.randn(4, 8), torch.randn(8))
+    (site,) = report.sites
+    assert site.status == "kept"
+    assert "on CPU Inductor compiles this as well" in site.reason
+    assert "not measured: measuring failed: no memory" in site.reason
