@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,7 +176,7 @@ def rewritten(
     assumptions = Assumptions(gm, allowed=options.speculate)
     sites, deferred = fuse(gm, options, assumptions)
     report.deferred, report.assumes = deferred.names, assumptions.sentences()
-    listening = recordings()
+    listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def exact() -> Compiled:
         known = replace(options, speculate=False)

@@ -7,6 +7,7 @@ skipped while the same tensor comes back unchanged); where it does not hold, the
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fx_fusion.report import Calls, Report, recording_in
 
 Compiled = Callable[..., Any]
+_numbers = itertools.count()
 
 
 class Assumptions:
@@ -93,19 +95,19 @@ def speculate(
 
 
 def compiled_apart(
-    graph: fx.GraphModule, backend: Callable[..., Compiled], reports: Iterable[Report]
+    graph: fx.GraphModule, backend: Callable[..., Compiled], reports: Iterable[weakref.ref[Report]]
 ) -> Compiled:  # fmt: skip
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
     guards and dynamic shapes of its own. What it compiles is added to ``reports``, whenever that is."""
-    listening = [weakref.ref(report) for report in reports]
-
     def forward(*args: Any) -> Any:
         return graph(*args)  # Dynamo skips the code that the graph module was made with while Dynamo ran
 
+    # Dynamo keeps versions, limits and sizes by code object and its name: each graph has its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"graph_without_assumptions_{next(_numbers)}")
     compiled = torch.compile(forward, backend=backend)
 
     def run(*args: Any) -> Any:
-        with recording_in([report for reference in listening if (report := reference()) is not None]):
+        with recording_in([report for reference in reports if (report := reference()) is not None]):
             return compiled(*args)
 
     return run

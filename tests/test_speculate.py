@@ -154,6 +154,26 @@ def test_a_padded_batch_long_after_the_recording():
     assert not later.graphs, "compiled once"
 
 
+def test_more_padded_graphs_than_dynamo_recompiles_a_function():
+    """Every graph has a version of its own: none counts as another's recompilation, or takes its sizes for changing ones."""
+
+    def attention(q, mask):
+        visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+
+    import types
+
+    with fx_fusion.recording() as report:
+        for n in range(4, 16):
+            own = types.FunctionType(attention.__code__.replace(co_name=f"attention_{n}"), attention.__globals__)
+            q, mask = torch.randn(2, 1, n, 8), torch.ones(2, n, dtype=torch.long)
+            mask[0, 2:] = 0
+            torch.testing.assert_close(torch.compile(own, backend=rewriting_backend())(q, mask), attention(q, mask))
+    exact = [g for g in report.graphs if g.instead_of is not None]
+    assert len(exact) == 12
+    assert not any("s" in line.split("[")[1].split("]")[0] for g in exact for line in g.before.splitlines() if ": float32[" in line)
+
+
 def test_padded_batches_of_many_lengths():
     """Compiled for the first length, and for any length from the second on: never once a length, never in eager."""
     eager, ours, compiled = models()
