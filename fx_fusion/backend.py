@@ -43,7 +43,8 @@ from fx_fusion.layouts import without_donated_buffers
 from fx_fusion.op import tell_inductor
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import GraphReport, Site, publish, recordings
-from fx_fusion.rewrite import Editor, keep_results_apart
+from fx_fusion.results_apart import keep_results_apart
+from fx_fusion.rewrite import Editor
 from fx_fusion.sites import Fuel, Placement, find_matches, near_sites
 from fx_fusion.snapshot import snapshot
 from fx_fusion.speculate import Assumptions, compiled_apart, speculate

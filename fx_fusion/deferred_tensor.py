@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from fx_fusion.dtypes import autocast_dtype
 from fx_fusion.errors import StaleTensorError
+from fx_fusion.tensor_methods import ANSWERED, KEPT_LAZY
 
 
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
@@ -212,75 +213,6 @@ def _around(value: Tensor) -> DeferredTensor:
     return tensor
 
 
-_ANSWERED = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_mps",
-        "is_xpu",
-        "is_mkldnn",
-        "is_sparse_csr",
-        "itemsize",
-        "nbytes",
-    )
-} | {
-    getattr(torch.Tensor, name)
-    for name in (
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "stride",
-        "ndimension",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "is_contiguous",
-        "get_device",
-        "__len__",
-        "storage_offset",
-        "is_signed",
-        "is_inference",
-    )
-}
-# What only renames, casts or slices: the result is deferred too.
-_KEPT_LAZY = {
-    getattr(torch.Tensor, name)
-    for name in (
-        "detach",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "to",
-        "type_as",
-        "view",
-        "reshape",
-        "flatten",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "contiguous",
-        "narrow",
-        "select",
-        "__getitem__",
-        "expand",
-    )
-}
-
-
 class DeferredTensor(torch.Tensor):
     """A tensor whose values are computed at first use. Anything but a question about its type computes them."""
 
@@ -358,10 +290,10 @@ class DeferredTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling() or torch._guards.CompileContext.current_compile_id() is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _ANSWERED and args[0]._value is None:
+        if func in ANSWERED and args[0]._value is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
+        if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
             step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
             if step.is_lazy():
                 return DeferredTensor._make(step, step.meta(), args[0].device)
