@@ -42,6 +42,7 @@ class View:
         self.effects = Effects(graph, self.order)
         self.assumptions: Any = None  # what may be assumed and checked at run time; set by the backend
         self.outside: Outside | None = None  # of a checkpointed body: the graph around it; set by the backend
+        self.prover: Any = None  # of its masks, made when the first is asked for
         self.may_defer = False  # whether outputs of this graph may be deferred; set by the backend
         self._terms: dict[fx.Node, Term] = {}
         self._below: dict[fx.Node, fx.Node | None] = {}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fx_fusion.dtypes import autocast_dtype
@@ -53,7 +54,9 @@ class Recipe:
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.versions = [_version(o) for o in self.operands]
         self.family: list[weakref.ref[DeferredTensor]] = []  # in the order in which they were made
+        self.stepped = False  # whether an optimizer has changed an operand since
         self._values: tuple[Tensor, ...] | None = None
+        _WAITING.add(self)
 
     def device(self) -> torch.device:
         return next(o.device for o in self.operands if isinstance(o, Tensor))
@@ -72,7 +75,7 @@ class Recipe:
         """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through
         ``.data``, goes unnoticed.)"""
         for operand, version in zip(self.operands, self.versions, strict=True):
-            if _version(operand) != version:
+            if _version(operand) != version or self.stepped:
                 name = self.names[0]
                 raise StaleTensorError(
                     f"{name} is computed when it is first read, from tensors that must not have changed since the "
@@ -97,15 +100,38 @@ class Recipe:
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
         with torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
-            for member in [tensor for reference in self.family if (tensor := reference()) is not None]:
+            for member in self._members():
                 if member._value is None:
                     member._value = member.source.compute()
+                    member._history = member._value.grad_fn
+            for member in self._members():  # what they were computed from is theirs no more
+                member._source = None
+        self._values = None
+        _WAITING.discard(self)
+
+    def _members(self) -> list[DeferredTensor]:
+        return [tensor for reference in self.family if (tensor := reference()) is not None]
 
     def _autocast(self) -> Any:
         device, dtype, enabled = self.autocast
         if not enabled and autocast_dtype(device) is None:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=dtype, enabled=enabled)
+
+
+_WAITING: weakref.WeakSet[Recipe] = weakref.WeakSet()  # recipes that nobody has read yet
+
+
+def _notice_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write to parameters without telling their version counters."""
+    if not _WAITING:
+        return
+    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for recipe in list(_WAITING):
+        recipe.stepped = recipe.stepped or any(id(operand) in changed for operand in recipe.operands)
+
+
+register_optimizer_step_post_hook(_notice_step)
 
 
 def _version(operand: Any) -> tuple[int, int] | None:
@@ -137,6 +163,7 @@ class _Step:
         self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
         self.recipe: Recipe = below.source.recipe
         self.grad = torch.is_grad_enabled() and func is not torch.Tensor.detach
+        self.inference = torch.is_inference_mode_enabled()
 
     def is_lazy(self) -> bool:
         """No operand is another tensor, and it stays on its device."""
@@ -159,7 +186,7 @@ class _Step:
 
     def compute(self) -> Tensor:
         below = self.below._value if self.below._value is not None else self.below.source.compute()
-        with torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
             return self.func(below, *self.args, **self.kwargs)
 
 
@@ -173,10 +200,20 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: _Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
         ctx.source = source
-        return _unlinked(source, meta, device)
+        tensor = _unlinked(source, meta, device)
+        ctx.tensor = weakref.ref(tensor)
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        tensor = ctx.tensor()
+        value = None if tensor is None else tensor._value
+        if value is not None and (value.grad_fn is not tensor._history or value._backward_hooks):
+            raise RuntimeError(
+                "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
+                "it (a custom autograd.Function): its gradient would be that of the unchanged tensor. Hand that code a "
+                'copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
+            )
         sources = ctx.source.sources()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
@@ -200,7 +237,7 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     )
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     torch._C._set_throw_on_mutable_data_ptr(tensor)
-    tensor._source, tensor._value = source, None
+    tensor._source, tensor._value, tensor._history, tensor._traced = source, None, None, False
     return tensor
 
 
@@ -209,15 +246,17 @@ def _around(value: Tensor) -> DeferredTensor:
     tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         DeferredTensor, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device, requires_grad=False
     )
-    tensor._source, tensor._value = None, value
+    tensor._source, tensor._value, tensor._history, tensor._traced = None, value, None, True
     return tensor
 
 
 class DeferredTensor(torch.Tensor):
     """A tensor whose values are computed at first use. Anything but a question about its type computes them."""
 
-    _source: _Source | None  # None around a fake tensor
+    _source: _Source | None  # None once it is read
     _value: Tensor | None
+    _history: Any  # the grad_fn of the value when it was computed
+    _traced: bool  # stands around a fake tensor, for a compiler
 
     @staticmethod
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:
@@ -237,8 +276,8 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def source(self) -> _Source:
-        """How it is computed."""
-        assert self._source is not None, "a compiler's view of a deferred tensor is not computed"
+        """How it is computed, until it is."""
+        assert self._source is not None, "it was computed already"
         return self._source
 
     def materialize(self) -> Tensor:
@@ -253,7 +292,7 @@ class DeferredTensor(torch.Tensor):
     # it is traced, this class stands around a fake tensor, and does nothing of its own.
     @property
     def _read(self) -> Tensor:
-        if self._source is None:
+        if self._traced:
             assert self._value is not None
             return self._value
         with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
@@ -302,7 +341,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default and args[0]._source is None:
+        if func is torch.ops.aten.detach.default and args[0]._traced:
             return _around(func(args[0]._value))
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -56,8 +56,9 @@ def _forget(code: CodeType, before: set[int]) -> None:
         reset_code(code)
         return
     for entry in entries:
-        if id(entry.guard_manager) not in before:
-            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("captured to be explained"))
+        owner = getattr(entry.guard_manager, "extra_state", None)  # None where another thread has dropped it meanwhile
+        if id(entry.guard_manager) not in before and owner is not None:
+            owner.invalidate(entry, DeletedGuardManagerWrapper("captured to be explained"))
 
 
 def _restore(current: dict[Any, Any], saved: dict[Any, Any]) -> None:

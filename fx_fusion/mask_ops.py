@@ -80,7 +80,14 @@ def _zeros(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 def _full(prover: MaskProver, node: fx.Node) -> sympy.Basic:
     position = 2 if op_name(node) == "new_full" else 1
     filled = prover.at(argument(node, position, "fill_value"), node)
-    return as_predicate(filled, node) if value(node).dtype == torch.bool else as_number(filled)
+    dtype = value(node).dtype
+    if dtype == torch.bool:
+        return as_predicate(filled, node)
+    filled = as_number(filled)
+    if isinstance(filled, sympy.Number) and filled.is_finite and not filled.is_Integer:
+        # As the dtype holds it: an integer truncates, 1e-8 is 0 in float16.
+        filled = sympy.sympify(torch.tensor(float(filled), dtype=torch.float64).to(dtype).tolist())
+    return filled
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Rule:
@@ -195,6 +202,8 @@ def _unsqueeze(prover: MaskProver, node: fx.Node) -> sympy.Basic:
 def _reshape(prover: MaskProver, node: fx.Node) -> sympy.Basic:
     """Adding and removing dims of size 1 only."""
     below = node.args[0]
+    if value(below).dtype != value(node).dtype:
+        raise Opaque(node, f"{node.name} reads the memory of {value(below).dtype} as {value(node).dtype}")
     before = [i for i, s in enumerate(value(below).shape) if not (isinstance(s, int) and s == 1)]
     after = [i for i, s in enumerate(value(node).shape) if not (isinstance(s, int) and s == 1)]
     same = len(before) == len(after) and all(

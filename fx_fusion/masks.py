@@ -12,7 +12,6 @@ then names it, and the caller has to check it at run time.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +55,11 @@ class MaskProof:
     structure: Structure | None = None
 
 
-_PROVERS: weakref.WeakKeyDictionary[View, MaskProver] = weakref.WeakKeyDictionary()
-
-
 def prover_of(view: View) -> MaskProver:
     """The prover of a graph: all who ask about its masks share what is known."""
-    if view not in _PROVERS:
-        _PROVERS[view] = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
-    return _PROVERS[view]
+    if view.prover is None:
+        view.prover = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
+    return view.prover
 
 
 class MaskProver:

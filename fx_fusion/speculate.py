@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fx_fusion.canonicalize import value
 from fx_fusion.report import Calls, Report, recording_in
 
 Compiled = Callable[..., Any]
@@ -104,7 +105,10 @@ def compiled_apart(
 
     # Dynamo keeps versions, limits and sizes by code object and its name: each graph has its own.
     forward.__code__ = forward.__code__.replace(co_name=f"graph_without_assumptions_{next(_numbers)}")
-    compiled = torch.compile(forward, backend=backend)
+    # Sizes that come in as numbers beside tensors: symbolic, as in the graph, or a tensor whose dims the user marked as
+    # dynamic contradicts them.
+    symbolic = any(isinstance(value(n), torch.SymInt) for n in graph.graph.nodes if n.op == "placeholder")
+    compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
 
     def run(*args: Any) -> Any:
         with recording_in([report for reference in reports if (report := reference()) is not None]):

@@ -446,3 +446,92 @@ def test_an_output_that_is_a_view_of_an_input_is_no_deferred_one():
     _, view = torch.compile(function, backend=rewriting_backend())(x, y, like)
     like.fill_(3)
     assert (view == 3).all()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_no_step_of_an_optimizer_goes_unnoticed(optimizer, fused, pair):
+    """Fused ones do not touch the version counters of the parameters that they change."""
+    _, model = pair
+    step = optimizer(model.parameters(), 0.1, fused=fused)
+    read, unread = (model(input_ids=ids, labels=ids) for _ in range(2))
+    before = read.logits.detach() + 0
+    (read.loss + unread.loss).backward()
+    step.step()
+    torch.testing.assert_close(read.logits.detach() + 0, before)
+    with pytest.raises(fx_fusion.StaleTensorError, match="optimizer step"):
+        unread.logits + 1
+
+
+@pytest.mark.parametrize("name", ["double", "slice"])
+def test_read_under_inference_mode_and_differentiated_later(name, pair):
+    """A metric in inference mode, then a second loss: the cast or view still has its gradient."""
+    made = []
+    for model in pair:
+        out = model(input_ids=ids, labels=ids)
+        y = out.logits.double() if name == "double" else out.logits[:, :-1]
+        with torch.inference_mode():
+            y.argmax(-1)
+        (out.loss + y.logsumexp(-1).pow(2).mean()).backward()
+        made.append(model.lm_head.weight.grad)
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-6)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * ctx.saved_tensors[0] * dy
+
+
+CHANGES = {
+    "product": lambda z: z.mul_(3), "view": lambda z: z[:, :2].mul_(3), "hook": lambda z: z.register_hook(lambda d: d * 0),
+    "detached": lambda z: z.detach_(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_custom_function_of_changed_logits_is_never_wrong(name, deferred):
+    """It differentiates without reading: the gradient is eager's, or there is one clear error."""
+    x, (_, expected), (_, z) = deferred
+    CHANGES[name](z)
+    with pytest.raises(RuntimeError, match="changed in place, or given a hook"):
+        torch.autograd.grad(Squares.apply(z), head.weight)
+    CHANGES[name](expected)
+    ours, theirs = (torch.autograd.grad(Squares.apply(t * 1) + head.weight.sum(), head.weight)[0] for t in (z, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_read_keeps_nothing_of_the_graph_alive():
+    """A logger that keeps a detached slice a step keeps that, not the activations in front of it."""
+    import weakref
+
+    kept, graphs = [], []
+
+    class Token(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.token = type("Token", (), {})()
+            graphs.append(weakref.ref(ctx.token))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    def function(x, y):
+        z = head(x.tanh())
+        return torch.nn.functional.cross_entropy(z, y), z
+
+    compiled = torch.compile(function, backend=rewriting_backend())
+    for _ in range(3):
+        loss, z = compiled(Token.apply(torch.randn(4, 8, requires_grad=True)), torch.randint(0, 33, (4,)))
+        d = z.detach()
+        d.sum()
+        kept.append(d)
+        del loss, z, d
+    assert not any(g() is not None for g in graphs)

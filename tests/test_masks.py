@@ -328,3 +328,33 @@ def test_sizes_are_still_positive():
             compiled(q[:, :, :n], k[:, :, :n], v[:, :, :n])
     report.assert_fused(causal_mask=1)
     assert len(report.graphs) == 1
+
+
+STORED = {
+    "truncated": lambda n: torch.full((n, n), 0.5, dtype=torch.long) > 0,
+    "rounded to nothing": lambda n: torch.full((n, n), 1e-8, dtype=torch.float16) > 0,
+    "another reading": lambda n: torch.ones(n, n, dtype=torch.int32).view(torch.float32) > 0.5,
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_a_dtype_holds_counts(name):
+    def attention(q):
+        n = q.shape[2]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=STORED[name](n) | torch.ones(n, n, dtype=torch.bool).tril())
+
+    found, _ = rewritten(attention, q)
+    torch.testing.assert_close(found, attention(q))
+
+
+def test_proofs_are_forgotten_with_their_graph():
+    import gc
+
+    from fx_fusion.masks import MaskProver
+
+    for _ in range(3):
+        torch._dynamo.reset()
+        rewritten(attend(CAUSAL["tril"]), q, k, v)
+    torch._dynamo.reset()
+    gc.collect()
+    assert sum(type(item) is MaskProver for item in gc.get_objects()) <= 2

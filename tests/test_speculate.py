@@ -174,6 +174,23 @@ def test_more_padded_graphs_than_dynamo_recompiles_a_function():
     assert not any("s" in line.split("[")[1].split("]")[0] for g in exact for line in g.before.splitlines() if ": float32[" in line)
 
 
+def test_marked_dims_and_the_first_batch_padded():
+    """The sizes come in as numbers beside tensors that are marked: they are symbolic in both versions."""
+
+    def attention(x, mask):
+        q = x.view(x.shape[0], x.shape[1], 2, 8).transpose(1, 2)
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+
+    compiled = torch.compile(attention, backend=rewriting_backend())
+    for length in (8, 11, 9):
+        x, mask = torch.randn(3, length, 16), torch.ones(3, length, dtype=torch.long)
+        mask[0, 5:] = 0
+        for tensor in (x, mask):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        torch.testing.assert_close(compiled(x, mask), attention(x, mask))
+
+
 def test_padded_batches_of_many_lengths():
     """Compiled for the first length, and for any length from the second on: never once a length, never in eager."""
     eager, ours, compiled = models()
