@@ -18,8 +18,9 @@ from fx_fusion.report import Report, recording
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Capture ``model(*args, **kwargs)``, rewrite its graphs, run them eagerly once, and return the report.
 
-    Nothing is compiled by Inductor and nothing is kept: the model, its parameters, its compiled versions and Dynamo's
-    caches stay as they are, however often this is called. Gradients are not computed.
+    Nothing is compiled by Inductor and nothing is kept: the parameters, compiled versions and Dynamo's caches stay as they
+    are, however often this is called. The model runs once, with what that does to its buffers (BatchNorm in training), to
+    random numbers and to arguments that it writes to. Gradients are not computed. Not for several threads at once.
 
     Args:
         model: a module or function.
