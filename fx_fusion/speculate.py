@@ -7,6 +7,7 @@ skipped while the same tensor comes back unchanged); where it does not hold, the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -110,8 +111,13 @@ def compiled_apart(
     symbolic = any(isinstance(value(n), torch.SymInt) for n in graph.graph.nodes if n.op == "placeholder")
     compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
 
+    called: list[bool] = []
+
     def run(*args: Any) -> Any:
-        with recording_in([report for reference in reports if (report := reference()) is not None]):
+        # The first call compiles what the user's first call would have: no recompilation for a stance to refuse.
+        stance: Any = contextlib.nullcontext() if called else torch.compiler.set_stance("default")
+        called.append(True)
+        with stance, recording_in([report for reference in reports if (report := reference()) is not None]):
             return compiled(*args)
 
     return run

@@ -174,6 +174,16 @@ def test_more_padded_graphs_than_dynamo_recompiles_a_function():
     assert not any("s" in line.split("[")[1].split("]")[0] for g in exact for line in g.before.splitlines() if ": float32[" in line)
 
 
+def test_a_stance_that_refuses_recompilations():
+    """Serving: warmed up without padding. The padded version is compiled late, and is no recompilation of the user's."""
+    eager, ours, compiled = models()
+    same_step(eager, ours, compiled, ones)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        same_step(eager, ours, compiled, padded)
+        with pytest.raises(RuntimeError, match="recompile"):
+            compiled(input_ids=ids[:, :7], attention_mask=ones[:, :7], labels=ids[:, :7])
+
+
 def test_marked_dims_and_the_first_batch_padded():
     """The sizes come in as numbers beside tensors that are marked: they are symbolic in both versions."""
 
