@@ -15,6 +15,7 @@ from fx_fusion.dtypes import keeps_values, name
 from fx_fusion.effects import entered
 from fx_fusion.fusion import Fusion
 from fx_fusion.match import Match
+from fx_fusion.terms import same_shape
 
 
 def why_not(fusion: Fusion, match: Match, view: View) -> str | None:
@@ -53,13 +54,11 @@ def has_the_shapes_of_its_pattern(fusion: Fusion, match: Match, view: View) -> s
     """Every view of the match has the shape that the pattern gives it for these inputs: one view is not another."""
     if match.pattern is None or match.views_read or not match.pattern.reads_shapes:
         return None
-    wanted = match.pattern.shapes({n: value(match.inputs[n]) for n in match.pattern.parameters})
+    wanted = match.pattern.values({n: value(match.inputs[n]) for n in match.pattern.parameters})
     for node, term in match.pairs.items():
         found = value(term)
-        if len(found.shape) != len(wanted[node]) or not all(
-            statically_known_true(a == b) for a, b in zip(found.shape, wanted[node], strict=True)
-        ):
-            return f"{term.op} makes shape {tuple(found.shape)}; the pattern's makes {tuple(wanted[node])}"
+        if not same_shape(found, wanted[node]):
+            return f"{term.op} makes shape {tuple(found.shape)}; the pattern's makes {tuple(wanted[node].shape)}"
     return None
 
 

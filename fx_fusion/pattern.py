@@ -86,12 +86,12 @@ class Pattern:
             )
         return self._policies[key]
 
-    def shapes(self, examples: Mapping[str, Any]) -> dict[fx.Node, tuple[Any, ...]]:
-        """The shapes of the pattern's tensors for the inputs of a match."""
+    def values(self, examples: Mapping[str, Any]) -> dict[fx.Node, torch.Tensor]:
+        """The pattern's tensors, fake, for the inputs of a match."""
         fake_mode = next(t.fake_mode for t in examples.values() if isinstance(t, FakeTensor))
         env = fake_mode.shape_env
         with fake_mode, torch.no_grad(), contextlib.nullcontext() if env is None else env.suppress_guards():
-            return _Recorder(self.graph).shapes_with(examples)
+            return _Recorder(self.graph).values_with(examples)
 
     def _output_nodes(self) -> tuple[fx.Node, ...]:
         out = next(n for n in self.graph.nodes if n.op == "output").args[0]
@@ -121,24 +121,24 @@ class Pattern:
 class _Recorder(fx.Interpreter):
     def __init__(self, graph: fx.Graph):
         super().__init__(torch.nn.Module(), graph=graph)
-        self.shapes: dict[fx.Node, tuple[Any, ...]] | None = None
+        self.values: dict[fx.Node, torch.Tensor] | None = None
 
     def run_with(self, arguments: Mapping[str, Any]) -> None:
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         self.run(*(arguments[str(name)] for name in names))
 
-    def shapes_with(self, arguments: Mapping[str, Any]) -> dict[fx.Node, tuple[Any, ...]]:
+    def values_with(self, arguments: Mapping[str, Any]) -> dict[fx.Node, torch.Tensor]:
         """Run without changing the examples of the pattern's own sizes."""
-        self.shapes = {}
+        self.values = {}
         self.run_with(arguments)
-        return self.shapes
+        return self.values
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if self.shapes is None:
+        if self.values is None:
             n.meta["example_value"] = result
         elif isinstance(result, torch.Tensor):
-            self.shapes[n] = tuple(result.shape)
+            self.values[n] = result
         return result
 
 

@@ -157,7 +157,7 @@ def _below_views(view: View, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
 
 def _apart(view: View, a: fx.Node, b: fx.Node, nodes: set[fx.Node]) -> None:
     """The nodes of ``a``, which has the value of ``b``, that are none of b's."""
-    if a is b or view.same_source(a, b):
+    if view.same_source(a, b):
         return
     one, other = view.term(a), view.term(b)
     nodes.update(one.nodes)
