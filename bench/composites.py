@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.patterns import rope
 from fx_fusion.patterns.evonorm_s0 import swish_over_group_deviation
 

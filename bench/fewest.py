@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fx_fusion.fusion import Fusion
-from fx_fusion.tables import evaluate
+from fx_fusion.cost.table import evaluate
+from fx_fusion.fusion.declaration import Fusion
 
 _GATHERED = {"embedding": ("weight", "ids")}  # read where an index points at it: each such row once
 

@@ -3,8 +3,8 @@ rows, images or tokens is measured without a line here; and the cases that it de
 
 from __future__ import annotations
 
-from fx_fusion.fusion import Case, Fusion, case
-from fx_fusion.registry import all_fusions
+from fx_fusion.fusion.declaration import Case, Fusion, case
+from fx_fusion.fusion.registry import all_fusions
 
 ROWS = (
     (128, 768), (1024, 1024), (2048, 768), (2048, 4096), (4096, 2048), (8192, 8192), (16384, 1024), (16384, 2048),

@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fx_fusion  # noqa: F401  registers the backend
 from bench.process import environment
-from fx_fusion.timing import call_ms, copy_rate
+from fx_fusion.cost.timing import call_ms, copy_rate
 
 SHAPES = (
     (128256, 2048),

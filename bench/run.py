@@ -29,11 +29,11 @@ from bench.fewest import fewest_bytes
 from bench.grid import cases_of
 from bench.peers import liger
 from bench.process import environment
-from fx_fusion import timing
-from fx_fusion.fusion import Case, Fusion
-from fx_fusion.pattern import reference_of
-from fx_fusion.registry import all_fusions
-from fx_fusion.tables import why_slower_for
+from fx_fusion.cost import timing
+from fx_fusion.cost.table import why_slower_for
+from fx_fusion.fusion.declaration import Case, Fusion
+from fx_fusion.fusion.pattern import reference_of
+from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.testing import eager_nearby, make_inputs, run, run_oracle, worst_excess
 
 Row = dict[str, Any]

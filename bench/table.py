@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-import fx_fusion.tables as tables
-from fx_fusion.registry import all_fusions
+import fx_fusion.cost.table as tables
+from fx_fusion.fusion.registry import all_fusions
 
 # It is there for the memory; 0.98 to 1.31 of Inductor's speed wherever it applies.
 _NOT_BY_CELL = ("linear_cross_entropy",)

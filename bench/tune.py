@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from fx_fusion import timing
+from fx_fusion.cost import timing
 from fx_fusion.kernels import (
     channel_norm,
     embedding,
@@ -34,7 +34,7 @@ from fx_fusion.kernels import (
     rope,
     row_norm,
 )
-from fx_fusion.kernels.launch import cdiv, next_power_of_2
+from fx_fusion.kernels.lib.launch import cdiv, next_power_of_2
 from fx_fusion.testing import zipf
 
 Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it

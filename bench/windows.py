@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fx_fusion
 from bench.process import environment
-from fx_fusion.timing import device_ms
+from fx_fusion.cost.timing import device_ms
 
 Mask = Callable[[Tensor], Tensor]  # of position ids (b, s)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.table import cells
-from fx_fusion.tables import TOLERANCE, Cell, nearest_of
+from fx_fusion.cost.table import TOLERANCE, Cell, nearest_of
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ print(report)
 from typing import Any
 
 from fx_fusion.errors import DeclarationError, FusionError, OptionError, StaleTensorError
-from fx_fusion.report import Report, Site, recording
+from fx_fusion.report.report import Report, Site, recording
 
 __all__ = [
     "DeclarationError",

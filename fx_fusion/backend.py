@@ -22,32 +22,32 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._inductor.compile_fx import compile_fx
 
-from fx_fusion import debug
-from fx_fusion.bodies import link_bodies
-from fx_fusion.cache_key import config_patches
-from fx_fusion.canonicalize import View
-from fx_fusion.changing_floats import keep_tensors, without_caches
-from fx_fusion.deferred import (
+from fx_fusion.errors import FusionError, OptionError
+from fx_fusion.graph.bodies import link_bodies
+from fx_fusion.graph.snapshot import snapshot
+from fx_fusion.graph.view import View
+from fx_fusion.inductor.cache_key import config_patches
+from fx_fusion.ops.fused_op import tell_inductor
+from fx_fusion.ops.layouts import without_donated_buffers
+from fx_fusion.options import Options, inductors_own, parse
+from fx_fusion.pipeline import Fuel, Placement, find_matches, near_sites
+from fx_fusion.report import trace as debug
+from fx_fusion.report.diff import text
+from fx_fusion.report.report import GraphReport, Site, publish, recordings
+from fx_fusion.rewrite.deferral import (
     DeferredOutputs,
     activation_positions,
     defer_outputs,
     read_deferred_examples,
     read_deferred_inputs,
 )
-from fx_fusion.deferred_tensor import without_saved_tensor_hooks
-from fx_fusion.diff import text
-from fx_fusion.errors import FusionError, OptionError
-from fx_fusion.graph_breaks import why_it_ends
-from fx_fusion.kernel_accesses import remember_accesses
-from fx_fusion.layouts import without_donated_buffers
-from fx_fusion.op import tell_inductor
-from fx_fusion.options import Options, inductors_own, parse
-from fx_fusion.report import GraphReport, Site, publish, recordings
-from fx_fusion.results_apart import keep_results_apart
-from fx_fusion.rewrite import Editor
-from fx_fusion.sites import Fuel, Placement, find_matches, near_sites
-from fx_fusion.snapshot import snapshot
-from fx_fusion.speculate import Assumptions, compiled_apart, speculate
+from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.foreach_floats import keep_tensors, without_caches
+from fx_fusion.rewrite.results_apart import keep_results_apart
+from fx_fusion.runtime.deferred_tensor import without_saved_tensor_hooks
+from fx_fusion.runtime.speculate import Assumptions, compiled_apart, speculate
+from fx_fusion.torch_internals.graph_breaks import why_it_ends
+from fx_fusion.torch_internals.kernel_accesses import remember_accesses
 
 Compiled = Callable[..., Any]
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]

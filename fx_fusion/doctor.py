@@ -8,8 +8,8 @@ import torch
 import triton
 from rich.console import Console
 
-from fx_fusion.op import interpreting
-from fx_fusion.registry import all_fusions
+from fx_fusion.fusion.registry import all_fusions
+from fx_fusion.ops.fused_op import interpreting
 
 COMPILERS = ("g++", "clang++", "c++")
 

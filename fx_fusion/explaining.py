@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from fx_fusion.backend import compile_graph
-from fx_fusion.dynamo_traces import APART, leaving_no_trace
 from fx_fusion.options import Options, parse
-from fx_fusion.report import Report, recording
+from fx_fusion.report.report import Report, recording
+from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:

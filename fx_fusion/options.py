@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from fx_fusion import registry
 from fx_fusion.errors import OptionError, nearest
+from fx_fusion.fusion import registry
 
 SELECT = ("auto", "measure", "always", "never")
 _OURS: dict[str, tuple[type, str]] = {

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from fx_fusion.backend import compile_graph
-from fx_fusion.fusion import Case, Fusion
-from fx_fusion.legality import may_be_broadcast
+from fx_fusion.fusion.declaration import Case, Fusion
+from fx_fusion.fusion.legality import may_be_broadcast
 from fx_fusion.options import Options, parse
 
 

@@ -1,6 +1,6 @@
 """Attention under a mask with a structure: FlexAttention over the blocks that the mask shows.
 
-The mask is ``low <= q - k <= high and label[q] == label[k]`` (``fx_fusion.mask_structure``). Which blocks of 128 queries
+The mask is ``low <= q - k <= high and label[q] == label[k]`` (``fx_fusion.graph.masks``). Which blocks of 128 queries
 and 128 keys show nothing, something or everything follows from the first and last position of a block and from the
 smallest and largest label in it: (s/128)² comparisons, however long the sequence, and no mask of s² elements. A block
 that may show something is visited and its elements are tested one by one, so the bound need not be tight.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
 from torch.nn.attention.flex_attention import BlockMask
 
-from fx_fusion.op import plain_function
+from fx_fusion.ops.fused_op import plain_function
 
 BLOCK = 128
 # What the operator's lowering expects to be told. Every query sees itself, but not in every block that is visited.

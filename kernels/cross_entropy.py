@@ -2,8 +2,8 @@
 
 import torch
 
-from fx_fusion.kernels.logit_rows import launch_rows
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.logits.logit_rows import launch_rows
+from fx_fusion.ops.fused_op import fused_op
 
 
 def _fwd(logits, target, weight, ignore_index, label_smoothing, softcap, scale):

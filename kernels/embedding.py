@@ -21,8 +21,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
-from fx_fusion.op import interpreting, plain_op, register_autograd, trace_launches
+from fx_fusion.kernels.lib.launch import cdiv, launch, next_power_of_2
+from fx_fusion.ops.fused_op import interpreting, plain_op, register_autograd, trace_launches
 
 _GROUP = tl.constexpr(16)  # pieces that are added up before they are added to others
 _GROUPED = 4096  # rows from which on that pays

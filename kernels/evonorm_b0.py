@@ -19,10 +19,10 @@ Source     Liu et al. 2020, arXiv:2004.02967, table 2 (B0).
 
 import torch
 
-from fx_fusion.kernels import evonorm_b0_by_channel as by_channel
-from fx_fusion.kernels import evonorm_b0_by_tile as by_tile
-from fx_fusion.kernels.images import as_images, empty_images
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.lib.image_tiles import as_images, empty_images
+from fx_fusion.kernels.norms import evonorm_b0_by_channel as by_channel
+from fx_fusion.kernels.norms import evonorm_b0_by_tile as by_tile
+from fx_fusion.ops.fused_op import fused_op
 
 
 def _fwd(x, v, weight, bias, running_var, eps):

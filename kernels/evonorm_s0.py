@@ -2,10 +2,10 @@
 
 import torch
 
-from fx_fusion.kernels.channel_norm import norm_bwd, norm_fwd
-from fx_fusion.kernels.images import empty_images
-from fx_fusion.kernels.norm_formulas import EVONORM_S0
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.lib.image_tiles import empty_images
+from fx_fusion.kernels.norms.group_norm_dispatch import norm_bwd, norm_fwd
+from fx_fusion.kernels.norms.group_norm_math import EVONORM_S0
+from fx_fusion.ops.fused_op import fused_op
 
 
 def _fwd(x, groups, v, weight, bias, eps, correction):

@@ -25,10 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.divisibility import multiple, unit_of
-from fx_fusion.kernels.fast_math import sigmoid
-from fx_fusion.kernels.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.lib.divisibility import multiple, unit_of
+from fx_fusion.kernels.lib.fast_math import sigmoid
+from fx_fusion.kernels.lib.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
+from fx_fusion.ops.fused_op import fused_op
 
 WIDEST = 16384
 

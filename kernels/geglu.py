@@ -2,8 +2,8 @@
 
 import torch
 
-from fx_fusion.kernels.glu import glu_bwd, glu_fwd
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.lib.glu import glu_bwd, glu_fwd
+from fx_fusion.ops.fused_op import fused_op
 
 geglu = fused_op(
     "geglu",

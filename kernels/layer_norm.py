@@ -2,8 +2,8 @@
 
 import torch
 
-from fx_fusion.kernels.row_norm import empty_stats, norm_bwd, norm_fwd, result_dtype
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.norms.row_norm import empty_stats, norm_bwd, norm_fwd, result_dtype
+from fx_fusion.ops.fused_op import fused_op
 
 
 def _fwd(x, weight, bias, eps, round_first):

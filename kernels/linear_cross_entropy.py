@@ -18,8 +18,8 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 import torch
 from torch import Tensor
 
-from fx_fusion.kernels.logit_chunks import each_chunk
-from fx_fusion.op import plain_op, register_autograd
+from fx_fusion.kernels.logits.logit_chunks import each_chunk
+from fx_fusion.ops.fused_op import plain_op, register_autograd
 
 
 def _coefficient(target, class_weight, reduction: str, ignore_index: int) -> Tensor:

@@ -9,8 +9,8 @@ Source     Milakov and Gimelshein 2018, arXiv:1805.02867; the entropy is one mor
 
 import torch
 
-from fx_fusion.kernels.logit_rows import NO_IGNORE, launch_rows
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.logits.logit_rows import NO_IGNORE, launch_rows
+from fx_fusion.ops.fused_op import fused_op
 
 
 def _fwd(logits, target, softcap, scale):

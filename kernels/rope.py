@@ -26,8 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.launch import cdiv, launch, next_power_of_2
-from fx_fusion.op import interpreting, plain_op, register_autograd, trace_launches
+from fx_fusion.kernels.lib.launch import cdiv, launch, next_power_of_2
+from fx_fusion.ops.fused_op import interpreting, plain_op, register_autograd, trace_launches
 
 STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
 

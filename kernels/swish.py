@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.divisibility import multiple, unit_of
-from fx_fusion.kernels.glu import activation
-from fx_fusion.kernels.launch import cdiv, launch
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.lib.divisibility import multiple, unit_of
+from fx_fusion.kernels.lib.glu import activation
+from fx_fusion.kernels.lib.launch import cdiv, launch
+from fx_fusion.ops.fused_op import fused_op
 
 _BLOCK = 2048
 

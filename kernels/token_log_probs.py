@@ -14,10 +14,10 @@ Source     entropy within the online softmax: one more sum a lane.
 
 import torch
 
-from fx_fusion.kernels.launch import refuse_tracing
-from fx_fusion.kernels.logit_chunks import each_chunk
-from fx_fusion.kernels.logit_rows import NO_IGNORE
-from fx_fusion.op import fused_op
+from fx_fusion.kernels.lib.launch import refuse_tracing
+from fx_fusion.kernels.logits.logit_chunks import each_chunk
+from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
+from fx_fusion.ops.fused_op import fused_op
 
 
 def _chunks(x, lm_head, bias, target, softcap, scale, dlogp=None, dentropy=None, needs=(False, False, False)):

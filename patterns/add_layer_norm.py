@@ -1,10 +1,10 @@
 """``h = x + residual; y = layer_norm(h)``, both used -> kernels/add_layer_norm.py."""
 
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import unlike_sum
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import unlike_sum
+from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.add_layer_norm import add_layer_norm
 from fx_fusion.patterns import layer_norm
-from fx_fusion.sizes import too_small
 
 
 def behind_an_add(norm):

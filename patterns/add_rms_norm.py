@@ -1,11 +1,11 @@
 """``h = x + residual; y = rms_norm(h)``, both used -> kernels/add_rms_norm.py."""
 
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import unlike_sum
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import unlike_sum
+from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt
 from fx_fusion.patterns.rms_norm import guard as norm_guard
-from fx_fusion.sizes import too_small
 
 
 def add_then_norm(x, residual, weight, eps, offset, round_first):

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion import signatures
-from fx_fusion.canonicalize import View, is_tensor, value
-from fx_fusion.dtypes import computed_in, keeps_values
-from fx_fusion.effects import entered
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.masks import MaskProof, MaskProver, prover_of
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.reading import NotThis, binary
-from fx_fusion.rewrite import Editor, Mismatch
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph import signatures
+from fx_fusion.graph.dtypes import computed_in, keeps_values
+from fx_fusion.graph.effects import entered
+from fx_fusion.graph.masks.prover import MaskProof, MaskProver, prover_of
+from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.graph.walk import NotThis, binary
+from fx_fusion.rewrite.editor import Editor, Mismatch
 
 _PRODUCTS = ("matmul", "bmm")
 

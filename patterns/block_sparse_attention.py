@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.bodies import carried_in
-from fx_fusion.canonicalize import View, is_tensor
-from fx_fusion.canonicalize import value as example
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.bodies import carried_in
+from fx_fusion.graph.masks.prover import MaskProof, prover_of
+from fx_fusion.graph.masks.structure import Label, Structure
+from fx_fusion.graph.size_hints import expected
+from fx_fusion.graph.view import View, is_tensor
+from fx_fusion.graph.view import value as example
+from fx_fusion.graph.walk import attention_calls
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, visible_blocks
-from fx_fusion.mask_structure import Label, Structure
-from fx_fusion.masks import MaskProof, prover_of
-from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.repeat_kv import chain, repeated
-from fx_fusion.reading import attention_calls
-from fx_fusion.rewrite import Editor, Mismatch, differs
-from fx_fusion.sizes import expected
+from fx_fusion.rewrite.editor import Editor, Mismatch, differs
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SCORES = 2**25  # 0.88 of Inductor's speed at 2^19 and 2^21, 1.09 at 2^25, more from there on

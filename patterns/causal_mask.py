@@ -1,7 +1,7 @@
 """An attention mask that hides exactly k > q -> ``is_causal=True``; one that hides nothing -> no mask.
 
 With an explicit mask, scaled_dot_product_attention leaves its causal kernels (3.1-3.5 times slower on H200, forward and
-backward, bfloat16). The mask is proved, not guessed: see ``fx_fusion.masks``.
+backward, bfloat16). The mask is proved, not guessed: see ``fx_fusion.graph.masks.prover``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, is_tensor
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.masks import MaskProof, prover_of
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.reading import attention_calls
-from fx_fusion.rewrite import Editor
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.masks.prover import MaskProof, prover_of
+from fx_fusion.graph.view import View, is_tensor
+from fx_fusion.graph.walk import attention_calls
+from fx_fusion.rewrite.editor import Editor
 
 
 def attention_with_mask(query, key, value):

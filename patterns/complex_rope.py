@@ -12,14 +12,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.canonicalize import View, is_tensor, same_shape, value
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.size_hints import too_small
+from fx_fusion.graph.view import View, is_tensor, same_shape, value
+from fx_fusion.graph.walk import NotThis, binary, source_of
 from fx_fusion.kernels.rope import rope
-from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.rope import keeps_layout
-from fx_fusion.reading import NotThis, binary, source_of
-from fx_fusion.rewrite import Editor, insertion_point
-from fx_fusion.sizes import too_small
+from fx_fusion.rewrite.editor import Editor, insertion_point
 
 
 def rotated_as_complex(q, freqs, out):

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, value
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.size_hints import expected, too_small
+from fx_fusion.graph.view import View, value
 from fx_fusion.kernels.cross_entropy import cross_entropy
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.loss_site import LossSite, find_losses, read_logits, rows_of, shaped_as, slice_below
-from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import expected, too_small
+from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, rows_of, shaped_as, slice_below
+from fx_fusion.rewrite.editor import Editor
 
 
 def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, scale):

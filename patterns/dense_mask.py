@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion import signatures
-from fx_fusion.canonicalize import View, is_tensor
-from fx_fusion.canonicalize import value as example
-from fx_fusion.dtypes import computed_in
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.masks import MaskProof, prover_of
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.reading import NotThis, attention_calls, binary
-from fx_fusion.rewrite import Editor
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph import signatures
+from fx_fusion.graph.dtypes import computed_in
+from fx_fusion.graph.masks.prover import MaskProof, prover_of
+from fx_fusion.graph.view import View, is_tensor
+from fx_fusion.graph.view import value as example
+from fx_fusion.graph.walk import NotThis, attention_calls, binary
+from fx_fusion.rewrite.editor import Editor
 
 _MOVES = ("permute", "transpose", "unsqueeze", "squeeze", "getitem", "view", "reshape", "expand", "contiguous")
 

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion import signatures
-from fx_fusion.canonicalize import View, is_tensor, value
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph import signatures
+from fx_fusion.graph.size_hints import trained
+from fx_fusion.graph.view import View, is_tensor, value
 from fx_fusion.kernels.embedding import embedding
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import trained
+from fx_fusion.rewrite.editor import Editor
 
 NO_PADDING = -1
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fx_fusion.canonicalize import View, is_scalar, is_tensor, value
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import too_many_positions, wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import too_many_positions, wrong_dtype
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.size_hints import too_small
+from fx_fusion.graph.view import View, is_scalar, is_tensor, value
+from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.kernels.evonorm_b0 import evonorm_b0
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.evonorm_site import (
+from fx_fusion.patterns.sites.evonorm import (
     affine_end,
     casts_to,
     computed_in,
@@ -25,8 +27,6 @@ from fx_fusion.patterns.evonorm_site import (
     other_operand,
     per_channel,
 )
-from fx_fusion.reading import NotThis, binary
-from fx_fusion.sizes import too_small
 
 
 def over_larger_deviation(x, v, weight, bias, running_var, eps):

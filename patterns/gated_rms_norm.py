@@ -8,12 +8,12 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import same_shape, value
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import unlike_shapes, wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import unlike_shapes, wrong_dtype
+from fx_fusion.fusion.matcher import Match
+from fx_fusion.graph.size_hints import expected, too_small
+from fx_fusion.graph.view import same_shape, value
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
-from fx_fusion.match import Match
-from fx_fusion.sizes import expected, too_small
 
 
 def gated(x, gate, weight, eps, before, silu, round_first, groups):

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.kernels.geglu import geglu
 from fx_fusion.patterns.swiglu import guard as glu_guard
 

@@ -2,10 +2,10 @@
 
 import torch.nn.functional as F
 
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import mixed_on_cpu, too_many_positions, wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import mixed_on_cpu, too_many_positions, wrong_dtype
+from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.group_norm import group_norm
-from fx_fusion.sizes import too_small
 
 VARIANTS: tuple[dict[str, None], ...] = ({}, {"weight": None, "bias": None})
 

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from fx_fusion.fusion import Fusion
+from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.kernels.group_norm_swish import group_norm_swish
 from fx_fusion.patterns import group_norm
 

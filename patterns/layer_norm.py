@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import mixed_on_cpu, wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import mixed_on_cpu, wrong_dtype
+from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.layer_norm import layer_norm
-from fx_fusion.sizes import too_small
 
 # round_first: the normalised value is cast to x's dtype before the weight (DeBERTa); otherwise one cast at the end.
 VARIANTS = (

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View, value
-from fx_fusion.deferred import deferrable_outputs
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.view import View, value
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
-from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
-from fx_fusion.patterns.entropy_site import entropy_of
-from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
-from fx_fusion.patterns.loss_site import LossSite, find_losses, shaped_as
-from fx_fusion.rewrite import Editor
+from fx_fusion.patterns.sites.entropy import entropy_of
+from fx_fusion.patterns.sites.head import Head, head_of, operands, why_again, why_small
+from fx_fusion.patterns.sites.loss import LossSite, find_losses, shaped_as
+from fx_fusion.rewrite.deferral import deferrable_outputs
+from fx_fusion.rewrite.editor import Editor
 
 
 def linear_then_loss(

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import torch
 
-from fx_fusion.canonicalize import View
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.log_probs_entropy import log_probs_entropy
-from fx_fusion.match import Match, NearMiss
 from fx_fusion.patterns import cross_entropy
-from fx_fusion.patterns.entropy_site import EntropySite, first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.loss_site import LossSite, read_logits, rows_of, slice_below
-from fx_fusion.rewrite import Editor
+from fx_fusion.patterns.sites.entropy import EntropySite, first_root, losses_with_entropy, replaced
+from fx_fusion.patterns.sites.loss import LossSite, read_logits, rows_of, slice_below
+from fx_fusion.rewrite.editor import Editor
 
 
 def of_logits(logits, target, softcap, scale):

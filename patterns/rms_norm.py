@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.rms_norm import rms_norm
-from fx_fusion.sizes import too_small
 
 # round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
 # the last cast (Gemma with offset 1, OLMo-2 with offset 0).

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.canonicalize import View, value
-from fx_fusion.fusion import Fusion, case
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.legality import why_not
+from fx_fusion.fusion.matcher import Match
+from fx_fusion.graph.size_hints import too_small, trained
+from fx_fusion.graph.view import View, value
 from fx_fusion.kernels.rope import rope
-from fx_fusion.legality import why_not
-from fx_fusion.match import Match
-from fx_fusion.rewrite import Editor
-from fx_fusion.sizes import too_small, trained
+from fx_fusion.rewrite.editor import Editor
 
 
 def rotated(q, cos, sin, style, out, upcast):

@@ -2,8 +2,8 @@
 
 import torch.nn.functional as F
 
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.kernels.swish import swish
 
 

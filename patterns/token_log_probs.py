@@ -11,17 +11,17 @@ from collections.abc import Iterator
 
 import torch.nn.functional as F
 
-from fx_fusion.canonicalize import View
-from fx_fusion.deferred import deferrable_outputs
-from fx_fusion.fusion import Fusion, case
-from fx_fusion.guards import wrong_dtype
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.token_log_probs import token_log_probs
-from fx_fusion.match import Match, NearMiss
-from fx_fusion.patterns.entropy_site import EntropySite, first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.head_site import Head, head_of, operands, why_again, why_small
 from fx_fusion.patterns.log_probs_entropy import of_logits
-from fx_fusion.patterns.loss_site import LossSite
-from fx_fusion.rewrite import Editor
+from fx_fusion.patterns.sites.entropy import EntropySite, first_root, losses_with_entropy, replaced
+from fx_fusion.patterns.sites.head import Head, head_of, operands, why_again, why_small
+from fx_fusion.patterns.sites.loss import LossSite
+from fx_fusion.rewrite.deferral import deferrable_outputs
+from fx_fusion.rewrite.editor import Editor
 
 
 def log_probs_and_entropy(x, lm_head, bias, target, softcap, scale):

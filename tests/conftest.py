@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 
-from fx_fusion.op import interpreting
+from fx_fusion.ops.fused_op import interpreting
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(2)

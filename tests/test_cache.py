@@ -84,7 +84,7 @@ def test_hits_and_misses(checkout):
     assert doubled["hit"] == 0, "another backward formula"
     assert doubled["gradient"] == pytest.approx(2 * cold["gradient"], rel=1e-5)
 
-    edit(checkout / "kernels" / "row_norm.py", "_WHOLE_ROW = 16384", "_WHOLE_ROW = 8192")
+    edit(checkout / "kernels" / "norms" / "row_norm.py", "_WHOLE_ROW = 16384", "_WHOLE_ROW = 8192")
     assert run(checkout)["hit"] == 0, "another kernel"
     edit(checkout / "patterns" / "rms_norm.py", "# round_first: the", "# round_first: The")
     assert run(checkout)["hit"] == 0, "another pattern"

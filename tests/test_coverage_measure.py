@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fx_fusion.diff import text
-from fx_fusion.report import Site
+from fx_fusion.report.diff import text
+from fx_fusion.report.report import Site
 from tests.coverage.configs import shrunk
 from tests.coverage.measure import Captured, _difference, became, compare, counts, said_of, step
 from tests.coverage.places import Place, modules_of_a_kind, places

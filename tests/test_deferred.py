@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.deferred_tensor import DeferredTensor
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama, tokens
 
@@ -259,7 +259,7 @@ def test_the_region_of_the_head_counts(mode):
 
 def test_handed_straight_to_other_compiled_code(pair):
     """As between the buckets of DDP: no Dynamo in between that would ask what kind of tensor it is."""
-    from fx_fusion.deferred import read_deferred_inputs
+    from fx_fusion.rewrite.deferral import read_deferred_inputs
 
     seen = []
     read_deferred_inputs([1])(lambda a, b: seen.append(type(b)))(1, outputs(pair)[1].logits)

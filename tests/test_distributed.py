@@ -53,7 +53,7 @@ def worker(rank, port, queue, wrap):
     dist.init_process_group("gloo", rank=rank, world_size=2)
 
     import fx_fusion
-    from fx_fusion.deferred_tensor import DeferredTensor
+    from fx_fusion.runtime.deferred_tensor import DeferredTensor
     from tests.helpers import tiny_llama, tokens
 
     ids = tokens()[rank : rank + 1]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.pattern import reference_of
-from fx_fusion.registry import all_fusions
+from fx_fusion.fusion.pattern import reference_of
+from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.testing import make_inputs, rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import shape_of_variant
 

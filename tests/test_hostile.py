@@ -288,7 +288,7 @@ def test_functorch_transforms_are_left_alone():
 
 def test_a_replacement_that_was_tried_leaves_no_guard(monkeypatch):
     """An example value that looks at a size (as a kernel's choice does on some devices) must not cost a recompile."""
-    from fx_fusion.rewrite import Editor
+    from fx_fusion.rewrite.editor import Editor
 
     describe = Editor._describe
 

@@ -10,9 +10,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fx_fusion
-from fx_fusion import sites
-from fx_fusion.kernels.images import empty_images
-from fx_fusion.registry import fusion_named
+from fx_fusion import pipeline as sites
+from fx_fusion.fusion.registry import fusion_named
+from fx_fusion.kernels.lib.image_tiles import empty_images
 from fx_fusion.testing import Run, eager_nearby, nudged, run, run_oracle, worst_excess
 from tests.helpers import as_eager, reasons, rewritten, statuses
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fx_fusion.kernel_accesses import remembered
+from fx_fusion.torch_internals.kernel_accesses import remembered
 
 
 class Kernel:

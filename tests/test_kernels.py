@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-import fx_fusion.registry as registry
+import fx_fusion.fusion.registry as registry
 from fx_fusion.kernels import (
     channel_norm,
     embedding,
@@ -32,15 +32,15 @@ from fx_fusion.kernels import (
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.group_norm import group_norm
-from fx_fusion.kernels.launch import NotTraceable, as_rows, row_order, traced
 from fx_fusion.kernels.layer_norm import layer_norm
+from fx_fusion.kernels.lib.launch import NotTraceable, as_rows, row_order, traced
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
-from fx_fusion.kernels.logit_chunks import rows_in_a_chunk
-from fx_fusion.kernels.logit_rows import NO_IGNORE, launch_rows
+from fx_fusion.kernels.logits.logit_chunks import rows_in_a_chunk
+from fx_fusion.kernels.logits.logit_rows import NO_IGNORE, launch_rows
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish
-from fx_fusion.op import interpreting
+from fx_fusion.ops.fused_op import interpreting
 from fx_fusion.patterns.evonorm_b0 import over_larger_deviation
 from fx_fusion.testing import Run, eager_nearby, run_oracle, worst_excess, zipf
 
@@ -696,7 +696,7 @@ def test_float16_and_large_weights_of_classes_or_scales(weights, scale, smoothin
 def test_another_thread_launches_for_real_while_one_traces(device):
     import threading
 
-    from fx_fusion.kernels.launch import refuse_tracing
+    from fx_fusion.kernels.lib.launch import refuse_tracing
 
     seen = []
 

@@ -350,7 +350,7 @@ def test_what_a_dtype_holds_counts(name):
 def test_proofs_are_forgotten_with_their_graph():
     import gc
 
-    from fx_fusion.masks import MaskProver
+    from fx_fusion.graph.masks.prover import MaskProver
 
     for _ in range(3):
         torch._dynamo.reset()

@@ -21,9 +21,9 @@ FUNCTIONS = [
     "backend.find_matches", "backend.Placement", "backend.near_sites", "backend.defer_outputs", "backend.keep_results_apart",
     "backend.tell_inductor", "backend.remember_accesses", "backend.config_patches", "backend.without_donated_buffers",
     "backend.without_caches", "backend.speculate", "backend.read_deferred_inputs", "backend.publish", "backend.recordings",
-    "backend.without_saved_tensor_hooks", "backend.GraphReport", "debug.write", "cache_key.key_of", "sites.why_not", "sites.rewrite",
-    "sites.goes_channels_last", "sites.module_of", "sites.location_of", "sites.shapes_of", "select.choose", "rewrite.Editor._describe",
-    "rewrite.insertion_point", "canonicalize.View.term", "effects.Effects.mutated", "pattern.Pattern.policy", "match.Attempt.matches",
+    "backend.without_saved_tensor_hooks", "backend.GraphReport", "report.trace.write", "inductor.cache_key.key_of", "pipeline.why_not", "pipeline.rewrite",
+    "pipeline.goes_channels_last", "pipeline.module_of", "pipeline.location_of", "pipeline.shapes_of", "cost.select.choose", "rewrite.editor.Editor._describe",
+    "rewrite.editor.insertion_point", "graph.view.View.term", "graph.effects.Effects.mutated", "fusion.pattern.Pattern.policy", "fusion.matcher.Attempt.matches",
 ]  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_a_broken_function_of_ours(name, monkeypatch):
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr(f"fx_fusion.{name}", broken)
-    fx_fusion.registry.all_fusions()
+    fx_fusion.fusion.registry.all_fusions()
     compiled = torch.compile(norm, backend="fx_fusion", options={"select": "always", "max_autotune": False})
     with pytest.warns(UserWarning, match="a bug of ours; the graph goes to Inductor unchanged"):
         y = compiled(x, w)

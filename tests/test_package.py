@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-USE = "import fx_fusion.kernels.rms_norm, fx_fusion.patterns.rms_norm, fx_fusion.registry as r; print(len(r.all_fusions()))"
+USE = "import fx_fusion.kernels.rms_norm, fx_fusion.patterns.rms_norm, fx_fusion.fusion.registry as r; print(len(r.all_fusions()))"
 
 
 def python(*arguments, cwd, **environment):

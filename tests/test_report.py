@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import fx_fusion
-from fx_fusion import debug
+from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.options import parse
-from fx_fusion.registry import all_fusions
+from fx_fusion.report import trace as debug
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
 
@@ -127,7 +127,7 @@ def test_an_error_of_ours_falls_back_with_a_warning(monkeypatch):
     def broken(self, node):
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr("fx_fusion.canonicalize.View.term", broken)
+    monkeypatch.setattr("fx_fusion.graph.view.View.term", broken)
     compiled = torch.compile(silu_mlp, backend=rewriting_backend(strict=False))
     with (
         fx_fusion.recording() as report,
@@ -209,8 +209,8 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    from fx_fusion.registry import fusion_named
-    from fx_fusion.sizes import elements
+    from fx_fusion.fusion.registry import fusion_named
+    from fx_fusion.graph.size_hints import elements
 
     norm, loss = fusion_named("rms_norm").pays, fusion_named("cross_entropy").pays
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -369,8 +369,8 @@ def test_a_number_that_changes_is_left_to_inductor():
 
 def test_a_view_in_a_pattern_is_that_view(monkeypatch):
     """Groups of two neighbours are not groups of four: a view matches one that makes the same shape of the same input."""
-    from fx_fusion import registry
-    from fx_fusion.fusion import Fusion, case
+    from fx_fusion.fusion import registry
+    from fx_fusion.fusion.declaration import Fusion, case
 
     def pairs(x):
         return x.view(x.shape[0], -1, 2).sigmoid().view(x.shape).tanh()
@@ -378,15 +378,15 @@ def test_a_view_in_a_pattern_is_that_view(monkeypatch):
     fusion = Fusion(
         name="pairs", pattern=pairs, inputs={"x": "m n"}, kernel=None, cases=(case("odd", m=3, n=8, bench=False),), read=None,
     )  # fmt: skip
-    from fx_fusion.legality import has_the_shapes_of_its_pattern
-    from fx_fusion.sites import find_matches
+    from fx_fusion.fusion.legality import has_the_shapes_of_its_pattern
+    from fx_fusion.pipeline import find_matches
 
     monkeypatch.setattr(registry, "all_fusions", lambda: (fusion,))
     for shape, fits in (((3, 4, 2), True), ((3, 2, 4), False)):
         reasons = []
 
         def backend(gm, inputs, reasons=reasons):
-            from fx_fusion.canonicalize import View
+            from fx_fusion.graph.view import View
 
             view = View(gm.graph)
             candidates, _ = find_matches(view)

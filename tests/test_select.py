@@ -13,17 +13,19 @@ import fx_fusion
 from bench.fewest import fewest_bytes
 from bench.table import cells
 from bench.worst import decided
-from fx_fusion import cache_key, measure, select, tables
-from fx_fusion.canonicalize import View
-from fx_fusion.conv_layout import goes_channels_last
-from fx_fusion.fusion import case
-from fx_fusion.layouts import channels_last
-from fx_fusion.match import Match
+from fx_fusion.cost import measure, select
+from fx_fusion.cost import table as tables
+from fx_fusion.fusion.declaration import case
+from fx_fusion.fusion.matcher import Match
+from fx_fusion.fusion.pattern import reference_of
+from fx_fusion.fusion.registry import all_fusions, fusion_named
+from fx_fusion.graph.view import View
+from fx_fusion.inductor import cache_key
+from fx_fusion.inductor.channels_last import goes_channels_last
+from fx_fusion.ops.layouts import channels_last
 from fx_fusion.options import parse
-from fx_fusion.pattern import reference_of
-from fx_fusion.registry import all_fusions, fusion_named
-from fx_fusion.rewrite import Editor
-from fx_fusion.sites import Fuel, Placement, find_matches
+from fx_fusion.pipeline import Fuel, Placement, find_matches
+from fx_fusion.rewrite.editor import Editor
 from fx_fusion.testing import make_inputs, rewriting_backend
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.speculate import AllOnes
+from fx_fusion.runtime.speculate import AllOnes
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama, tokens
 

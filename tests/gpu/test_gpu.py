@@ -9,15 +9,15 @@ import transformers
 from torch._dynamo.utils import ReinplaceCounters
 
 import fx_fusion
-import fx_fusion.registry as registry
-from fx_fusion.fusion import case
-from fx_fusion.kernels import logit_chunks
+import fx_fusion.fusion.registry as registry
+from fx_fusion.fusion.declaration import case
+from fx_fusion.fusion.pattern import reference_of
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
-from fx_fusion.pattern import reference_of
 from fx_fusion.testing import Run, make_inputs, rewriting_backend, run, run_oracle, worst_excess
 from tests.test_optimizer import train
 from tests.zoo import batch, build
@@ -184,7 +184,7 @@ def test_inductor_sees_the_kernels(name, monkeypatch):
     """No call into Python, no clone of an operand: the launches are the only kernels, but for a few of Inductor's."""
     from torch._inductor.utils import run_and_get_code
 
-    from fx_fusion.kernels import evonorm_b0_by_channel
+    from fx_fusion.kernels.norms import evonorm_b0_by_channel
 
     if name.endswith(" by tile"):
         name = name.removesuffix(" by tile")

@@ -1,0 +1,1 @@
+"""Whether a fusion pays: measured tables, formulas, measuring on the spot."""

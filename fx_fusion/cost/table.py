@@ -1,0 +1,156 @@
+"""What was measured: the table of a GPU, and the roofline where no table speaks.
+
+``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
+the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with the
+first tensor laid out alike. On another GPU the bytes that the fused kernels and Inductor's have to move are compared, as
+formulas over the sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from fx_fusion.fusion.declaration import Fusion
+from fx_fusion.fusion.matcher import Match
+from fx_fusion.graph.size_hints import expected, trained
+from fx_fusion.graph.terms import is_tensor
+
+_FOLDER = Path(__file__).parent / "tables"
+TOLERANCE = 1.0  # how much of Inductor's time the fused kernels may take
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: milliseconds of the device for forward + backward (or the forward alone)."""
+
+    fusion: str
+    itemsize: int
+    forward_only: bool
+    layout: str
+    sizes: Mapping[str, float]
+    ours: float
+    inductor: float
+    statics: Mapping[str, Any] = field(default_factory=dict)  # of a variant other than the first: it speaks for that only
+
+    def distance(self, sizes: Mapping[str, float]) -> float:
+        """Over the dims that a site has a size for: one that may be broadcast is none of its."""
+        return sum(abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items() if d in sizes)
+
+
+def why_slower(fusion: Fusion, match: Match) -> str | None:
+    """Why Inductor should keep this site as far as tables and formulas know, or None."""
+    if fusion.pair is not None and len(match.outputs) > 1:
+        return None  # cells are of one tensor; what several in one launch are worth is measured in ``bench.composites``
+    return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)}, match.statics)
+
+
+def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[str, Any]) -> str | None:
+    """The same for the tensors of a site, by the names of the fusion's inputs."""
+    tensors = list(given.values())
+    floating = [t for t in tensors if t.is_floating_point()]
+    device, sizes = tensors[0].device, sizes_of(fusion, given)
+    if device.type != "cuda" or not floating or sizes is None:
+        return None
+    itemsize = floating[0].dtype.itemsize
+    forward_only = not trained(*floating)
+    cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
+    first = fusion.tensors()[0]
+    layout = layout_of(str(fusion.inputs[first]), given[first])
+    nearest = nearest_of(cells, itemsize, forward_only, layout, sizes, statics)
+    if nearest is None:
+        return _by_roofline(fusion, sizes, itemsize)
+    if nearest.ours <= TOLERANCE * nearest.inductor:
+        return None
+    at = " x ".join(f"{n:.0f}" for n in nearest.sizes.values())
+    return f"Inductor was {nearest.ours / nearest.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
+
+
+def nearest_of(
+    cells: Iterable[Cell],
+    itemsize: int,
+    forward_only: bool,
+    layout: str,
+    sizes: Mapping[str, float],
+    statics: Mapping[str, Any],
+) -> Cell | None:
+    """The cell of the same kind whose sizes are nearest, the last one where several are."""
+    alike = [
+        c for c in cells
+        if (c.itemsize, c.forward_only, c.layout) == (itemsize, forward_only, layout)
+        and all(statics.get(name) == wanted for name, wanted in c.statics.items())
+    ]  # fmt: skip
+    return min(reversed(alike), key=lambda c: c.distance(sizes), default=None)
+
+
+def layout_of(spec: str, tensor: torch.Tensor) -> str:
+    """The dims of a spec in the order in which they lie in memory: ``"b ... c"`` for ``"b c ..."`` with channels last."""
+    tokens = [token.removesuffix("|1") for token in spec.split()]
+    several = tensor.dim() - len(tokens) + 1
+    strides, at = {}, 0
+    for token in tokens:
+        width = several if token == "..." else 1
+        strides[token] = max((expected(n) for n in tensor.stride()[at : at + width]), default=0)
+        at += width
+    return " ".join(sorted(tokens, key=lambda token: -strides[token]))
+
+
+def sizes_of(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
+    """The declared dims of a site; ``m`` is the product of what ``...`` stands for. None where a dim has no value."""
+    sizes: dict[str, float] = {}
+    for name in fusion.tensors():
+        if name not in given:
+            continue
+        spec, shape = str(fusion.inputs[name]).split(), [expected(n) for n in given[name].shape]
+        if "..." in spec:
+            at = spec.index("...")
+            rest = len(shape) - len(spec) + 1
+            sizes.setdefault("m", math.prod(shape[at : at + rest]))
+            shape[at : at + rest] = [0]
+        if len(shape) != len(spec):
+            return None
+        for token, size in zip(spec, shape, strict=True):
+            if token != "..." and not token.endswith("|1"):
+                sizes.setdefault(token, size)
+    return None if any(math.isinf(n) for n in sizes.values()) else sizes
+
+
+@functools.cache
+def cells_of(gpu: str, fusion: str) -> tuple[Cell, ...]:
+    return tuple(c for c in _table(gpu) if c.fusion == fusion)
+
+
+@functools.cache
+def _table(gpu: str) -> tuple[Cell, ...]:
+    file = _FOLDER / f"{slug(gpu)}.json"
+    if not gpu or not file.exists():
+        return ()
+    return tuple(Cell(**cell) for cell in json.loads(file.read_text())["cells"])
+
+
+def slug(gpu: str) -> str:
+    return gpu.lower().replace(" ", "_")
+
+
+def _by_roofline(fusion: Fusion, sizes: Mapping[str, float], itemsize: int) -> str | None:
+    """Compare the bytes that both have to move; on equal terms Inductor keeps the site."""
+    if fusion.traffic is None:
+        return None
+    ours, theirs = (evaluate(formula, {**sizes, "bytes": itemsize}) for formula in fusion.traffic)
+    if ours < theirs:
+        return None
+    return f"Inductor moves as few bytes ({theirs / 1e6:.0f} MB against {ours / 1e6:.0f}); not measured on this GPU"
+
+
+def evaluate(formula: str, sizes: Mapping[str, Any]) -> float:
+    """A formula over sizes (numbers or sympy symbols) and ``bytes``, those of an element."""
+    symbols = {name: sympy.Symbol(name, positive=True) for name in sizes}
+    return float(sympy.sympify(formula, locals=symbols).subs({symbols[n]: v for n, v in sizes.items()}))

@@ -1,0 +1,1 @@
+"""Reading a graph that Dynamo captured: what each node means, what may not be reordered. Changes nothing."""

@@ -1,0 +1,238 @@
+"""What may not be reordered: in-place writes, aliases, and the grad-mode and autocast regions of a graph.
+
+Aliasing is read off the storages of the fake tensors that Dynamo traced with, so a view of a view of a chunk is known
+to share memory with its base. Writes are read off operator schemas and the naming rules of the Python API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion.graph.dtypes import autocast_dtype
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, name)
+    for name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "imatmul",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+        "delitem",
+    )
+}
+
+
+_IN_PLACE_DUNDERS = {f"__{op.__name__.strip('_')}__" for op in _IN_PLACE_OPERATORS}
+
+
+class Effects:
+    """Writes, aliases and regions of one graph."""
+
+    def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
+        self.order = order
+        self.writes: list[fx.Node] = []  # in graph order
+        self._mutated: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._by_storage: dict[int, list[fx.Node]] = {}
+        self.region: dict[fx.Node, tuple[Any, ...]] = {}
+        state: tuple[Any, ...] = (torch.is_grad_enabled(),)
+        for node in graph.nodes:
+            state = _next_region(node, state)
+            self.region[node] = state
+            for storage in storages(node):
+                self._by_storage.setdefault(storage, []).append(node)
+            written = tuple(_written(node))
+            if written:
+                self.writes.append(node)
+                self._mutated[node] = written
+
+    def adopt(self, node: fx.Node, beside: fx.Node) -> None:
+        """A node that was inserted into the graph afterwards, which writes nothing."""
+        self.region[node] = self.region[beside]
+        for storage in storages(node):
+            self._by_storage.setdefault(storage, []).append(node)
+
+    def mutated(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The operands that ``node`` writes to."""
+        return self._mutated.get(node, ())
+
+    def aliases(self, node: fx.Node) -> list[fx.Node]:
+        """Every node that may share memory with ``node``, itself included."""
+        found = {alias: None for storage in storages(node) for alias in self._by_storage.get(storage, ())}
+        return list(found) or [node]
+
+    def returned(self, node: fx.Node) -> bool:
+        """Whether the graph returns ``node`` or a view of it."""
+        return any(user.op == "output" for alias in self.aliases(node) for user in alias.users)
+
+    def overwrites_dead_value(self, node: fx.Node) -> bool:
+        """Whether an in-place ``node`` is as good as its functional form: nothing reads the old value afterwards,
+        under any name, and it is no input of the graph."""
+        for target in self.mutated(node):
+            for alias in self.aliases(target):
+                if alias.op in ("placeholder", "get_attr"):
+                    return False
+                if self.order[alias] >= self.order[node]:
+                    continue
+                if any(self.order[user] > self.order[node] for user in alias.users):
+                    return False
+        return True
+
+    def written_after(self, position: int, nodes: Iterable[fx.Node]) -> fx.Node | None:
+        """The first write behind a graph position to memory of ``nodes``."""
+        if not self.writes:
+            return None
+        return self.writes_between(position, len(self.order), set(nodes), include=True)
+
+    def writes_between(self, first: int, last: int, nodes: set[fx.Node], *, include: bool = False) -> fx.Node | None:
+        """The first write in ``first..last`` (graph positions) to memory of ``nodes`` by a node not among them
+        (``include``: or among them)."""
+        touched = {storage for node in nodes for storage in storages(node)}
+        for write in self.writes:
+            if first < self.order[write] < last and (include or write not in nodes):
+                for target in self.mutated(write):
+                    if target in nodes or touched.intersection(storages(target)):
+                        return write
+        return None
+
+
+@contextlib.contextmanager
+def entered(region: tuple[Any, ...]) -> Iterator[None]:
+    """The grad mode and the autocast regions of a node, on top of what is ambient."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(region[0]) if region else contextlib.nullcontext())
+        for entry in region[1:]:
+            if isinstance(entry, tuple) and entry[0] == "autocast":
+                device, dtype, enabled, *cache = entry[1]
+                stack.enter_context(torch.autocast(device, dtype, enabled, *cache))
+        yield
+
+
+def autocast_of(region: tuple[Any, ...], device: str) -> tuple[str, torch.dtype, bool]:
+    """What autocast does in a region, for tensors of a device type."""
+    with entered(region):
+        dtype = autocast_dtype(device)
+    return device, dtype or torch.float32, dtype is not None
+
+
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the storages behind a node's example value (several for a tuple, none for a scalar)."""
+    known = node.meta.get("example_value")
+    tensors = known if isinstance(known, (tuple, list)) else (known,)
+    found = []
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            try:
+                found.append(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):  # wrapper subclasses own no storage
+                continue
+    return found
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node may write to. Where that can't be known, all of them."""
+    target = node.target
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target._schema)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name)._schema for name in target.overloads()]
+        return list({w: None for schema in overloads for w in _written_by_schema(node, schema)})
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes) if _body_writes(node, target) else []
+    written: list[Any] = [v for k, v in node.kwargs.items() if k == "out"]
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
+    in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, _IN_PLACE_OPERATORS) or _asks_for_it(node)
+    if in_place:
+        written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
+    if name == "batch_norm":
+        written.extend(node.args[1:3])
+        written.extend(node.kwargs[k] for k in ("running_mean", "running_var") if k in node.kwargs)
+    if name == "embedding" and (node.kwargs.get("max_norm") or (len(node.args) > 3 and node.args[3])):
+        written.extend(node.all_input_nodes)
+    return [w for item in written for w in (item if isinstance(item, (tuple, list)) else (item,)) if isinstance(w, fx.Node)]
+
+
+def _asks_for_it(node: fx.Node) -> bool:
+    """``inplace=True``, by keyword or by position (``F.relu6(x, True)``)."""
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    if node.op != "call_function" or len(node.args) < 2 or True not in node.args:
+        return False
+    try:
+        parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    at = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return at < len(node.args) and node.args[at] is True
+
+
+def _body_writes(node: fx.Node, target: torch._ops.HigherOrderOperator) -> bool:
+    """Whether a higher-order op writes to its operands: if a body does to a placeholder, or if it says so by name."""
+    if "mutation" in target.name() or "triton" in target.name():
+        return True
+    owner = node.graph.owning_module
+    for operand in node.all_input_nodes:
+        if operand.op != "get_attr" or owner is None:
+            continue
+        body = owner.get_submodule(str(operand.target)) if hasattr(owner, str(operand.target)) else None
+        if not isinstance(body, fx.GraphModule):
+            continue
+        effects = Effects(body.graph, {n: i for i, n in enumerate(body.graph.nodes)})
+        inputs = {s for n in body.graph.nodes if n.op == "placeholder" for s in storages(n)}
+        for write in effects.writes:
+            for written in effects.mutated(write):
+                if written.op == "placeholder" or inputs.intersection(storages(written)):
+                    return True
+    return False
+
+
+def _written_by_schema(node: fx.Node, schema: Any) -> list[fx.Node]:
+    written: list[fx.Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            written.extend(g for g in (given if isinstance(given, (tuple, list)) else (given,)) if isinstance(g, fx.Node))
+    return written
+
+
+def _in(target: Any, table: set[Any]) -> bool:
+    try:
+        return target in table
+    except TypeError:
+        return False
+
+
+def _next_region(node: fx.Node, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The ambient state after ``node``: grad mode first, then the stack of whatever else was entered."""
+    if node.op != "call_function":
+        return state
+    name = getattr(node.target, "__name__", "")
+    if name == "_set_grad_enabled":
+        return (bool(node.args[0]), *state[1:])
+    if name == "_enter_autocast":
+        return (*state, ("autocast", node.args))
+    if name == "_enter_inference_mode" or name.endswith("_increment_nesting"):
+        return (*state, node.name)
+    if name in ("_exit_autocast", "_exit_inference_mode") or name.endswith("_decrement_nesting"):
+        return state[:-1] if len(state) > 1 else state
+    return state

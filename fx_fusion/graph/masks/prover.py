@@ -1,0 +1,269 @@
+"""Attention masks as functions of indices: an abstract interpreter over the nodes that build a mask.
+
+``arange`` is an index symbol, arithmetic is sympy, a comparison a relational, ``&`` an And; indexing, unsqueeze and
+expand rename axes; ``diff`` and ``cumsum`` of an affine sequence have closed forms. So a mask becomes a predicate on
+(b, h, q, k), and ``classify`` says which: ``causal`` (exactly k <= q), ``none`` (hides nothing), or why neither could be
+proved. Nothing is evaluated and nothing is guessed: a node outside of the vocabulary makes the mask opaque, with that
+node as the reason. Symbolic lengths are no different, since values are never looked at.
+
+A 2-D input of zeros and ones (a padding mask) is not known at compile time. It may be *assumed* to be all ones; the proof
+then names it, and the caller has to check it at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from sympy.logic.boolalg import Boolean
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.graph.bodies import Outside
+from fx_fusion.graph.masks.expressions import (
+    DIMS,
+    Opaque,
+    as_number,
+    as_predicate,
+    at_most_zero,
+    condition_for,
+    is_predicate,
+    op_name,
+    size_of,
+    upper_bound,
+)
+from fx_fusion.graph.masks.rules import KEYWORDS, RULES, argument
+from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
+from fx_fusion.graph.view import View, is_tensor, value
+
+
+@dataclass(frozen=True)
+class MaskProof:
+    """What a mask is, what decided (``reason``), and at which ``node``.
+
+    ``kind``: ``causal``, ``none`` (hides nothing), ``structured`` (a window, documents, chunks: ``structure``), ``learned``
+    (a bias with a gradient), ``input`` (it depends on what the caller gives: padding), or ``unknown``.
+    """
+
+    kind: str
+    reason: str = ""
+    node: fx.Node | None = None
+    assumes: tuple[fx.Node, ...] = ()
+    nodes: tuple[fx.Node, ...] = field(default=(), repr=False)  # everything that builds the mask
+    structure: Structure | None = None
+
+
+def prover_of(view: View) -> MaskProver:
+    """The prover of a graph: all who ask about its masks share what is known."""
+    if view.prover is None:
+        view.prover = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
+    return view.prover
+
+
+class MaskProver:
+    """Proves masks of one graph. Each node is interpreted once."""
+
+    def __init__(self, view: View, *, may_assume: bool):
+        self.view, self.may_assume = view, may_assume
+        # How many graphs are around this one: two functions of one name would be the same to sympy.
+        self._depth: int = 0 if view.outside is None else prover_of(view.outside.view)._depth + 1
+        self._known: dict[fx.Node, sympy.Basic] = {}
+        self._assumed: dict[fx.Node, set[fx.Node]] = {}
+        self._proofs: dict[tuple[fx.Node, bool], MaskProof] = {}
+        self._labels: dict[Any, fx.Node] = {}  # functions of indices that stand for data
+        self._why: dict[Any, Opaque] = {}  # and why no more is known of it
+        self._runs: dict[Any, Any] = {}  # a label that numbers the runs in which positions rise by one: those positions
+
+    def prove(self, mask: fx.Node, *, hides: bool = False) -> MaskProof:
+        """What the mask of an attention call hides; ``hides``: a boolean mask that is true where it hides."""
+        key = mask, hides
+        if key not in self._proofs:
+            try:
+                self._proofs[key] = self._prove(mask, hides)
+            except Opaque as opaque:
+                given = opaque.node is not None and opaque.node.op == "placeholder" and not value(opaque.node).requires_grad
+                kind = "learned" if value(mask).requires_grad else "input" if given else "unknown"
+                self._proofs[key] = MaskProof(kind, opaque.reason, opaque.node)
+        return self._proofs[key]
+
+    def _prove(self, mask: fx.Node, hides: bool) -> MaskProof:
+        expression = self.expression(mask)
+        shape = value(mask).shape
+        predicate = _visible(expression, value(mask).dtype, mask)
+        predicate = sympy.Not(predicate) if hides else predicate
+        rank = len(shape)
+        q, k = (DIMS[rank - 2], DIMS[rank - 1]) if rank >= 2 else (None, DIMS[0])
+        # A dim of size 1 is broadcast: its index is 0 for every q.
+        sizes = {dim: size_of(s) for dim, s in zip(DIMS, shape, strict=False)}
+        predicate = predicate.subs({dim: 0 for dim, size in sizes.items() if size == 1})
+        left = _undecided(predicate, sizes, mask)
+        assumes = tuple(sorted(self._assumed.get(mask, ()), key=lambda n: n.name))
+        nodes = self._below(mask)
+        if left is sympy.true:
+            return MaskProof("none", "hides nothing", mask, assumes, nodes)
+        if q is not None and _is_causal(left, q, k):
+            return MaskProof("causal", "k <= q", mask, assumes, nodes)
+        if q is not None:
+            batch = sympy.Integer(0) if rank < 4 or sizes[DIMS[0]] == 1 else DIMS[0]
+            structure = structure_of(within_runs(left, self._runs), batch, q, k, self._labels)
+            if structure is not None:
+                return MaskProof("structured", str(structure), mask, assumes, nodes, structure)
+        for applied in left.atoms(sympy.core.function.AppliedUndef):
+            raise self._why[applied.func]
+        return MaskProof("unknown", f"visible where {_readable(left, rank)}", mask, assumes, nodes)
+
+    def _below(self, mask: fx.Node) -> tuple[fx.Node, ...]:
+        seen: dict[fx.Node, None] = {}
+        stack = [mask]
+        while stack:
+            node = stack.pop()
+            if node not in seen and op_name(node) in RULES:  # what a label comes from may draw random numbers
+                seen[node] = None
+                stack.extend(n for n in node.all_input_nodes if n in self._known)
+        return tuple(seen)
+
+    # -- expressions ---------------------------------------------------------------------------------------------
+    def expression(self, node: fx.Node) -> sympy.Basic:
+        """The value of a tensor node at index (i0, i1, ...)."""
+        if node not in self._known:
+            self._assumed[node] = set()
+            self._known[node] = self._read(node)
+            if not is_predicate(self._known[node]) and self._known[node].has(sympy.nan):
+                raise Opaque(node, f"{node.name} is not a number")
+        return self._known[node]
+
+    def _read(self, node: fx.Node) -> sympy.Basic:
+        """What ``node`` holds; whole numbers by position that nothing is known of are a function of their indices."""
+        if any(self.view.effects.mutated(w) and self._writes(w, node) for w in self.view.effects.writes):
+            raise Opaque(node, f"{node.name} is written to in place")
+        try:
+            return self._interpret(node)
+        except Opaque as opaque:
+            example = value(node)
+            if example.dtype not in (torch.int32, torch.int64) or example.dim() not in (1, 2):
+                raise
+            why = opaque
+        function = sympy.Function(node.name + "'" * self._depth, integer=True)
+        self._labels[function], self._why[function] = node, why
+        if op_name(node) == "cumsum" and node.args[0] in self._known and argument(node, 1, "dim") in (-1, example.dim() - 1):
+            self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[: example.dim()])
+        return function(*DIMS[: example.dim()])
+
+    def _interpret(self, node: fx.Node) -> sympy.Basic:
+        if node.op == "placeholder":
+            return self._input(node)
+        rule = RULES.get(op_name(node))
+        if rule is None:
+            raise Opaque(node, f"{node.name} ({op_name(node) or node.op}) is not a function of indices")
+        unread = set(node.kwargs) - KEYWORDS.get(op_name(node), set()) - {"device", "layout", "pin_memory", "requires_grad"}
+        if unread:
+            raise Opaque(node, f"{node.name} is given {', '.join(sorted(unread))} by keyword")
+        try:
+            return rule(self, node)
+        except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:  # an unusual call: not proved
+            raise Opaque(node, f"{node.name} is called in an unusual way ({error})") from error
+
+    def _writes(self, write: fx.Node, node: fx.Node) -> bool:
+        return any(alias in self.view.effects.mutated(write) for alias in self.view.effects.aliases(node))
+
+    def _input(self, node: fx.Node) -> sympy.Basic:
+        if self.view.outside is not None:
+            return self._from_outside(node, self.view.outside)
+        example = value(node)
+        is_mask = example.dim() == 2 and not example.dtype.is_complex
+        is_index = any(op_name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
+        if not (self.may_assume and is_mask and not is_index) or example.requires_grad:
+            raise Opaque(node, f"depends on the input {_readable_input(node)}")
+        self._assumed[node] = {node}
+        return sympy.true if example.dtype == torch.bool else sympy.Integer(1)
+
+    def _from_outside(self, node: fx.Node, outside: Outside) -> sympy.Basic:
+        """An input of a checkpointed body is what the graph around it hands in."""
+        operand = outside.operands[node]
+        if not isinstance(operand, fx.Node) or not is_tensor(operand):
+            raise Opaque(node, f"depends on the input {_readable_input(node)}")
+        prover = prover_of(outside.view)
+        expression = prover.expression(operand)
+        self._labels.update(prover._labels)
+        self._why.update(prover._why)
+        self._runs.update(prover._runs)
+        self._assumed[node] = set(prover._assumed[operand])
+        return expression
+
+    def at(self, operand: Any, node: fx.Node, dims: list[sympy.Expr] | None = None) -> sympy.Basic:
+        """An operand of ``node`` broadcast to its shape, as an expression over its indices (or over ``dims``)."""
+        if isinstance(operand, bool):
+            return sympy.true if operand else sympy.false
+        if isinstance(operand, (int, float)):
+            return sympy.sympify(operand)
+        example = value(operand)
+        if isinstance(example, (int, float, torch.SymInt, torch.SymFloat)):
+            return size_of(example)
+        if not isinstance(operand, fx.Node) or not is_tensor(operand):
+            raise Opaque(node, f"{node.name} has the operand {operand}")
+        inner = self.expression(operand)
+        self._assumed[node] |= self._assumed[operand]
+        dims = list(DIMS[: value(node).dim()]) if dims is None else dims
+        offset = len(dims) - example.dim()
+        is_one = [statically_known_true(n == 1) for n in example.shape]
+        changes = {DIMS[i]: sympy.Integer(0) if is_one[i] else dims[i + offset] for i in range(example.dim())}
+        return inner.subs(changes, simultaneous=True)
+
+    def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic:
+        return as_number(self.at(operand, node))
+
+
+def _visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boolean:
+    """Boolean mask: where it is true. Additive mask: where it adds 0, if it adds -inf (or the dtype's lowest) elsewhere."""
+    if dtype == torch.bool:
+        return as_predicate(expression, node)
+    lowest = torch.finfo(dtype).min
+    expression = sympy.piecewise_fold(expression)
+    parts = list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+    for added, _ in parts:
+        if added is sympy.nan or added.has(sympy.nan):
+            raise Opaque(node, f"{node.name} is not a number somewhere")
+        hides = added == sympy.S.NegativeInfinity or (added.is_number and bool(added <= lowest))
+        if not hides and not added.is_zero:
+            raise Opaque(node, f"{node.name} adds {added} to the scores")
+    return condition_for(parts, lambda added: added.is_zero)
+
+
+def _undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: fx.Node) -> Boolean:
+    """What is left of a conjunction once everything that holds at every index is dropped."""
+    predicate = sympy.to_nnf(predicate, simplify=False) if not isinstance(predicate, (sympy.And, sympy.Or)) else predicate
+    if isinstance(predicate, sympy.And):
+        return sympy.And(*(_undecided(p, sizes, node) for p in predicate.args))
+    if isinstance(predicate, sympy.Or):
+        return sympy.Or(*(_undecided(p, sizes, node) for p in predicate.args))
+    if isinstance(predicate, sympy.core.relational.Relational):
+        bound = upper_bound(at_most_zero(predicate), sizes)
+        if bound is not None and bound.is_nonpositive:
+            return sympy.true
+        lower = upper_bound(_negated(at_most_zero(predicate)), sizes)
+        if lower is not None and lower.is_nonpositive:
+            return sympy.false
+    return predicate
+
+
+def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:
+    """``not (e <= 0)  <=>  1 - e <= 0``."""
+    return None if expression is None else 1 - expression
+
+
+def _is_causal(predicate: Boolean, q: sympy.Symbol, k: sympy.Symbol) -> bool:
+    if not isinstance(predicate, sympy.core.relational.Relational):
+        return False
+    expression = at_most_zero(predicate)
+    return expression is not None and sympy.expand(expression - (k - q)) == 0
+
+
+def _readable(predicate: Boolean, rank: int) -> str:
+    names = ["b", "h", "q", "k"][-rank:] if rank <= 4 else [f"i{n}" for n in range(rank)]
+    return str(predicate.subs(dict(zip(DIMS, map(sympy.Symbol, names), strict=False))))
+
+
+def _readable_input(node: fx.Node) -> str:
+    return str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_")

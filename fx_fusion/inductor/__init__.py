@@ -1,0 +1,1 @@
+"""Handing a rewritten graph to Inductor: options, cache key, its choice of layouts."""

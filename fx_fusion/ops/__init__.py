@@ -1,0 +1,1 @@
+"""Differentiable torch ops around kernels: schema, autograd, CPU reference, tracing."""

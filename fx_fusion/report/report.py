@@ -1,0 +1,246 @@
+"""What was done, and why the rest was not: sites, the table, the diff, JSON.
+
+Statuses: **fused** (replaced) · **kept** (legal, but Inductor is as good here) · **declined** (the structure fits, a
+legality check or the dtype policy says no) · **near** (the structure differs) · **left** (ops that no pattern is about).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from fx_fusion.errors import nearest
+from fx_fusion.fusion import registry
+from fx_fusion.graph.view import value
+
+STATUSES = ("fused", "kept", "declined", "near")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in one graph.
+
+    ``module`` is the path of the module that made the root node, ``location`` its source as ``file.py:line``,
+    ``shapes`` the shapes of the bound inputs by parameter.
+    """
+
+    fusion: str
+    status: str
+    reason: str
+    module: str
+    location: str
+    shapes: dict[str, str] = field(default_factory=dict)
+    graph: int = 0
+
+
+@dataclass
+class Calls:
+    """How often a graph with assumptions was called: as assumed, and otherwise. Counted for as long as the process runs."""
+
+    assumed: int = 0
+    otherwise: int = 0
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph: its text before and after, how many nodes, what was left to Inductor."""
+
+    index: int
+    before: str
+    after: str = ""
+    nodes_before: int = 0
+    nodes_after: int = 0
+    fallback: str = ""  # why the graph went to Inductor unchanged, if it did
+    broke: str = ""  # the graph break that it ends at, if it does
+    floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
+    deferred: tuple[str, ...] = ()
+    assumes: tuple[str, ...] = ()
+    calls: Calls = field(default_factory=Calls)
+    instead_of: int | None = None  # the graph that this one is the version of without assumptions
+    compile_id: str = ""
+    attempt: int = 0  # of Dynamo, at the code with this id
+    seconds: float = 0.0
+
+
+class Report:
+    """Everything that was compiled while it was recording."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self.graphs: list[GraphReport] = []
+
+    def add(self, graph: GraphReport, sites: list[Site]) -> None:
+        """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
+        attempt may make several, as for the buckets of DDP."""
+        known = [g for g in self.graphs if g.compile_id and g.compile_id == graph.compile_id]
+        dropped = {g.index for g in known if g.attempt < graph.attempt}
+        self.graphs = [g for g in self.graphs if g.index not in dropped]
+        self.sites = [s for s in self.sites if s.graph not in dropped]
+        self.graphs.append(graph)
+        self.sites.extend(sites)
+
+    # -- questions -----------------------------------------------------------------------------------------------
+    def count(self, fusion: str, status: str = "fused") -> int:
+        """How many sites of a fusion have a status. Raises ValueError for a fusion or status that does not exist."""
+        if fusion not in (names := [f.name for f in registry.all_fusions()]):
+            raise ValueError(f"no fusion is called {fusion!r}. {nearest(fusion, names)}")
+        if status not in STATUSES:
+            raise ValueError(f"no status is called {status!r}. {nearest(status, STATUSES)}")
+        return sum(s.fusion == fusion and s.status == status for s in self.sites)
+
+    def assert_fused(self, **counts: int) -> None:
+        """Raise AssertionError unless exactly so many sites of each named fusion were fused."""
+        wrong = {f: (self.count(f), n) for f, n in counts.items() if self.count(f) != n}
+        if wrong:
+            lines = [f"{f}: {found} fused, {wanted} expected" for f, (found, wanted) in wrong.items()]
+            raise AssertionError("\n".join([*lines, str(self)]))
+
+    # -- output --------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        fused = sum(s.status == "fused" for s in self.sites)
+        nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
+        head = f"fx_fusion  {len(self.graphs)} graph(s), {nodes[0]} -> {nodes[1]} nodes, {fused} site(s) fused"
+        rows = [
+            (status, fusion, number, _shorten(modules), location, reason)
+            for status, fusion, reason, location, modules, number in self._grouped()
+        ]
+        table = tabulate(
+            rows,
+            headers=("status", "fusion", "sites", "modules", "source", "reason"),
+            tablefmt="plain",
+            maxcolwidths=[None, None, None, 34, 30, 60],
+        )
+        notes = [f"graph {g.index}: unchanged to Inductor: {g.fallback}" for g in self.graphs if g.fallback]
+        notes += [f"graph {g.index}: ends at a {g.broke}" for g in self.graphs if g.broke]
+        notes += [
+            f"graph {g.index}: {g.floats} foreach call(s) take a changing float as a tensor" for g in self.graphs if g.floats
+        ]
+        notes += [f"graph {g.index}: deferred until read: {', '.join(g.deferred)}" for g in self.graphs if g.deferred]
+        notes += [f"graph {g.index}: {_assumed(g)}" for g in self.graphs if g.assumes]
+        notes += [
+            f"graph {g.index}: graph {g.instead_of} without its assumption, compiled when it first did not hold"
+            for g in self.graphs
+            if g.instead_of is not None
+        ]
+        left = nodes[1] - sum(s.status == "fused" for s in self.sites)
+        return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
+
+    __repr__ = __str__
+
+    def _grouped(self) -> list[tuple[str, str, str, str, list[str], int]]:
+        groups: dict[tuple[str, str, str, str], list[str]] = {}
+        for site in self.sites:
+            groups.setdefault((site.status, site.fusion, _generic(site.reason), site.location), []).append(site.module)
+        ordered = sorted(groups.items(), key=lambda item: (STATUSES.index(item[0][0]), item[0][1], item[0][3]))
+        return [(s, f, reason, at, modules, len(modules)) for (s, f, reason, at), modules in ordered]
+
+    def diff(self) -> str:
+        """Unified text diff of every graph before and after. Node names are kept, so unchanged lines are equal."""
+        from fx_fusion.report.diff import unified
+
+        return "\n".join(unified(g) for g in self.graphs)
+
+    def to_json(self) -> str:
+        """Sites, graphs and counts as a JSON document."""
+        return json.dumps(
+            {
+                "sites": [asdict(s) for s in self.sites],
+                "graphs": [{k: v for k, v in asdict(g).items() if k not in ("before", "after")} for g in self.graphs],
+                "counts": {f"{s}/{f}": n for (s, f), n in Counter((s.status, s.fusion) for s in self.sites).items()},
+            },
+            indent=1,
+        )
+
+
+def _assumed(graph: GraphReport) -> str:
+    calls = graph.calls
+    held = f"; held in {calls.assumed} of {calls.assumed + calls.otherwise} calls" if calls != Calls() else ""
+    return f"assumes, and checks at run time: {', '.join(graph.assumes)}{held}"
+
+
+def _generic(reason: str) -> str:
+    """A reason without node numbers, so that equal sites of many layers share a line."""
+    return re.sub(r"(?<=[a-z])_\d+\b", "", reason)
+
+
+def _shorten(modules: list[str]) -> str:
+    """``layers.0.norm layers.1.norm`` -> ``layers.{0-1}.norm``."""
+    patterns: dict[str, list[int]] = {}
+    for module in modules:
+        numbers = re.findall(r"\d+", module)
+        patterns.setdefault(re.sub(r"\d+", "{}", module, count=1), []).append(int(numbers[0]) if numbers else -1)
+    parts = []
+    for pattern, numbers in patterns.items():
+        span = f"{{{min(numbers)}-{max(numbers)}}}" if min(numbers) != max(numbers) else str(numbers[0])
+        parts.append(pattern.replace("{}", span, 1))
+    return " ".join(parts)
+
+
+# -- where a node comes from ---------------------------------------------------------------------------------------
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module that made the node, as ``layers.0.mlp``; empty for a free function."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", lambda m: "." + (m.group(1) or m.group(2)), str(path))
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
+    return re.sub(r"^(L\.)?self\.|^L\.?(self)?\.?", "", path).lstrip(".").removeprefix("fn.")
+
+
+def location_of(node: fx.Node) -> str:
+    """``file.py:line`` of the user's code that made the node."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line = frames[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}"
+
+
+def shapes_of(inputs: dict[str, Any]) -> dict[str, str]:
+    tensors = {n: value(v) for n, v in inputs.items() if isinstance(value(v), torch.Tensor)}
+    return {n: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in tensors.items()}
+
+
+# -- recording -----------------------------------------------------------------------------------------------------
+_active: ContextVar[tuple[Report, ...]] = ContextVar("recordings", default=())  # of this thread
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Report]:
+    """``with fx_fusion.recording() as report:`` collects what this thread compiles inside."""
+    report = Report()
+    with recording_in((report,)):
+        yield report
+
+
+@contextlib.contextmanager
+def recording_in(reports: Iterable[Report]) -> Iterator[None]:
+    """What this thread compiles inside is added to these reports too."""
+    known = _active.get()
+    before = _active.set((*known, *(r for r in reports if not any(r is k for k in known))))
+    try:
+        yield
+    finally:
+        _active.reset(before)
+
+
+def recordings() -> tuple[Report, ...]:
+    """The reports that record what this thread compiles now."""
+    return _active.get()
+
+
+def publish(graph: GraphReport, sites: list[Site]) -> None:
+    """Hand one graph's result to everybody who records."""
+    for report in _active.get():
+        report.add(graph, sites)

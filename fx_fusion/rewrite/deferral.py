@@ -1,0 +1,218 @@
+"""Outputs that are computed when somebody reads them.
+
+A language model returns ``(loss, logits)`` and training reads the loss. Where a fusion absorbs everything that made the
+logits, the compiled graph returns what they are computed *from*, and the backend puts a ``DeferredTensor`` in their
+place: a tensor with shape, dtype and device, whose values appear at first use, exactly as the model would have computed
+them, gradients included. Casts, views and ``detach`` of it stay deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.graph.effects import autocast_of, storages
+from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.runtime.deferred_tensor import DeferredTensor, Recipe
+
+_MAX_FOLLOWING = 16  # nodes between absorbed logits and the outputs made from them
+
+
+# -- which outputs can wait (while matching) -----------------------------------------------------------------------
+def deferrable_outputs(
+    view: View, chain: Sequence[fx.Node], inside: set[fx.Node], cuts: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """The outputs of the graph that are made from ``chain`` alone, if everything of it outside the fusion ends in
+    outputs; and the nodes that lie between. ``((), ())`` where something else needs the values, or may not wait."""
+    if not view.may_defer:
+        return (), ()
+    # What is read later must still be there then.
+    sources = [*cuts, *(n for n in view.graph.nodes if n.op == "placeholder" and is_tensor(n))]
+    if view.effects.written_after(min(view.order[n] for n in chain), [*sources, *chain]) is not None:
+        return (), ()
+    outputs: dict[fx.Node, None] = {}
+    following: dict[fx.Node, None] = {}
+    stack = list(chain)
+    allowed = {*chain, *cuts}
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user.op == "output":
+                outputs[node] = None
+            elif user not in inside and user not in following:
+                following[user] = None
+                stack.append(user)
+                operands = (*chain, *following)
+                foreign = [
+                    i for i in user.all_input_nodes if i not in allowed and i not in operands and i.op != "placeholder"
+                ]
+                if foreign or len(following) > _MAX_FOLLOWING or view.effects.mutated(user) or not view.is_pure(user):
+                    return (), ()
+    memory_of_sources = {memory for source in sources for memory in storages(source)}
+    if any(memory_of_sources.intersection(storages(output)) for output in outputs):
+        return (), ()  # a view of an input: the caller may write to one and read the other
+    return tuple(outputs), tuple(following)
+
+
+# -- cutting them off (while rewriting) ----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Deferral:
+    """Outputs that leave the graph and share memory: the module that computes them, and from which nodes."""
+
+    nodes: tuple[fx.Node, ...]
+    module: fx.GraphModule
+    cuts: tuple[fx.Node, ...]
+    autocast: tuple[str, torch.dtype, bool]
+    grad: bool
+
+
+def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes in groups that are views of each other, or the same tensor."""
+    groups: list[tuple[set[int], list[fx.Node]]] = []
+    for node in nodes:
+        memory = set(storages(node))
+        group = next((g for g in groups if g[0] & memory), None)
+        if group is None:
+            groups.append((memory, [node]))
+        else:
+            group[1].append(node)
+    return [members for _, members in groups]
+
+
+def cut_off(nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> Deferral:
+    """A graph module that computes ``nodes`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
+    given = set(cuts)
+    needed: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+
+    def visit(n: fx.Node) -> None:
+        if n in needed or n in inputs:
+            return
+        if n in given or n.op == "placeholder":
+            inputs[n] = None
+            return
+        for operand in n.all_input_nodes:
+            visit(operand)
+        needed[n] = None
+
+    for node in nodes:
+        visit(node)
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in inputs}
+    for n in needed:
+        copies[n] = graph.node_copy(n, lambda operand: copies[operand])
+    graph.output(tuple(copies[node] for node in nodes))
+    autocast = autocast_of(region, value(nodes[0]).device.type)
+    return Deferral(tuple(nodes), fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0])
+
+
+class DeferredOutputs:
+    """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
+
+    def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
+        self.names = tuple(node.name for d in deferrals for node in d.nodes)
+        self._deferrals = tuple(deferrals)
+        self._metas = [_static_metas(d.nodes) for d in deferrals]
+        output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        returned = list(output.args[0])  # type: ignore[arg-type]
+        waiting = {node: (d, i) for d, deferral in enumerate(deferrals) for i, node in enumerate(deferral.nodes)}
+        kept = [item for item in returned if item not in waiting]
+        self._sources: list[list[tuple[str, int]]] = []  # of each deferral
+        for deferral in deferrals:
+            places: list[tuple[str, int]] = []
+            for cut in map(now, deferral.cuts):
+                if cut.op == "placeholder":
+                    places.append(("argument", placeholders.index(cut)))
+                    continue
+                if cut not in kept:
+                    kept.append(cut)
+                places.append(("result", kept.index(cut)))
+            self._sources.append(places)
+        # For every original output: its place among the kept ones, or its deferral and its place there.
+        self._plan = [waiting[item] if item in waiting else kept.index(item) for item in returned]
+        if deferrals:
+            output.args = (tuple(kept),)
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.names:
+            return compiled
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            results = compiled(*args)
+            made = [self._made(d, args, results) for d in range(len(self._deferrals))]
+            return tuple(results[item] if isinstance(item, int) else made[item[0]][item[1]] for item in self._plan)
+
+        return run
+
+    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any]) -> tuple[Tensor, ...]:
+        deferral, metas = self._deferrals[d], self._metas[d]
+        operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
+        recipe = Recipe(deferral.module, operands, self.names_of(d), deferral.autocast, deferral.grad)
+        if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
+            return recipe.values()
+        return DeferredTensor.all_of(recipe, recipe.metas() if metas is None else metas)
+
+    def names_of(self, d: int) -> tuple[str, ...]:
+        return tuple(node.name for node in self._deferrals[d].nodes)
+
+
+def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:
+    """Take deferred outputs out of the graph's results and put what they are computed from in their place."""
+    deferred = DeferredOutputs(gm, deferrals, now)
+    for deferral in deferrals:
+        for node in deferral.nodes:
+            _erase_dead(node, set(deferral.cuts))
+    return deferred
+
+
+def _erase_dead(node: fx.Node, stop: set[fx.Node]) -> None:
+    if node._erased or node.users or node in stop or node.op in ("placeholder", "output"):
+        return
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        _erase_dead(operand, stop)
+
+
+def _static_metas(nodes: Sequence[fx.Node]) -> tuple[Tensor, ...] | None:
+    examples = [value(node) for node in nodes]
+    if not all(isinstance(n, int) for example in examples for n in (*example.shape, *example.stride())):
+        return None  # symbolic: known when it runs
+    return tuple(torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device="meta") for e in examples)
+
+
+# -- a deferred tensor as an input ---------------------------------------------------------------------------------
+def read_deferred_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """The example inputs of a graph that another graph's deferred outputs go into, as the tensors that it will be called
+    with (``read_deferred_inputs``); in the graph, too."""
+    inputs = list(example_inputs)
+    for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        if isinstance(example := value(node), DeferredTensor):
+            node.meta["example_value"] = inputs[i] = example.as_traced()
+    return inputs
+
+
+def activation_positions(gm: fx.GraphModule) -> tuple[int, ...]:
+    """The inputs of a graph that another graph may have made: tensors that are no parameters."""
+    inputs = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    return tuple(i for i, t in enumerate(inputs) if isinstance(t, Tensor) and not (t.is_leaf and t.requires_grad))
+
+
+def read_deferred_inputs(positions: Sequence[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiled code reads memory, and a deferred tensor has none before it is read. Dynamo unwraps what it traces; the
+    buckets into which DDP splits one graph hand their results to each other without it."""
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if any(type(args[i]) is DeferredTensor for i in positions):
+                args = tuple(a.materialize() if type(a) is DeferredTensor else a for a in args)
+            return compiled(*args)
+
+        return run if positions else compiled
+
+    return wrap

@@ -1,0 +1,52 @@
+"""Two equal calls of a graph whose results are both returned: they have to stay two tensors."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion.ops.layouts import copied
+
+_VIEWS = ("view", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "to", "neg")
+
+
+def keep_results_apart(graph: fx.Graph) -> None:
+    """Copy a returned result of a call that the graph makes twice. AOTAutograd makes equal calls one, and knows only of
+    results that are returned directly that they must not become one tensor."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    numbers = _value_numbers(graph)
+    first: dict[int, fx.Node] = {}  # of equal calls with returned results
+    for item in torch.utils._pytree.tree_leaves(output.args):
+        made = _origin(item)
+        if made is None:
+            continue
+        if first.setdefault(numbers[made], made) is made:
+            continue
+        with graph.inserting_before(output):
+            copy = graph.call_function(copied, (item,))
+        copy.meta.update(item.meta)
+        output.replace_input_with(item, copy)
+
+
+def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number for each node: that of an earlier one where the same call has the same operands."""
+    numbers: dict[fx.Node, int] = {}
+    known: dict[Any, int] = {}
+    for node in graph.nodes:
+        args, kwargs = torch.utils._pytree.tree_map_only(fx.Node, lambda n: f"#{numbers[n]}", (node.args, node.kwargs))
+        own = node.name if node.op == "placeholder" else str(node.target)
+        numbers[node] = known.setdefault((node.op, own, str(args), str(kwargs)), len(known))
+    return numbers
+
+
+def _origin(item: Any) -> fx.Node | None:
+    """The call of an op of ours, or of attention, that a returned node is a result or a view of; None if it is neither."""
+    while isinstance(item, fx.Node) and item.args and (item.target is operator.getitem or item.target in _VIEWS):
+        item = item.args[0]
+    if not isinstance(item, fx.Node):
+        return None
+    ours = "fx_fusion" in (getattr(item.target, "namespace", ""), getattr(item.target, "__module__", "").split(".")[0])
+    return item if ours or item.target is torch.nn.functional.scaled_dot_product_attention else None

@@ -1,0 +1,1 @@
+"""What runs around a compiled graph: tensors that compute themselves when read, graphs with assumptions."""

@@ -1,0 +1,88 @@
+"""The linear layer that makes the logits of a loss: what the fusions of lm_head and loss share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion.fusion.matcher import NearMiss
+from fx_fusion.graph import signatures
+from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
+from fx_fusion.graph.size_hints import elements, expected, trained
+from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.patterns.sites.loss import Logits, LossSite, one_a_row, read_logits
+from fx_fusion.rewrite.editor import Editor
+
+
+@dataclass
+class Head:
+    """The linear layer that makes the logits of a loss, and what lies between."""
+
+    x: fx.Node
+    lm_head: fx.Node
+    bias: fx.Node | None
+    seen: Logits
+
+    @property
+    def chain(self) -> list[fx.Node]:
+        """From the linear layer to the loss."""
+        return [self.seen.source, *self.seen.nodes]
+
+    @property
+    def inputs(self) -> dict[str, fx.Node]:
+        """What a linear layer needs, without what it has not."""
+        given = {"x": self.x, "lm_head": self.lm_head, "bias": self.bias}
+        return {name: node for name, node in given.items() if node is not None}
+
+
+def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
+    """The linear layer under a loss, or how far it got."""
+    seen = read_logits(view, site, to_linear=True)
+    node, matched = seen.source, 1 + len(seen.nodes)
+    bound = signatures.bind("linear", node.args, dict(node.kwargs)) if view.name(node) == "linear" else None
+    if bound is None or not is_tensor(bound["weight"]) or value(bound["weight"]).dim() != 2:
+        found = "an input of this graph" if node.op == "placeholder" else view.term(node).op
+        reason = seen.stopped or f"expected linear, found {found} ({node.name})"
+        return NearMiss(fusion, site.root, node, matched, matched + 1, reason)
+    if bound["bias"] is not None and seen.bias is not None:
+        return NearMiss(fusion, site.root, node, matched, matched + 1, "two biases follow each other")
+    return Head(bound["input"], bound["weight"], bound["bias"] if seen.bias is None else seen.bias, seen)
+
+
+def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> str | None:
+    """Why logits need not be made in chunks, or None."""
+    classes, rows = expected(lm_head.shape[0]), elements(target)
+    if classes < 4096:
+        return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
+    if x.device.type == "cuda" and rows * classes < 2**26:
+        return f"{rows:.0f} x {classes} logits fit beside everything else; Inductor needs fewer launches"
+    return None
+
+
+def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again, 8
+    products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on;
+    without tensor cores, which multiply 15 times as fast, from some 150 to 200."""
+    most = 1024 if on_tensor_cores(computed_in(x)) else 128
+    if x.device.type != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= most:
+        return None
+    return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
+
+
+def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tuple[Any, Any, Any, Any]:
+    """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
+    linear = head.seen.source
+    dtype = value(linear).dtype  # under autocast not the dtype of its inputs
+    x, bias = head.x, head.bias
+    for cut in reversed(head.seen.row_slices):
+        x = editor.call(cut.target, (x, cut.args[1]), like=linear)
+    x = editor.method("reshape", (x, -1, value(head.lm_head).shape[1]), like=linear)
+    x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, head.lm_head))
+    if bias is not None:
+        if value(bias).dim() != 1:
+            bias = editor.method("reshape", (bias, -1), like=linear)
+        bias = editor.cast(bias, dtype, like=linear)
+    return x, lm_head, bias, one_a_row(editor, target, root)

@@ -1,0 +1,313 @@
+"""Where a graph computes a cross-entropy, and what its logits are made of.
+
+A loss has too many independent options (bias, scale, softcap, cast, shift, reduction, smoothing, weights, three
+spellings) for one function an option set, so it is read from the loss down: first the loss itself, then, one step at
+a time, what lies between it and the lm_head. Both loss fusions start here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.graph import signatures
+from fx_fusion.graph.dtypes import keeps_values
+from fx_fusion.graph.view import Term, View, is_tensor, same_shape, value
+from fx_fusion.graph.walk import source_of
+from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
+from fx_fusion.rewrite.editor import Editor
+
+
+@dataclass
+class LossSite:
+    """One cross-entropy.
+
+    ``root`` is what gets replaced: a loss as ``F.cross_entropy`` returns it times ``sign``; for the gather spelling
+    without a reduction, the gathered log-probabilities themselves (``sign`` -1, trailing dim 1).
+    """
+
+    root: fx.Node
+    logits: fx.Node
+    target: fx.Node
+    weight: fx.Node | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    nodes: set[fx.Node]
+    sign: int = 1
+    gathered: bool = False
+
+
+@dataclass
+class Logits:
+    """What the logits of a site are: steps from the loss downwards, as far as they are understood."""
+
+    source: fx.Node  # the node that the steps end at
+    nodes: list[fx.Node] = field(default_factory=list)  # the steps, from the loss down
+    row_slices: list[fx.Node] = field(default_factory=list)  # slices of rows, from the loss down
+    softcap: float = 0.0
+    scale: float = 1.0
+    bias: fx.Node | None = None
+    stopped: str = ""  # why it goes no deeper
+
+
+def find_losses(view: View) -> Iterator[LossSite]:
+    """Every cross-entropy of a graph, whatever its spelling."""
+    for node in view.graph.nodes:
+        name = view.name(node)
+        if name == "cross_entropy" or name == "nll_loss":
+            site = _of_call(view, node, name)
+        elif name == "gather":
+            site = _of_gather(view, node)
+        elif name == "sub":
+            site = _of_difference(view, node)
+        else:
+            continue
+        if site is not None:
+            yield site
+
+
+def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
+    bound = signatures.bind(name, node.args, dict(node.kwargs))
+    if bound is None or bound["size_average"] is not None or bound["reduce"] is not None:
+        return None
+    logits, target, weight = bound["input"], bound["target"], bound["weight"]
+    if not is_tensor(logits) or not is_tensor(target) or value(logits).dim() != 2 or value(target).dim() != 1:
+        return None
+    if value(target).dtype != torch.int64 or not isinstance(bound["ignore_index"], int):
+        return None
+    nodes = {node}
+    if name == "nll_loss":
+        inner = _log_softmax(view, logits)
+        if inner is None:
+            return None
+        nodes.update(inner.nodes)
+        logits = inner.operands[0]
+    smoothing = bound.get("label_smoothing", 0.0)
+    if not isinstance(smoothing, (int, float)) or bound["reduction"] not in ("mean", "sum", "none"):
+        return None
+    return LossSite(node, logits, target, weight, bound["reduction"], bound["ignore_index"], float(smoothing), nodes)
+
+
+def _log_softmax(view: View, operand: fx.Node) -> Term | None:
+    edge = view.edge(operand)
+    if not isinstance(edge.base, fx.Node) or edge.roundings:
+        return None
+    term = view.term(edge.base)
+    if term.op != "log_softmax" or term.attrs != (-1,):
+        return None
+    return Term(term.op, term.operands, term.attrs, (*edge.crossed, *term.nodes))
+
+
+def _of_gather(view: View, node: fx.Node) -> LossSite | None:
+    """``log_softmax(l).gather(-1, t.unsqueeze(-1))``, and what is done with it as far as it is -, mean or sum."""
+    bound = signatures.bind("gather", node.args, dict(node.kwargs))
+    if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
+        return None
+    inner = _log_softmax(view, bound["input"])
+    rank = value(bound["input"]).dim()
+    if inner is None or bound["dim"] not in (-1, rank - 1):
+        return None
+    target = _one_class_a_row(view, bound["index"], bound["input"])
+    if target is None:
+        return None
+    site = LossSite(node, inner.operands[0], target, None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True)
+    path: list[fx.Node] = []
+    sign, above = -1, node
+    while len(above.users) == 1:
+        above = next(iter(above.users))
+        path.append(above)
+        term = view.term(above)
+        if term.op == "neg" or view.name(above) in ("view", "reshape", "flatten", "squeeze"):
+            sign = -sign if term.op == "neg" else sign
+            continue
+        if term.op in ("mean", "sum") and value(above).dim() == 0:
+            site.root, site.reduction, site.sign, site.gathered = above, term.op, sign, False
+            site.nodes.update(path)
+            above_is_neg = len(above.users) == 1 and view.term(next(iter(above.users))).op == "neg"
+            if above_is_neg:
+                site.root, site.sign = next(iter(above.users)), -sign
+                site.nodes.add(site.root)
+        break
+    return site
+
+
+def _one_class_a_row(view: View, index: fx.Node, logits: fx.Node) -> fx.Node | None:
+    """The target if ``index`` is ``target.unsqueeze(-1)``, int64, for as many rows as the logits have."""
+    edge = view.edge(index)
+    if not isinstance(edge.base, fx.Node) or edge.roundings:
+        return None
+    term = view.term(edge.base)
+    if term.op != "unsqueeze" or term.attrs != (-1,) or value(term.operands[0]).dtype != torch.int64:
+        return None
+    return term.operands[0] if same_shape(value(index)[..., 0], value(logits)[..., 0]) else None
+
+
+def _of_difference(view: View, node: fx.Node) -> LossSite | None:
+    """``l.gather(-1, t.unsqueeze(-1)).squeeze(-1) - l.logsumexp(-1)``: log-probabilities without a log_softmax."""
+    term = view.term(node)
+    if term.op != "sub" or not all(isinstance(o, fx.Node) and is_tensor(o) for o in term.operands):
+        return None
+    chosen, total = term.operands
+    bound = signatures.bind("logsumexp", total.args, dict(total.kwargs)) if view.name(total) == "logsumexp" else None
+    squeezed = chosen
+    below = source_of(chosen) if view.name(chosen) == "squeeze" else None
+    if below is not None and value(below).dim() and same_shape(value(chosen), value(below)[..., 0]):
+        chosen = below
+    taken = signatures.bind("gather", chosen.args, dict(chosen.kwargs)) if view.name(chosen) == "gather" else None
+    if bound is None or taken is None or not is_tensor(taken["index"]):
+        return None
+    logits, rank = taken["input"], value(taken["input"]).dim()
+    dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
+    over_classes = taken["dim"] in (-1, rank - 1) and tuple(dims) in ((-1,), (rank - 1,))
+    if bound["input"] is not logits or not over_classes or value(squeezed).dim() != value(total).dim():
+        return None
+    target = _one_class_a_row(view, taken["index"], logits)
+    if target is None:
+        return None
+    if not same_shape(value(node), value(squeezed)) or not same_shape(value(node), value(total)):
+        return None
+    nodes = {node, squeezed, chosen, total}
+    return LossSite(node, logits, target, None, "none", NO_IGNORE, 0.0, nodes, -1, True)
+
+
+def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
+    """Follow the logits down. Without ``to_linear``: only through values that nothing else uses, and not through slices."""
+    seen = Logits(site.logits)
+    inside = set(site.nodes)
+    while True:
+        node = seen.source
+        if not to_linear and any(user not in inside for user in node.users):
+            seen.stopped = f"{node.name} is also used outside the loss"
+            return seen
+        step = _step(view, node, seen, to_linear)
+        if step is None:
+            return seen
+        below, crossed = step
+        seen.nodes.extend(crossed)
+        inside.update(crossed)
+        seen.source = below
+
+
+def one_a_row(editor: Editor, target: fx.Node, root: fx.Node) -> fx.Node:
+    """A target (m) for a site's targets of any shape."""
+    return target if value(target).dim() == 1 else editor.method("reshape", (target, -1), like=root)
+
+
+def rows_of(editor: Editor, logits: fx.Node, target: fx.Node, root: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Logits (m, v) and a target (m) for logits and targets of any shape."""
+    shape = value(logits).shape
+    rows = logits if len(shape) == 2 else editor.method("reshape", (logits, -1, shape[-1]), like=root)
+    return rows, one_a_row(editor, target, root)
+
+
+def shaped_as(editor: Editor, losses: fx.Node, site: LossSite, root: fx.Node) -> fx.Node:
+    """One number a row (m), in the shape of ``root``. Read off the targets where it is theirs: a symbolic shape can't be
+    written into a graph."""
+    wanted, target = value(root), value(site.target)
+    if same_shape(wanted, value(losses)):
+        return losses
+    if wanted.dim() == target.dim() + 1 and same_shape(wanted[..., 0], target):
+        return editor.method("unsqueeze", (editor.method("view_as", (losses, site.target), like=root), -1), like=root)
+    if same_shape(wanted, target):
+        return editor.method("view_as", (losses, site.target), like=root)
+    return editor.method("view", (losses, tuple(wanted.shape)), like=root)
+
+
+def slice_below(view: View, seen: Logits) -> str | None:
+    """Whether logits that stay are a slice: Inductor reads it where it lies, a kernel would need a copy of it."""
+    if view.name(seen.source) != "getitem" or not is_tensor(seen.source.args[0]) or not seen.nodes:
+        return None
+    return f"{seen.source.name} is a slice of larger logits"
+
+
+def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.Node, list[fx.Node]] | None:
+    """One step down from ``node``: the node below and the nodes that the step covers; None where it ends."""
+    name, term = view.name(node), view.term(node)
+    below = view.transparent(node)
+    if below is not None and is_tensor(below):
+        if value(node).dtype == torch.float64:
+            seen.stopped = f"{node.name} is float64; the kernel computes in float32"
+            return None
+        if not keeps_values(value(below).dtype, value(node).dtype):
+            seen.stopped = f"{node.name} rounds the logits to {value(node).dtype}"
+            return None
+        return below, [node]
+    if name in ("view", "reshape", "flatten", "contiguous"):
+        below = source_of(node)
+        if below is None or not is_tensor(below) or value(below).dim() == 0 or value(node).dim() == 0:
+            return None
+        if not statically_known_true(value(below).shape[-1] == value(node).shape[-1]):
+            seen.stopped = f"{node.name} changes the vocabulary dim"
+            return None
+        if seen.row_slices and not same_shape(value(below), value(node)):
+            seen.stopped = f"{node.name} lays out the rows anew below the slice {seen.row_slices[-1].name}"
+            return None
+        return below, [node]
+    if term.op in ("mul", "div") and len(term.operands) == 2:
+        return _scalar_step(view, node, term, seen)
+    if not to_linear:
+        return None
+    if name == "getitem" and is_tensor(node.args[0]) and _keeps_last_dim(node):
+        seen.row_slices.append(node)
+        return node.args[0], [node]
+    if term.op == "add" and seen.bias is None and seen.softcap == 0 and seen.scale == 1:
+        return _bias_step(view, node, term, seen)
+    return None
+
+
+def _scalar_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.Node, list[fx.Node]] | None:
+    tensor, number = _tensor_and_number(view, term)
+    if tensor is None or number is None or number == 0:
+        return None
+    inner = view.edge(tensor)
+    if term.op == "mul" and not inner.roundings and isinstance(inner.base, fx.Node):
+        bent = view.term(inner.base)
+        if bent.op == "tanh" and seen.softcap == 0 and seen.scale == 1 and number > 0:
+            arg = view.edge(bent.operands[0])
+            scaled = view.term(arg.base) if isinstance(arg.base, fx.Node) else None
+            if scaled is not None and not arg.roundings and scaled.op in ("div", "mul"):
+                below, divisor = _tensor_and_number(view, scaled)
+                divisor = 1 / divisor if divisor and scaled.op == "mul" else divisor
+                if below is not None and divisor == number:
+                    seen.softcap = float(number)
+                    return below, [node, *inner.crossed, inner.base, *arg.crossed, *scaled.nodes]
+            seen.stopped = f"{inner.base.name} is a tanh, but not of logits / {number}"
+            return None
+    seen.scale *= float(number) if term.op == "mul" else 1 / float(number)
+    return tensor, [node]
+
+
+def _tensor_and_number(view: View, term: Term) -> tuple[fx.Node | None, float | None]:
+    a, b = term.operands
+    if isinstance(b, (int, float)) and is_tensor(a):
+        return a, b
+    if isinstance(a, (int, float)) and is_tensor(b) and term.op == "mul":
+        return b, a
+    return None, None
+
+
+def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.Node, list[fx.Node]] | None:
+    for tensor, bias in (term.operands, term.operands[::-1]):
+        if not is_tensor(tensor) or not is_tensor(bias) or view.term(view.edge(tensor).base).op != "linear":
+            continue
+        shape = value(bias).shape
+        if value(tensor).dtype != value(node).dtype:
+            seen.stopped = f"{node.name} adds a bias in {value(node).dtype}"
+            continue
+        if shape and shape[-1] == value(node).shape[-1] and all(s == 1 for s in shape[:-1]):
+            seen.bias = bias
+            return tensor, [node]
+    return None
+
+
+def _keeps_last_dim(node: fx.Node) -> bool:
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return False
+    covers_all = Ellipsis in index or len(index) == value(node.args[0]).dim()
+    return not covers_all or index[-1] == slice(None)
