@@ -21,20 +21,12 @@ from unittest.mock import patch
 import torch
 
 from fx_fusion.cost import timing
-from fx_fusion.kernels import (
-    channel_norm,
-    embedding,
-    evonorm_b0,
-    evonorm_b0_by_channel,
-    linear_cross_entropy,
-    logit_chunks,
-    logit_rows,
-    norm_by_group,
-    norm_formulas,
-    rope,
-    row_norm,
-)
+from fx_fusion.kernels import embedding, evonorm_b0, linear_cross_entropy, rope
 from fx_fusion.kernels.lib.launch import cdiv, next_power_of_2
+from fx_fusion.kernels.logits import logit_chunks, logit_rows
+from fx_fusion.kernels.norms import evonorm_b0_by_channel, norm_by_group, row_norm
+from fx_fusion.kernels.norms import group_norm_dispatch as channel_norm
+from fx_fusion.kernels.norms import group_norm_math as norm_formulas
 from fx_fusion.testing import zipf
 
 Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it

@@ -12,31 +12,21 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 import fx_fusion.fusion.registry as registry
-from fx_fusion.kernels import (
-    channel_norm,
-    embedding,
-    evonorm_b0,
-    evonorm_b0_by_channel,
-    evonorm_b0_by_tile,
-    gated_rms_norm,
-    glu,
-    images,
-    launch,
-    log_probs_entropy,
-    logit_rows,
-    norm_by_group,
-    norm_formulas,
-    rope,
-    row_norm,
-)
+from fx_fusion.kernels import embedding, evonorm_b0, gated_rms_norm, log_probs_entropy, rope
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.group_norm import group_norm
 from fx_fusion.kernels.layer_norm import layer_norm
+from fx_fusion.kernels.lib import glu, launch
+from fx_fusion.kernels.lib import image_tiles as images
 from fx_fusion.kernels.lib.launch import NotTraceable, as_rows, row_order, traced
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits import logit_rows
 from fx_fusion.kernels.logits.logit_chunks import rows_in_a_chunk
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE, launch_rows
+from fx_fusion.kernels.norms import evonorm_b0_by_channel, evonorm_b0_by_tile, norm_by_group, row_norm
+from fx_fusion.kernels.norms import group_norm_dispatch as channel_norm
+from fx_fusion.kernels.norms import group_norm_math as norm_formulas
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish

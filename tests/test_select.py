@@ -207,7 +207,7 @@ def test_what_was_measured_elsewhere_says_nothing_here(folder, monkeypatch, chan
 def test_processes_that_write_and_read_one_measurement(folder):
     """Each file is there as a whole or not at all, whoever writes it last."""
     code = (
-        "import sys; from pathlib import Path; from fx_fusion import measure\n"
+        "import sys; from pathlib import Path; from fx_fusion.cost import measure\n"
         "file, ms = Path(sys.argv[1]), float(sys.argv[2])\n"
         "for _ in range(300):\n"
         "    measure._write(file, {'ours': ms, 'inductor': ms, 'padding': 'x' * 20000})\n"
