@@ -52,9 +52,11 @@ COMPOSITES = (
         Fusion(
             name="rope of q and k",
             pattern=rotated_queries_and_keys,
-            find=lambda view: iter(()),
-            pays=lambda q, k, cos, sin: rope.pays(q, cos, sin, "rotate_half", "input", False),
+            find=lambda search: (),
+            emit=lambda editor, match: None,
+            why_keep=lambda q, k, cos, sin: rope.why_keep(q, cos, sin, "rotate_half", "input", False),
             inputs={"q": "b h s d", "k": "b g s d", "cos": "b s d", "sin": "b s d"},
+            frozen=("cos", "sin"),
             cases=(
                 case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order=_LAID),
                 case("llama_8b", b=4, h=32, g=8, s=4096, d=128, order=_LAID),
@@ -67,8 +69,10 @@ COMPOSITES = (
         Fusion(
             name="rope and attention",
             pattern=rotated_attention,
-            find=lambda view: iter(()),
+            find=lambda search: (),
+            emit=lambda editor, match: None,
             inputs={"q": "b h s d", "k": "b g s d", "v": "b g s d", "cos": "b s d", "sin": "b s d"},
+            frozen=("cos", "sin"),
             cases=(
                 case("llama_1b", b=8, h=32, g=8, s=2048, d=64, order={**_LAID, "v": "b s g d"}),
                 case("llama_8b", b=1, h=32, g=8, s=4096, d=128, order={**_LAID, "v": "b s g d"}),
@@ -81,7 +85,8 @@ COMPOSITES = (
         Fusion(
             name="group_norm_swish + conv2d",
             pattern=norm_swish_conv,
-            find=lambda view: iter(()),
+            find=lambda search: (),
+            emit=lambda editor, match: None,
             inputs={"x": "b c h w", "kernel": "k c r s", "groups": 32, "weight": "c", "bias": "c", "eps": 1e-5},
             cases=(
                 case("unet_64", b=8, c=320, k=320, h=64, w=64, r=3, s=3),
@@ -96,7 +101,8 @@ COMPOSITES = (
         Fusion(
             name="conv2d + evonorm_s0",
             pattern=conv_evonorm,
-            find=lambda view: iter(()),  # not matched as a whole
+            find=lambda search: (),  # not matched as a whole
+            emit=lambda editor, match: None,
             inputs={
                 "x": "b c h w", "kernel": "k c r s", "groups": 32, "v": "k", "weight": "k", "bias": "k", "eps": 1e-5,
                 "correction": 0,

@@ -4,6 +4,7 @@ rows, images or tokens is measured without a line here; and the cases that it de
 from __future__ import annotations
 
 from fx_fusion.fusion.declaration import Case, Fusion, case
+from fx_fusion.fusion.dims import Spec
 from fx_fusion.fusion.registry import all_fusions
 
 ROWS = (
@@ -42,7 +43,7 @@ def cases_of(fusion: Fusion, *, full: bool) -> list[Case]:
     declared = [c for c in fusion.cases if c.bench]
     if not full:
         return declared
-    dims, statics = set(fusion.dims()), declared[0].statics if declared else {}
+    dims, statics = set(fusion.dims), declared[0].statics if declared else {}
     groups = {"groups": 32} if "groups" in fusion.inputs else {}
     grid: list[Case] = []
     if dims == {"m", "n"}:
@@ -63,16 +64,17 @@ def cases_of(fusion: Fusion, *, full: bool) -> list[Case]:
     elif dims >= {"b", "h", "s", "d"} and fusion in all_fusions():
         for b, h, s, d in HEADS:
             more = {
-                n: size for n, size in (("g", max(1, h // 4)), ("c", d // 2 if fusion.complex_inputs else d)) if n in dims
+                "g": max(1, h // 4) if "g" in fusion.sized else None,
+                "c": (d // 2 if fusion.complex_inputs else d) if "c" in dims else None,
             }
             # As models have them: projections lie positions first.
-            order = {n: spec for n, spec in fusion.inputs.items() if isinstance(spec, str) and spec.endswith("s d")}
-            order = {n: _positions_first(spec) for n, spec in order.items()}
-            grid.append(case(f"{b}x{h}x{s}x{d}", b=b, h=h, s=s, d=d, statics=statics, order=order, **more))
+            order = {n: _positions_first(spec) for n, spec in fusion.specs.items() if not spec.dims[-1].broadcast}
+            sizes = {n: size for n, size in more.items() if size is not None}
+            grid.append(case(f"{b}x{h}x{s}x{d}", b=b, h=h, s=s, d=d, statics=statics, order=order, **sizes))
     known = {(tuple(sorted(c.sizes.items())), repr(c.statics)) for c in grid}
     return grid + [c for c in declared if (tuple(sorted(c.sizes.items())), repr(c.statics)) not in known]
 
 
-def _positions_first(spec: str) -> str:
-    b, h, s, d = spec.split()
+def _positions_first(spec: Spec) -> str:
+    b, h, s, d = [dim.name for dim in spec.dims if not dim.several]
     return f"{b} {s} {h} {d}"

@@ -37,7 +37,6 @@ from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.testing import eager_nearby, make_inputs, run, run_oracle, worst_excess
 
 Row = dict[str, Any]
-FROZEN = ("cos", "sin")
 LAUNCHED = ("eager", "liger")
 _CHECKED: dict[str, float] = {}
 
@@ -73,8 +72,10 @@ class Bench:
         return make_inputs(self.fusion, case, self.statics, self.dtype, "cuda")
 
     def layout(self) -> str:
-        name = self.fusion.tensors()[0]
-        return self.case.order.get(name, " ".join(t.removesuffix("|1") for t in str(self.fusion.inputs[name]).split()))
+        name = self.fusion.tensors[0]
+        several = "m" in self.case.sizes
+        entries = [dim.name for dim in self.fusion.specs[name].dims if dim.name != "..." or several]
+        return self.case.order.get(name, " ".join(entries))
 
     def excess(self) -> float:
         """How much of the allowed error the fused function uses, at a size that float64 can follow; computed once for all
@@ -85,14 +86,14 @@ class Bench:
         if key not in _CHECKED:
             inputs = self.inputs(dataclasses.replace(self.case, sizes=small))
             with fx_fusion.recording() as report:
-                fused = run(self.providers["fx_fusion"], inputs, frozen=FROZEN)
+                fused = run(self.providers["fx_fusion"], inputs, frozen=self.fusion.frozen)
             if not any(site.status == "fused" for site in report.sites):
                 raise ValueError(f"nothing was fused: {[site.reason for site in report.sites]}")
-            eager = run(self.function, inputs, frozen=FROZEN)
-            oracle = run_oracle(self.function, inputs, frozen=FROZEN)
+            eager = run(self.function, inputs, frozen=self.fusion.frozen)
+            oracle = run_oracle(self.function, inputs, frozen=self.fusion.frozen)
             used = worst_excess(fused, eager, oracle, self.dtype)[1]
             if used > 1:  # perhaps for elements that are nearly tied
-                nearby = eager_nearby(self.function, inputs, oracle, frozen=FROZEN)
+                nearby = eager_nearby(self.function, inputs, oracle, frozen=self.fusion.frozen)
                 used = worst_excess(fused, nearby, oracle, self.dtype)[1]
             _CHECKED[key] = used
         return _CHECKED[key]
@@ -101,7 +102,7 @@ class Bench:
         """The call of each mode, on fresh inputs; and how many bytes it must move."""
         function, inputs = self.providers[provider], self.inputs(self.case)
         leaves = {
-            k: v.requires_grad_(k not in FROZEN) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            k: v.requires_grad_(k not in self.fusion.frozen) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
             for k, v in inputs.items()
         }
         detached = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves.items()}
@@ -124,7 +125,7 @@ class Bench:
     def why_kept(self, inputs: dict[str, Any]) -> str | None:
         """What ``select="auto"`` says to this site: None fuses it."""
         arguments = {**self.statics, **inputs}
-        if self.fusion.pays is not None and (sentence := self.fusion.pays(**arguments)) is not None:
+        if self.fusion.why_keep is not None and (sentence := self.fusion.why_keep(**arguments)) is not None:
             return sentence
         tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
         return why_slower_for(self.fusion, tensors, self.statics)

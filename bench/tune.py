@@ -16,20 +16,24 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from fx_fusion.cost import timing
 from fx_fusion.kernels import embedding, evonorm_b0, linear_cross_entropy, rope
-from fx_fusion.kernels.lib.launch import cdiv, next_power_of_2
-from fx_fusion.kernels.logits import logit_chunks, logit_rows
-from fx_fusion.kernels.norms import evonorm_b0_by_channel, norm_by_group, row_norm
+from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
+from fx_fusion.kernels.lib.plan import Plan
+from fx_fusion.kernels.logits.logit_chunks import chunk_plan
+from fx_fusion.kernels.logits.logit_plan import EACH, logit_rows_plan
+from fx_fusion.kernels.logits.logit_rows import launch_rows
 from fx_fusion.kernels.norms import group_norm_dispatch as channel_norm
 from fx_fusion.kernels.norms import group_norm_math as norm_formulas
+from fx_fusion.kernels.norms import row_norm
+from fx_fusion.kernels.norms.evonorm_b0_by_channel import channel_plan, channel_tile
+from fx_fusion.kernels.norms.group_plan import group_plan, in_two
 from fx_fusion.testing import zipf
 
-Candidate = tuple[str, Any]  # what it is called, and a patch that chooses it
+Candidate = tuple[str, Any]  # its name, and a context that chooses it
 Work = tuple[str, Callable[[], object], list[Candidate]]
 
 NORMS = ((16384, 4096), (16384, 8192), (16384, 2048), (16384, 1024), (8192, 768), (65536, 128), (2048, 4096))
@@ -41,7 +45,7 @@ PIECES = (32, 64, 128, 256)
 # Rows that a program reads at once, columns, warps.
 WIDTHS = ((4, 256, 2), (8, 256, 2), (4, 512, 4), (8, 512, 4), (4, 1024, 4))
 LOGITS = ((16384, 32000), (8192, 128256), (1024, 128256), (16384, 50257), (8192, 151936))
-# Logits in a step, warps, programs a multiprocessor, stages.
+# BLOCK logits in a step, warps, programs per multiprocessor, stages.
 STEPS = (
     (1024, 4, 16, 1), (2048, 4, 16, 1), (2048, 8, 8, 1), (4096, 4, 8, 1), (4096, 8, 8, 1), (8192, 8, 8, 1), (8192, 16, 4, 1),
     (8192, 16, 2, 1), (16384, 16, 4, 1), (16384, 32, 2, 1), (2048, 4, 8, 3), (4096, 4, 8, 3), (4096, 8, 4, 3),
@@ -75,12 +79,14 @@ def norms(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = NORMS, devic
         def call(given: Any = (dy, dh if added else None, x, w, b, stats), center: bool = center) -> None:
             row_norm.norm_bwd(*given, 0.0, False, [True] * 3, center=center)
 
-        block, found = next_power_of_2(n), []
-        for tile, warps, each, stages in itertools.product((2048, 4096, 8192, 16384), (4, 8, 16), (1, 2, 4), (2, 3)):
-            if tile >= block and 8 <= each * warps <= 16 and 256 * warps <= tile <= 1024 * warps:
-                given = (tile // block, block, warps, each, stages)
-                found.append((str(given), patch.object(row_norm, "_bwd_tile", return_value=given)))
-        yield f"{m} x {n} {'layer' if center else 'rms'}{' added' if added else ''}", call, found
+        block = next_power_of_2(n)
+        plans = [
+            Plan(ROWS=tile // block, BLOCK_N=block, num_warps=warps, programs_per_sm=programs, STAGES=stages)
+            for tile, warps, programs, stages in itertools.product((2048, 4096, 8192, 16384), (4, 8, 16), (1, 2, 4), (2, 3))
+            if tile >= block and 8 <= programs * warps <= 16 and 256 * warps <= tile <= 1024 * warps
+        ]
+        candidates = [(str(plan), row_norm.row_norm_bwd_plan.instead(plan)) for plan in plans]
+        yield f"{m} x {n} {'layer' if center else 'rms'}{' added' if added else ''}", call, candidates
 
 
 def tables(dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...] = TABLES, device: str = "cuda") -> Iterator[Work]:
@@ -95,13 +101,13 @@ def tables(dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...] = TABLES
         def call(ids: Any = ids, dy: Any = dy, v: int = v) -> None:
             embedding._bwd(dy, ids, v, -1)
 
-        found = []
-        for piece, (at_once, block, warps), stages in itertools.product(PIECES, WIDTHS, (1, 3)):
-            if block <= next_power_of_2(h) and piece < m:
-                given = {"PIECE": piece, "ROWS": at_once, "BLOCK": block, "STAGES": stages, "num_warps": warps}
-                how = f"{piece}, {at_once} x {block}, {warps} warps, {stages} stages"
-                found.append((how, patch.object(embedding, "_shape", return_value=given)))
-        yield f"{m} of {v} x {h} {kind}", call, found
+        chosen = embedding.segments_plan(m, h)
+        plans = [
+            chosen.but(PIECE=piece, ROWS=at_once, BLOCK=block, STAGES=stages, num_warps=warps)
+            for piece, (at_once, block, warps), stages in itertools.product(PIECES, WIDTHS, (1, 3))
+            if block <= next_power_of_2(h) and piece < m
+        ]
+        yield f"{m} of {v} x {h} {kind}", call, [(str(plan), embedding.segments_plan.instead(plan)) for plan in plans]
 
 
 def rows(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = LOGITS, device: str = "cuda") -> Iterator[Work]:
@@ -113,14 +119,17 @@ def rows(dtype: torch.dtype, shapes: tuple[tuple[int, int], ...] = LOGITS, devic
             "sums": {"loss": loss}, "gradient": {"dloss": dloss, "dlogits": dlogits},
             "both": {"loss": loss, "dloss": dloss, "dlogits": dlogits},
         }  # fmt: skip
-        for mode, given in modes.items():
+        for mode, outputs in modes.items():
 
-            def call(logits: Any = logits, target: Any = target, stats: Any = stats, given: Any = given) -> None:
-                logit_rows.launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, **given)
+            def call(logits: Any = logits, target: Any = target, stats: Any = stats, outputs: Any = outputs) -> None:
+                launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, **outputs)
 
-            plans = [step for step in STEPS if step[0] <= next_power_of_2(v)]
-            found = [(str(p), patch.object(logit_rows, "_plan", return_value=p)) for p in plans]
-            yield f"{m} x {v} {mode}", call, found
+            plans = [
+                Plan(BLOCK=block, EACH=EACH, num_warps=warps, programs_per_sm=programs, STAGES=stages)
+                for block, warps, programs, stages in STEPS
+                if block <= next_power_of_2(v)
+            ]
+            yield f"{m} x {v} {mode}", call, [(str(plan), logit_rows_plan.instead(plan)) for plan in plans]
 
 
 def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, device: str = "cuda") -> Iterator[Work]:
@@ -131,15 +140,14 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
         stats = channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
         norm = norm_formulas.Norm(x, at_once, p, p, None, kind, 0)
         bc, bs = next_power_of_2(norm.per_group), next_power_of_2(norm.size)
-        tiles = [
-            {"BC": block, "REST": 0, "BS": min(bs, tile // block), "RESIDENT": False, "LANES": lanes, "num_warps": warps}
+        plans = [
+            (Plan(RESIDENT=False, BC=block, REST=0, BS=min(bs, tile // block), num_warps=warps), lanes)
             for (tile, warps, lanes), block in itertools.product(TILES, (8, 4, 2))
             if block <= bc
         ]
-        for parts in dict.fromkeys([(bc, 0), norm_by_group.in_two(norm.per_group)]):
-            whole = {"BC": parts[0], "REST": parts[1], "BS": bs, "RESIDENT": True, "LANES": 1024}
-            fits = [warps for warps in (2, 4, 8, 16, 32) if 512 * warps <= sum(parts) * bs <= 2048 * warps]
-            tiles += [{**whole, "num_warps": warps} for warps in fits]
+        for first, rest in dict.fromkeys([(bc, 0), in_two(norm.per_group)]):
+            fits = [warps for warps in (2, 4, 8, 16, 32) if 512 * warps <= (first + rest) * bs <= 2048 * warps]
+            plans += [(Plan(RESIDENT=True, BC=first, REST=rest, BS=bs, num_warps=warps), 1024) for warps in fits]
 
         def forward(x: Any = x, y: Any = y, p: Any = p) -> None:
             channel_norm.norm_fwd(x, y, at_once, p, p, None, 1e-5, kind)
@@ -148,12 +156,9 @@ def groups(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = IMAGES, dev
             channel_norm.norm_bwd(dy, x, at_once, p, p, None, stats, kind)
 
         for name, call in (("forward", forward), ("backward", backward)):
-            found = []
-            for given in tiles:
-                how = "resident" if given["RESIDENT"] else f"{given['LANES']} lanes"
-                chosen = patch.object(norm_by_group, "options", lambda *_, given=given, **__: given)
-                found.append((f"{given['BC']} + {given['REST']} x {given['BS']}, {given['num_warps']} warps, {how}", chosen))
-            yield f"{' x '.join(map(str, shape))} {name}", call, found
+            each = [plan.but(LANES=lanes) for plan, lanes in plans] if name == "forward" else [plan for plan, _ in plans]
+            candidates = [(str(plan), group_plan.instead(plan)) for plan in dict.fromkeys(each)]
+            yield f"{' x '.join(map(str, shape))} {name}", call, candidates
 
 
 def channels(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = BATCHES, device: str = "cuda") -> Iterator[Work]:
@@ -163,11 +168,8 @@ def channels(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = BATCHES, 
         _, _, images, batch = evonorm_b0._fwd(x, v, w, b, None, 1e-3)
         bs = next_power_of_2(shape[2] * shape[3])
         sizes = [(tile, lane) for tile, lane in OWNED if bs <= tile <= bs * next_power_of_2(shape[0])]
-        given = [evonorm_b0_by_channel.tile_of(x, *size) for size in sizes]
-        found = [(f"{g['ROWS']} x {bs}, {g['num_warps']} warps", g) for g in given] + [("by tile", None)]
-        patched = [
-            (name, patch.object(evonorm_b0_by_channel, "options", lambda *_, g=g, **__: g)) for name, g in found
-        ]  # fmt: skip
+        plans = {str(plan): plan for plan in (channel_tile(x, *size) for size in sizes)} | {"by tile": None}
+        candidates = [(name, channel_plan.instead(plan)) for name, plan in plans.items()]
 
         def forward(x: Any = x, v: Any = v, w: Any = w, b: Any = b) -> None:
             evonorm_b0._fwd(x, v, w, b, None, 1e-3)
@@ -175,8 +177,8 @@ def channels(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = BATCHES, 
         def backward(x: Any = x, dy: Any = dy, p: Any = (v, w, b), images: Any = images, batch: Any = batch) -> None:
             evonorm_b0._bwd(dy, x, *p, None, images, batch, 1e-3, [True] * 4)
 
-        yield f"{' x '.join(map(str, shape))} forward", forward, patched
-        yield f"{' x '.join(map(str, shape))} backward", backward, patched
+        yield f"{' x '.join(map(str, shape))} forward", forward, candidates
+        yield f"{' x '.join(map(str, shape))} backward", backward, candidates
 
 
 def rotations(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
@@ -194,14 +196,15 @@ def rotations(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
             def call(q: Any = q, k: Any = k, cos: Any = cos, sin: Any = sin) -> None:
                 rope.rope(q, k, cos, sin, "rotate_half", "input", False)
 
-            found = []
-            for rows, most, warps in itertools.product((4, 8, 16, 32), (1, 2, 4), (1, 2, 4, 8)):
-                tile = {"POSITIONS": 1, "HEADS": rows, "MOST": rows * most, "num_warps": warps}
+            plans = []
+            for rows, steps, warps in itertools.product((4, 8, 16, 32), (1, 2, 4), (1, 2, 4, 8)):
+                plan = Plan(POSITIONS=1, HEADS=rows, PROGRAM_HEADS=rows * steps, num_warps=warps)
                 if layout == "heads":
-                    tile = {"POSITIONS": rows, "HEADS": 1, "MOST": 4 * most, "num_warps": warps}
-                if rows * d <= 256 * warps * 8 and rows * most <= 32:
-                    found.append((str(tile), patch.object(rope, "_tiles", return_value=tile)))
-            yield f"{b} x {h}({g}) x {s} x {d} by {layout}", call, found
+                    plan = Plan(POSITIONS=rows, HEADS=1, PROGRAM_HEADS=4 * steps, num_warps=warps)
+                if rows * d <= 256 * warps * 8 and rows * steps <= 32:
+                    plans.append(plan)
+            candidates = [(str(plan), rope.rope_plan.instead(plan)) for plan in plans]
+            yield f"{b} x {h}({g}) x {s} x {d} by {layout}", call, candidates
 
 
 def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
@@ -210,15 +213,14 @@ def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
         target = torch.randint(0, v, (m,), device=device)
 
         def call(x: Any = x, w: Any = w, target: Any = target) -> None:
-            given = ("mean", -100, 0.0, 0.0, 1.0, [True, True, False])
-            linear_cross_entropy.linear_cross_entropy(x, w, None, target, None, *given)
+            options = ("mean", -100, 0.0, 0.0, 1.0, [True, True, False])
+            linear_cross_entropy.linear_cross_entropy(x, w, None, target, None, *options)
 
-        found = []
-        for n, most in itertools.product((3, 4, 5, 6, 8, 12), (4, 6)):
-            rows = cdiv(m, n * 256) * 256
-            chosen = patch.multiple(logit_chunks, rows_in_a_chunk=lambda *_, rows=rows: rows, _ROUNDED_CHUNKS=most)
-            found.append((f"{n} chunks, {'rounded' if n <= most else 'fp32'}", chosen))
-        yield f"{m} x {h} x {v}", call, found
+        candidates = []
+        for n, rounded in itertools.product((3, 4, 5, 6, 8, 12), (4, 6)):
+            plan = Plan(rows=cdiv(m, n * 256) * 256, rounded_chunks=rounded)
+            candidates.append((f"{n} chunks, {'rounded' if n <= rounded else 'fp32'}", chunk_plan.instead(plan)))
+        yield f"{m} x {h} x {v}", call, candidates
 
 
 WORK = {

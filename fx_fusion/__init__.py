@@ -9,7 +9,9 @@ print(report)
 from typing import Any
 
 from fx_fusion.errors import DeclarationError, FusionError, OptionError, StaleTensorError
-from fx_fusion.report.report import Report, Site, recording
+from fx_fusion.report.recording import recording
+from fx_fusion.report.report import Report
+from fx_fusion.report.site import Site
 
 __all__ = [
     "DeclarationError",

@@ -1,12 +1,11 @@
 """The backend: ``torch.compile(model, backend="fx_fusion")``.
 
-``compile_graph`` is the pipeline, one column of named calls. Whatever goes wrong in our part, the graph reaches
-Inductor as Dynamo wrote it, and the user is told why.
+``compile_graph`` is the way of one graph: copy, rewrite, compile, wrap, report. Whatever goes wrong in our part, the graph
+reaches Inductor as Dynamo wrote it, and the user is told why.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -17,23 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
-from torch._inductor.compile_fx import compile_fx
 
+from fx_fusion import pipeline
 from fx_fusion.errors import FusionError, OptionError
-from fx_fusion.graph.bodies import link_bodies
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
-from fx_fusion.inductor.cache_key import config_patches
-from fx_fusion.ops.fused_op import tell_inductor
-from fx_fusion.ops.layouts import without_donated_buffers
+from fx_fusion.inductor.compile import Compiled, OursFailed, inductor, plain_inductor
 from fx_fusion.options import Options, inductors_own, parse
-from fx_fusion.pipeline import Fuel, Placement, find_matches, near_sites
-from fx_fusion.report import trace as debug
+from fx_fusion.report import trace
 from fx_fusion.report.diff import text
-from fx_fusion.report.report import GraphReport, Site, publish, recordings
+from fx_fusion.report.recording import publish, recording_in, recordings
+from fx_fusion.report.report import GraphReport
+from fx_fusion.report.site import Site
+from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import (
     DeferredOutputs,
     activation_positions,
@@ -42,14 +40,13 @@ from fx_fusion.rewrite.deferral import (
     read_deferred_inputs,
 )
 from fx_fusion.rewrite.editor import Editor
-from fx_fusion.rewrite.foreach_floats import keep_tensors, without_caches
+from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.results_apart import keep_results_apart
-from fx_fusion.runtime.deferred_tensor import without_saved_tensor_hooks
-from fx_fusion.runtime.speculate import Assumptions, compiled_apart, speculate
-from fx_fusion.torch_internals.graph_breaks import why_it_ends
-from fx_fusion.torch_internals.kernel_accesses import remember_accesses
+from fx_fusion.runtime.recipe import without_saved_tensor_hooks
+from fx_fusion.runtime.speculate import compiled_apart, speculate
+from fx_fusion.torch_internals import inductor as inductor_itself
+from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, current_compile_id, why_it_ends
 
-Compiled = Callable[..., Any]
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 _graph_numbers = itertools.count()
 
@@ -79,32 +76,11 @@ def fx_fusion(
         raise
     except Exception as error:
         _tell(error, strict=bool((options or {}).get("strict")))
-        return torch._TorchCompileInductorWrapper(mode, inductors_own(options), None)(gm, example_inputs)
+        return inductor_itself.compile_with(mode, inductors_own(options), gm, example_inputs)
     return compile_graph(gm, example_inputs, parsed)
 
 
-def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    """Inductor, with the user's options and our part of the cache key. Raises OursFailed where it is not Inductor that
-    fails."""
-    with contextlib.ExitStack() as patched:
-        try:
-            tell_inductor()
-            remember_accesses()
-            patches = config_patches(options)
-            patched.enter_context(without_donated_buffers(gm))
-            patched.enter_context(without_caches(gm))
-        except Exception as error:
-            raise OursFailed from error
-        return compile_fx(gm, list(example_inputs), config_patches=patches)
-
-
-def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    """Inductor with the user's options, and nothing of ours."""
-    return compile_fx(gm, list(example_inputs), config_patches=dict(options.inductor))
-
-
-class OursFailed(Exception):
-    """Something of ours raised (the cause) on the way to Inductor."""
+fx_fusion.reset = inductor_itself.reset  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -118,6 +94,7 @@ class Rewritten:
 
     @property
     def changed(self) -> bool:
+        """Whether anything of the graph was replaced."""
         return bool(self.report.floats or any(site.status == "fused" for site in self.sites))
 
 
@@ -138,29 +115,29 @@ def compile_graph(
     try:
         with without_saved_tensor_hooks():
             untouched = snapshot(gm)
-            made = rewritten(gm, untouched, example_inputs, options, rest, instead_of)
+            rewritten = rewrite(gm, untouched, example_inputs, options, rest, instead_of)
     except Exception as error:
         return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     try:
-        compiled = rest(gm, made.example_inputs, options)
-    except (RestartAnalysis, SkipFrame):  # Dynamo's control flow, not a failure
+        compiled = rest(gm, rewritten.example_inputs, options)
+    except CONTROL_FLOW:  # Dynamo starts again, which is no failure
         raise
     except OursFailed as failed:
-        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, failed.__cause__ or failed, made)
+        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, failed.__cause__ or failed, rewritten)
     except Exception as error:
-        if not made.changed:
+        if not rewritten.changed:
             raise  # it would fail without us too
-        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error, made)
+        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error, rewritten)
     try:
-        for layer in made.layers:
+        for layer in rewritten.layers:
             compiled = layer(compiled)
-        _announce(made)
+        _announce(rewritten)
     except Exception as error:
         return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     return compiled
 
 
-def rewritten(
+def rewrite(
     gm: fx.GraphModule,
     untouched: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -168,30 +145,61 @@ def rewritten(
     rest: Rest,
     instead_of: int | None,
 ) -> Rewritten:
-    """canonicalize -> match -> legality -> select -> rewrite -> defer, in place; ``untouched`` is a copy of the graph."""
+    """Rewrite a graph in place; ``untouched`` is a copy of it."""
     started = time.perf_counter()
     report = _new_report(gm, instead_of)
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate)
-    sites, deferred = fuse(gm, options, assumptions)
+    sites, deferred = rewrite_graphs(gm, options, assumptions, report.index)
     report.deferred, report.assumes = deferred.names, assumptions.sentences()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def exact() -> Compiled:
         known = replace(options, speculate=False)
         backend = functools.partial(compile_graph, options=known, rest=rest, instead_of=report.index)
-        return compiled_apart(untouched, backend, listening)
+        return compiled_apart(
+            untouched, backend, lambda: recording_in([r for reference in listening if (r := reference()) is not None])
+        )
 
     layers: list[Callable[[Compiled], Compiled]] = [
         deferred.wrap,
-        lambda fast: speculate(fast, assumptions, exact, report.calls),
+        lambda fast: speculate(fast, assumptions.positions(), exact, report.calls),
         read_deferred_inputs(activations),
     ]
     report.after, report.nodes_after = text(gm), len(gm.graph.nodes)
     report.seconds = time.perf_counter() - started
     return Rewritten(example_inputs, report, sites, layers)
+
+
+def rewrite_graphs(
+    gm: fx.GraphModule, options: Options, assumptions: Assumptions, index: int
+) -> tuple[list[Site], DeferredOutputs]:
+    """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of all of them, and
+    the outputs that are computed only when they are read."""
+    sites: list[Site] = []
+    deferred = None
+    fuel = pipeline.Fuel(options.fuel)
+    searches: dict[View, Search] = {}
+    views = views_of(gm)
+    for module, view in views.items():
+        searches[view] = Search(
+            view,
+            may_assume=assumptions.allowed and (module is gm or view.outside is not None),
+            may_defer=options.defer_outputs and module is gm,
+            outer=None if view.outside is None else searches[view.outside.view],
+        )
+    for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
+        editor = Editor(view, assumptions)
+        sites += pipeline.rewrite(searches[view], options, editor, fuel, index)
+        if module is gm:
+            deferred = defer_outputs(gm, editor.deferrals, editor.now)
+        keep_results_apart(module.graph)
+        module.graph.lint()
+        module.recompile()
+    assert deferred is not None
+    return sites, deferred
 
 
 def _as_dynamo_wrote_it(
@@ -200,7 +208,7 @@ def _as_dynamo_wrote_it(
     options: Options,
     rest: Rest,
     error: BaseException,
-    made: Rewritten | None = None,
+    rewritten: Rewritten | None = None,
 ) -> Compiled:
     """Say what of ours raised, and compile the untouched graph with nothing of ours around it but what makes deferred
     tensors of other graphs plain ones. Raises FusionError under ``strict``."""
@@ -209,7 +217,7 @@ def _as_dynamo_wrote_it(
     try:
         layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
-        report = made.report if made is not None else GraphReport(next(_graph_numbers), text(untouched))
+        report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), text(untouched))
         report.fallback, report.after, report.nodes_after = _where(error), report.before, report.nodes_before
         report.floats, report.deferred, report.assumes = 0, (), ()
         publish(report, [])
@@ -222,69 +230,34 @@ def _tell(error: BaseException, *, strict: bool) -> None:
     """Raise under ``strict``, else warn."""
     if strict:
         raise FusionError(_where(error)) from error
-    warnings.warn(f"fx_fusion: {_where(error)}; the graph goes to Inductor unchanged.", stacklevel=4)
+    warnings.warn(f"fx_fusion: {_where(error).rstrip('.')}; the graph goes to Inductor unchanged.", stacklevel=4)
 
 
-def fuse(gm: fx.GraphModule, options: Options, assumptions: Assumptions) -> tuple[list[Site], DeferredOutputs]:
-    """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of all of them, and
-    the outputs that are computed only when they are read."""
-    sites: list[Site] = []
-    deferred = None
-    fuel = Fuel(options.fuel)
-    views = {module: View(module.graph) for module in gm.modules() if isinstance(module, fx.GraphModule)}
-    link_bodies(views)
-    for module, view in views.items():
-        view.assumptions = assumptions if module is gm or view.outside is not None else Assumptions.none()
-        view.may_defer = options.defer_outputs and module is gm
-    for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
-        candidates, near = find_matches(view)
-        editor = Editor(view)
-        placement = Placement(view, options, editor, fuel)
-        placement.place(candidates)
-        sites += [*placement.sites, *near_sites(near, placement.taken)]
-        if module is gm:
-            deferred = defer_outputs(gm, editor.deferrals, editor.now)
-        keep_results_apart(module.graph)
-        module.graph.lint()
-        module.recompile()
-    assert deferred is not None
-    return sites, deferred
-
-
-def reset() -> None:
-    """What ``torch.compile``'s reset does for Inductor."""
-    torch._TorchCompileInductorWrapper(None, None, None).reset()
-
-
-fx_fusion.reset = reset  # type: ignore[attr-defined]
+def _where(error: BaseException) -> str:
+    """The module of ours that raised, and what it said."""
+    modules = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("fx_fusion.") and module != "fx_fusion.backend":
+            modules.append(module.removeprefix("fx_fusion."))
+        traceback = traceback.tb_next
+    return f"{modules[-1] if modules else 'backend'} failed: {type(error).__name__}: {error}"
 
 
 def _new_report(gm: fx.GraphModule, instead_of: int | None) -> GraphReport:
-    trace_id = torch._guards.CompileContext.current_trace_id()
+    compile_id, attempt = current_compile_id()
     return GraphReport(
         index=next(_graph_numbers),
         before=text(gm),
         nodes_before=len(gm.graph.nodes),
-        compile_id=str(trace_id.compile_id) if trace_id else "",
-        attempt=trace_id.attempt if trace_id else 0,
+        compile_id=compile_id,
+        attempt=attempt,
         broke=why_it_ends(gm),
         instead_of=instead_of,
     )
 
 
-def _announce(made: Rewritten) -> None:
-    sites = [replace(site, graph=made.report.index) for site in made.sites]
-    publish(made.report, sites)
-    debug.write(made.report, sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")
-
-
-def _where(error: BaseException) -> str:
-    """The pass that raised, and what it said."""
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if module.startswith("fx_fusion.") and module != "fx_fusion.backend":
-            frames.append(module.removeprefix("fx_fusion."))
-        traceback = traceback.tb_next
-    return f"{frames[-1] if frames else 'backend'} failed: {type(error).__name__}: {error}"
+def _announce(rewritten: Rewritten) -> None:
+    publish(rewritten.report, rewritten.sites)
+    trace.write(rewritten.report, rewritten.sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")

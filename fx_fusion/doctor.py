@@ -9,7 +9,7 @@ import triton
 from rich.console import Console
 
 from fx_fusion.fusion.registry import all_fusions
-from fx_fusion.ops.fused_op import interpreting
+from fx_fusion.ops.on_cpu import interpreting
 
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -23,7 +23,7 @@ def main() -> int:
     """Print the facts; 1 if something that is needed is missing."""
     console = Console(highlight=False)
     compiler = cpp_compiler()
-    registered = "fx_fusion" in torch._dynamo.list_backends(exclude_tags=())
+    registered = "fx_fusion" in torch.compiler.list_backends(exclude_tags=())
     facts = [
         (True, f"torch {torch.__version__}, triton {triton.__version__}"),
         (registered, 'backend="fx_fusion" is registered' if registered else "not installed: run pip install -e ."),

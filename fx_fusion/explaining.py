@@ -11,7 +11,8 @@ from torch import fx
 
 from fx_fusion.backend import compile_graph
 from fx_fusion.options import Options, parse
-from fx_fusion.report.report import Report, recording
+from fx_fusion.report.recording import recording
+from fx_fusion.report.report import Report
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch._inductor.config as inductor_config
-
 from fx_fusion.errors import OptionError, nearest
 from fx_fusion.fusion import registry
+from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configuration, modes, option_names
 
 SELECT = ("auto", "measure", "always", "never")
 _OURS: dict[str, tuple[type, str]] = {
@@ -38,7 +36,7 @@ class Options:
     @property
     def cuda_graphs(self) -> bool:
         """Whether Inductor captures CUDA graphs, so that the host's time counts for nothing."""
-        return bool(self.inductor.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+        return captures_cuda_graphs(self.inductor)
 
     def key(self) -> tuple[Any, ...]:
         """What decides about our rewrite, for the compile cache."""
@@ -47,10 +45,9 @@ class Options:
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Split and check options; raises OptionError with the valid names and the nearest one."""
-    modes = ("default", *torch._inductor.list_mode_options())
-    if mode is not None and mode not in modes:
-        raise OptionError(f"mode={mode!r} is not known. {nearest(mode, modes)}")
-    inductors = inductor_config.get_config_copy()  # type: ignore[attr-defined]
+    if mode is not None and mode not in modes():
+        raise OptionError(f"mode={mode!r} is not known. {nearest(mode, modes())}")
+    inductors = option_names()
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for name, given in (options or {}).items():
@@ -66,7 +63,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, tuple(_OURS))}"
             )
     # Inductor's own wrapper translates the mode and checks the types of its options.
-    inductor = torch._TorchCompileInductorWrapper(mode, theirs, None).config
+    inductor = configuration(mode, theirs)
     select = ours.get("select", "auto")
     if select not in SELECT:
         raise OptionError(f"options['select'] = {select!r}. {nearest(select, SELECT)}")

@@ -1,25 +1,32 @@
-"""From matches to sites: who gets a node that several fusions want, and what is said about the others."""
+"""The column that every graph goes down: find, check, join, select, replace.
+
+A ``Candidate`` is a place where a fusion may fit. It goes through the steps and collects its fate: what it matched, whether
+that is legal, whether it pays, whether its replacement fits. What the report says of it, a ``Site``, is made of that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from fx_fusion.cost import select
+from fx_fusion.cost import select as cost
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.legality import why_not
-from fx_fusion.fusion.matcher import Attempt, Match, NearMiss
-from fx_fusion.fusion.pattern import patterns_of
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.matcher import Attempt
+from fx_fusion.fusion.pattern import Pattern, patterns_of
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last, laid_out_of
 from fx_fusion.options import Options
-from fx_fusion.report.report import Site, location_of, module_of, shapes_of
-from fx_fusion.rewrite.editor import Editor, rewrite
+from fx_fusion.report.site import Site, location_of, module_of, shapes_of
+from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.replace import replace
 
 
 @dataclass
@@ -29,160 +36,230 @@ class Fuel:
     left: int | None
 
     def take(self) -> bool:
+        """Whether one more replacement is allowed."""
         if self.left is None:
             return True
         self.left -= 1
         return self.left >= 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Candidate:
-    """A match, and why it is not legal, if it is not."""
+    """A place where a fusion may fit.
+
+    Attributes:
+        ways: the matches there, to be tried in this order.
+        match: the one that was chosen: the first legal one, or the first of all.
+        status: ``legal`` until it is decided, then that of its site; empty where nothing is said of it.
+        reason: why it is not fused.
+        refused: whether it was decided before it had the nodes: another candidate may still take them.
+    """
 
     fusion: Fusion
-    match: Match
-    reason: str | None
+    root: fx.Node
+    ways: Iterable[Match] = ()
+    match: Match | None = None
+    status: str = ""
+    reason: str = ""
+    refused: bool = False
+
+    @property
+    def nodes(self) -> frozenset[fx.Node]:
+        """The nodes that it would take."""
+        return frozenset() if self.match is None else self.match.nodes
+
+    def decide(self, status: str, reason: str = "", *, refused: bool = False) -> None:
+        """Settle what becomes of it."""
+        self.status, self.reason, self.refused = status, reason, refused
+
+    def site(self, graph: int) -> Site:
+        """What the report says of it."""
+        shapes = {} if self.match is None else shapes_of(self.match.operands)
+        note = "" if self.match is None else self.match.note
+        reason = "; ".join(part for part in (self.reason, note) if part)
+        return Site(self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph)
 
 
-def find_matches(view: View) -> tuple[list[Candidate], list[NearMiss]]:
-    """All candidates of all fusions, larger fusions first, and the attempts that came close."""
-    found: list[Candidate] = []
-    near: list[NearMiss] = []
+def rewrite(search: Search, options: Options, editor: Editor, fuel: Fuel, graph: int) -> list[Site]:
+    """Rewrite one graph in place; the sites of it, numbered as graph ``graph``."""
+    view = search.view
+    candidates = list(find(search))
+    check(candidates, view)
+    candidates = join(candidates, view)
+    channels_last = goes_channels_last(view.graph)
+    taken: set[fx.Node] = set()  # nodes that some site speaks for
+    waiting = [c for c in candidates if c.status in ("legal", "declined")]
+    while waiting:
+        chosen, waiting = select(waiting, taken, view, options, channels_last)
+        # One whose replacement turns out not to fit gives its nodes back, and who waited for them is asked again.
+        if replace_all(chosen, taken, editor, fuel):
+            break
+    return list(sites(candidates, waiting, taken, view, graph))
+
+
+# -- find ----------------------------------------------------------------------------------------------------------
+def find(search: Search) -> Iterator[Candidate]:
+    """Candidates of all fusions, in the order in which fusions are tried."""
     for fusion in registry.all_fusions():
-        if fusion.find is not None:
-            matches = list(fusion.find(view))
-            found += [Candidate(fusion, m, why_not(fusion, m, view)) for m in matches if isinstance(m, Match)]
-            near += [m for m in matches if isinstance(m, NearMiss)]
+        if fusion.find is None:
+            yield from _by_pattern(fusion, search.view)
             continue
-        legal, refused = _by_pattern(fusion, view, near)
-        if fusion.pair is not None:
-            legal = fusion.pair(view, legal)
-        found += [Candidate(fusion, m, None) for m in legal]
-        found += refused
-    return found, near
+        for result in fusion.find(search):
+            if isinstance(result, Match):
+                yield Candidate(fusion, result.root, (result,))
+            else:
+                yield Candidate(fusion, result.root, status="near", reason=_near(result))
 
 
-def _by_pattern(fusion: Fusion, view: View, near: list[NearMiss]) -> tuple[list[Match], list[Candidate]]:
+class _Ways:
+    """The matches of some patterns at one root, and the attempt that came furthest."""
+
+    def __init__(self, view: View, patterns: Iterable[Pattern], root: fx.Node):
+        self.view, self.patterns, self.root = view, patterns, root
+        self.near: NearMiss | None = None
+
+    def __iter__(self) -> Iterator[Match]:
+        for pattern in self.patterns:
+            attempt = Attempt(self.view, pattern, self.root)
+            yield from attempt.matches()
+            if self.near is None or attempt.near.matched > self.near.matched:
+                self.near = attempt.near
+
+
+def _by_pattern(fusion: Fusion, view: View) -> Iterator[Candidate]:
     patterns = patterns_of(fusion)
     root_ops = {p.terms[p.root].op for p in patterns}
-    legal, refused = [], []
-    for node in reversed(view.graph.nodes):
-        if view.term(node).op not in root_ops:
-            continue
-        best: Candidate | None = None
-        missed: NearMiss | None = None
-        for pattern in patterns:
-            attempt = Attempt(view, pattern, node)
-            for found in attempt.matches():
-                match = found if fusion.read is None else fusion.read(found)
-                if match is None:
-                    continue
-                reason = why_not(fusion, match, view)
-                if reason is None:
-                    legal.append(match)
-                    break
-                best = best or Candidate(fusion, match, reason)
-            else:
-                if missed is None or attempt.near.matched > missed.matched:
-                    missed = attempt.near
-                continue
-            break
-        else:
-            if best is not None:
-                refused.append(best)
-            elif missed is not None and 2 * missed.matched >= missed.total and missed.matched > 1:
-                near.append(missed)
-    return legal, refused  # roots from the end of the graph: what contains a smaller match of its own comes first
+    for node in reversed(view.graph.nodes):  # what contains a smaller match of its own comes first
+        if view.term(node).op in root_ops:
+            yield Candidate(fusion, node, _Ways(view, patterns, node))
 
 
-class Placement:
-    """Who gets the nodes of a graph: candidates are taken in their order, legal ones that pay are rewritten. One whose
-    replacement turns out not to fit gives its nodes back, and who waited for them is asked again."""
+def _near(miss: NearMiss) -> str:
+    """What the report says of a near miss."""
+    stopped = location_of(miss.node)
+    elsewhere = bool(stopped) and stopped != location_of(miss.root)
+    where = f"at {miss.node.name} ({stopped})" if elsewhere else f"at {miss.node.name}"
+    far = f"{miss.matched} of {miss.total} ops match " if miss.total else ""
+    return f"{far}{where}: {miss.reason}"
 
-    def __init__(self, view: View, options: Options, editor: Editor, fuel: Fuel):
-        self.view, self.options, self.editor, self.fuel = view, options, editor, fuel
-        self.taken: set[fx.Node] = set()  # nodes that some site speaks for
-        self.sites: list[Site] = []
-        self._channels_last = goes_channels_last(view.graph)
-        self._later: list[tuple[Candidate, str, str]] = []  # refused: reported unless another takes the place
 
-    def place(self, candidates: Iterable[Candidate]) -> None:
-        """Rewrite what is legal and pays, and make the sites of all candidates."""
-        waiting = list(candidates)
-        while waiting:
-            chosen, waiting = self.choose(waiting)
-            order = self.view.order
-            fitted = [self._replace(c) for c in sorted(chosen, key=lambda c: order[c.match.root])]
-            if all(fitted):
+# -- check ---------------------------------------------------------------------------------------------------------
+def check(candidates: Iterable[Candidate], view: View) -> None:
+    """Take the first legal way of each candidate; where there is none, say why not."""
+    for candidate in candidates:
+        for match in candidate.ways:
+            reason = why_not(candidate.fusion, match, view)
+            if reason is None:
+                candidate.match = match
+                candidate.decide("legal")
                 break
-        # A larger pattern that was refused is no news where a smaller one took its place; what a finder saw always is.
-        for candidate, status, reason in self._later:
-            if candidate.fusion.find is not None or not self.taken.intersection(candidate.match.nodes):
-                self.sites.append(site(candidate.match, status, reason))
-                self.taken.update(candidate.match.nodes)
-
-    def choose(self, candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-        """Candidates to rewrite, no node in two of them; and those whose nodes another one has."""
-        chosen, waiting = [], []
-        for candidate in candidates:
-            match = candidate.match
-            if self._channels_last:
-                match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
-            if self.taken.intersection((*match.nodes, match.root)):
-                waiting.append(candidate)
-                continue
-            if candidate.reason is not None:
-                self._later.append((candidate, "declined", candidate.reason))
-                continue
-            with entered(self.view.effects.region[match.root]):
-                choice = select.choose(candidate.fusion, match, self.view, self.options)
-            match = dataclasses.replace(match, note="; ".join(part for part in (match.note, choice.note) if part))
-            candidate = dataclasses.replace(candidate, match=match)
-            if choice.keep is not None:
-                self._later.append((candidate, "kept", choice.keep))
-                continue
-            self.taken.update(match.nodes)
-            chosen.append(candidate)
-        return chosen, waiting
-
-    def _replace(self, candidate: Candidate) -> bool:
-        """Rewrite one match and make its site; whether its replacement fits."""
-        made = site(candidate.match, "fused", "")  # before the rewrite changes what its nodes say
-        if not self.fuel.take():
-            made = dataclasses.replace(made, status="kept", reason=_noted("FX_FUSION_FUEL is used up", candidate.match))
-        elif (reason := rewrite(candidate.fusion, candidate.match, self.editor)) is not None:
-            self.sites.append(dataclasses.replace(made, status="declined", reason=_noted(reason, candidate.match)))
-            self.taken.difference_update(candidate.match.nodes)
-            return False
-        self.sites.append(made)
-        return True
+            if candidate.match is None:
+                candidate.match = match
+                candidate.decide("declined", reason)
+        near = getattr(candidate.ways, "near", None)
+        if candidate.match is None and near is not None and near.matched > 1 and 2 * near.matched >= near.total:
+            candidate.decide("near", _near(near))
+        if candidate.match is not None:
+            candidate.root = candidate.match.root
 
 
-def near_sites(near: Iterable[NearMiss], taken: set[fx.Node]) -> list[Site]:
-    """Near misses as sites, the best one of each fusion and root; none where another site speaks for the root."""
-    best: dict[tuple[str, fx.Node], NearMiss] = {}
-    for miss in near:
-        known = best.get((miss.fusion, miss.root))
-        if known is None or miss.matched > known.matched:
-            best[miss.fusion, miss.root] = miss
-    sites = []
-    for miss in best.values():
-        at = module_of(miss.root), location_of(miss.root)
-        if miss.root in taken and registry.fusion_named(miss.fusion).find is None:
+# -- join ----------------------------------------------------------------------------------------------------------
+def join(candidates: Iterable[Candidate], view: View) -> list[Candidate]:
+    """The candidates with legal neighbours of a fusion made one where it says how, and the result is legal; those that are
+    legal before the others of their fusion."""
+    joined: list[Candidate] = []
+    by_fusion: dict[Fusion, list[Candidate]] = {}
+    for candidate in candidates:
+        by_fusion.setdefault(candidate.fusion, []).append(candidate)
+    for fusion, members in by_fusion.items():
+        legal = [c for c in members if c.status == "legal"]
+        rest = [c for c in members if c.status != "legal"]
+        if fusion.join is not None:
+            legal = _joined(fusion, sorted(legal, key=lambda c: view.order[c.root]), view)
+        joined += [*legal, *rest]
+    return joined
+
+
+def _joined(fusion: Fusion, members: Iterable[Candidate], view: View) -> list[Candidate]:
+    joined: list[Candidate] = []
+    assert fusion.join is not None
+    for candidate in members:
+        assert candidate.match is not None
+        before = joined[-1] if joined else None
+        both = fusion.join(view, before.match, candidate.match) if before is not None and before.match is not None else None
+        if before is not None and both is not None and why_not(fusion, both, view) is None:
+            before.match, before.root = both, both.root
+        else:
+            joined.append(candidate)
+    return joined
+
+
+# -- select --------------------------------------------------------------------------------------------------------
+def select(
+    candidates: Iterable[Candidate], taken: set[fx.Node], view: View, options: Options, channels_last: bool
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Candidates to replace, no node in two of them; and those whose nodes another one has."""
+    chosen: list[Candidate] = []
+    waiting: list[Candidate] = []
+    for candidate in candidates:
+        match = candidate.match
+        assert match is not None
+        if taken.intersection((*match.nodes, match.root)):
+            waiting.append(candidate)
             continue
-        stopped = location_of(miss.node)
-        where = f" at {miss.node.name} ({stopped})" if stopped and stopped != at[1] else f" at {miss.node.name}"
-        reason = f"{miss.matched} of {miss.total} ops match{where}: {miss.reason}"
-        sites.append(Site(miss.fusion, "near", reason, *at))
-    return sites
+        if candidate.status == "declined":
+            candidate.refused = True
+            continue
+        if channels_last:
+            match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
+        with entered(view.effects.region[match.root]):
+            choice = cost.choose(candidate.fusion, match, view, options)
+        note = "; ".join(part for part in (match.note, choice.note) if part)
+        candidate.match = dataclasses.replace(match, note=note)
+        if choice.keep is not None:
+            candidate.decide("kept", choice.keep, refused=True)
+            continue
+        taken.update(match.nodes)
+        chosen.append(candidate)
+    return chosen, waiting
 
 
-def site(match: Match, status: str, reason: str) -> Site:
-    root = match.root
-    return Site(
-        match.fusion, status, _noted(reason, match), module_of(root), location_of(root), shapes_of(dict(match.inputs))
-    )
+# -- replace -------------------------------------------------------------------------------------------------------
+def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Editor, fuel: Fuel) -> bool:
+    """Replace what was selected, in the order of the graph; whether every replacement fits."""
+    order = editor.view.order
+    all_fit = True
+    for candidate in sorted(candidates, key=lambda c: order[c.root]):
+        assert candidate.match is not None
+        if not fuel.take():
+            candidate.decide("kept", "FX_FUSION_FUEL is used up")
+        elif (reason := replace(candidate.fusion, candidate.match, editor)) is None:
+            candidate.decide("fused")
+        else:
+            candidate.decide("declined", reason)
+            taken.difference_update(candidate.nodes)
+            all_fit = False
+    return all_fit
 
 
-def _noted(reason: str | None, match: Match) -> str:
-    return "; ".join(part for part in (reason, match.note) if part)
+# -- report --------------------------------------------------------------------------------------------------------
+def sites(
+    candidates: Iterable[Candidate], waiting: Iterable[Candidate], taken: set[fx.Node], view: View, graph: int
+) -> Iterator[Site]:  # fmt: skip
+    """One site for each candidate that has something to say: what had nodes, in the order of the graph, then the rest."""
+    silent = set(waiting)
+    decided = [c for c in candidates if c.match is not None and c not in silent]
+    had_the_nodes = [c for c in decided if not c.refused]
+    yield from (c.site(graph) for c in sorted(had_the_nodes, key=lambda c: view.order[c.root]))
+    for candidate in decided:
+        # A larger pattern that was refused is no news where a smaller one took its place; what a finder saw always is.
+        if candidate.refused and (candidate.fusion.find is not None or not taken.intersection(candidate.nodes)):
+            taken.update(candidate.nodes)
+            yield candidate.site(graph)
+    said: set[tuple[Fusion, fx.Node]] = set()
+    for candidate in candidates:
+        about = candidate.fusion, candidate.root
+        spoken_for = candidate.root in taken and candidate.fusion.find is None
+        if candidate.status == "near" and about not in said and not spoken_for:
+            said.add(about)
+            yield candidate.site(graph)

@@ -18,8 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from fx_fusion.backend import compile_graph
 from fx_fusion.fusion.declaration import Case, Fusion
-from fx_fusion.fusion.legality import may_be_broadcast
+from fx_fusion.fusion.dims import Dim
+from fx_fusion.ops.on_cpu import kernels_on_cpu
 from fx_fusion.options import Options, parse
+
+__all__ = [
+    "Run", "eager_nearby", "eager_rest", "gradients_for", "kernels_on_cpu", "make_inputs", "nudged", "rewriting_backend",
+    "run", "run_oracle", "to_double", "worst_excess", "zipf",
+]  # fmt: skip
 
 
 def eager_rest(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -39,43 +45,41 @@ def make_inputs(
     """Random inputs of the declared shapes; parameters that a variant fixes are left out."""
     generator = torch.Generator(device).manual_seed(seed)
     made: dict[str, Any] = {}
-    for name, spec in fusion.inputs.items():
+    for name, declared in fusion.inputs.items():
         if name in statics:
             continue
-        if not isinstance(spec, str):
-            made[name] = case.scalars.get(name, spec)
+        spec = fusion.specs.get(name)
+        if spec is None:
+            made[name] = case.scalars.get(name, declared)
             continue
         shape: list[int] = []
-        dims: dict[str, list[int]] = {}  # which dims of the tensor a token stands for
-        for token in spec.split():
+        dims: dict[str, list[int]] = {}  # which dims of the tensor an entry stands for
+        for dim in spec.dims:
             start = len(shape)
-            if token == "...":
-                shape += _two_dims(case.sizes["m"])
-            else:
-                shape.append(_table_size(token, case) if may_be_broadcast(token) else case.sizes.get(token, 1))
-            dims[token.removesuffix("|1")] = list(range(start, len(shape)))
+            shape += _sizes(dim, fusion, case)
+            dims[dim.name] = list(range(start, len(shape)))
         if name in fusion.integers:
             bound = case.sizes[fusion.integers[name]]
             if case.scalars.get(name) == "zipf":
                 target = zipf(math.prod(shape), bound, device, generator).view(shape)
             else:
                 target = torch.randint(0, bound, shape, generator=generator, device=device)
-            if target.numel() > 2 and "ignore_index" in statics:
-                target[1] = statics["ignore_index"]
+            if target.numel() > 2 and name in fusion.ignored:
+                target[1] = statics[fusion.ignored[name]]
             made[name] = target
             continue
         tensor = torch.randn(shape, generator=generator, device=device)
         if name in fusion.complex_inputs:
             made[name] = torch.polar(torch.ones_like(tensor), tensor)
             continue
-        if name == "weight" and fusion.name.endswith("cross_entropy"):
+        if name in fusion.positive:
             tensor = tensor.abs() + 0.1
         if name in case.order:
             order = [d for token in case.order[name].split() for d in dims[token]]
             back = sorted(range(len(order)), key=order.__getitem__)
             tensor = tensor.permute(order).contiguous().permute(back)
         made[name] = tensor.to(dtype)
-    return made
+    return made if fusion.of_variant is None else fusion.of_variant(made, statics)
 
 
 def zipf(count: int, bound: int, device: str, generator: torch.Generator | None = None) -> Tensor:
@@ -84,16 +88,19 @@ def zipf(count: int, bound: int, device: str, generator: torch.Generator | None 
     return torch.multinomial(often, count, replacement=True, generator=generator)
 
 
+def _sizes(dim: Dim, fusion: Fusion, case: Case) -> list[int]:
+    """The sizes that one entry of a spec stands for."""
+    if dim.name == "1" or dim.name in fusion.shared:
+        return [1]
+    if dim.name == "...":
+        return _two_dims(case.sizes["m"]) if "m" in case.sizes else []
+    return [case.sizes.get(dim.name, case.sizes.get(dim.like or "", 1))]
+
+
 def _two_dims(m: int) -> list[int]:
     """What "..." stands for: m as the product of two dims, or one where m is a prime (or 1)."""
     first = next((d for d in range(2, m) if m % d == 0), m)
     return [first, m // first] if first < m else [m]
-
-
-def _table_size(token: str, case: Case) -> int:
-    """Dims of a broadcast table (cos, sin): batch and heads are shared, positions and columns are there."""
-    name = token.removesuffix("|1")
-    return case.sizes[name] if name in ("s", "c", "d") else 1
 
 
 @dataclass(frozen=True)
@@ -177,9 +184,8 @@ def eager_nearby(
     dys: Sequence[Tensor] | None = None,
     frozen: Sequence[str] = (),
 ) -> Run:
-    """What eager does at these inputs and at sixteen next to them, where it is furthest from the truth. Nearly tied elements
-    (of the maximum in EvoNorm-B0) go one way or the other, by the last bits of what they are compared with: eager's own
-    error is then luck. Inputs more than a rounding away are compared with float64 there, not here."""
+    """Eager's worst error over this input and 16 perturbations of half an ulp and more: for nearly tied maxima (EvoNorm-B0)
+    a single run under-estimates it. Inputs more than a rounding away are compared with float64 there, not here."""
     runs = [run(function, inputs, dys, frozen)]
     for seed in range(8):
         runs.append(run(function, nudged(inputs, seed), dys, frozen))

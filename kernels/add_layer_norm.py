@@ -1,7 +1,7 @@
 """Residual add and LayerNorm in one pass: ``h = x + residual``, ``y = layer_norm(h)``; both are results.
 
-Formulas, shapes, dtypes and traffic in ``row_norm``. In the backward the gradients of ``x`` and ``residual`` are one
-tensor.
+Formulas, shapes, dtypes and traffic in ``norms/row_norm.py``. In the backward the gradients of ``x`` and ``residual`` are
+one tensor.
 """
 
 import torch
@@ -25,7 +25,7 @@ def _fake(x, residual, weight, bias, eps, round_first):
 
 
 def _bwd_reference(dy, dh, weight, bias, h, stats, eps, round_first, needs):
-    """The norm's own backward at h, plus the gradient that came for h."""
+    """Returns the gradients of the norm alone at h, with dh added to that of h."""
     if dy is None:
         zeros = (
             torch.zeros_like(t) if t is not None and n else dh.new_empty(0)

@@ -1,7 +1,7 @@
 """Residual add and RMSNorm in one pass: ``h = x + residual``, ``y = rms_norm(h)``; both are results.
 
-Formulas, shapes, dtypes and traffic in ``row_norm``. In the backward the gradients of ``x`` and ``residual`` are one
-tensor.
+Formulas, shapes, dtypes and traffic in ``norms/row_norm.py``. In the backward the gradients of ``x`` and ``residual`` are
+one tensor.
 """
 
 import torch
@@ -25,7 +25,7 @@ def _fake(x, residual, weight, eps, offset, round_first):
 
 
 def _bwd_reference(dy, dh, weight, h, rstd, eps, offset, round_first, needs):
-    """The norm's own backward at h, plus the gradient that came for h."""
+    """Returns the gradients of the norm alone at h, with dh added to that of h."""
     if dy is None:
         return dh.contiguous(), torch.zeros_like(weight) if weight is not None and needs[1] else dh.new_empty(0)
     bwd = torch.ops.fx_fusion.rms_norm_bwd.default

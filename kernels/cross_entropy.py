@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits: formulas, shapes, dtypes and traffic in ``logit_rows``."""
+"""Cross-entropy of rows of logits: formulas, shapes, dtypes and traffic in ``logits/logit_rows``."""
 
 import torch
 

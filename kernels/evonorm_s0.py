@@ -1,4 +1,4 @@
-"""EvoNorm-S0 in one pass: formulas, shapes, dtypes and traffic in ``channel_norm``."""
+"""EvoNorm-S0 in one pass: formulas, shapes, dtypes and traffic in ``norms/group_norm_dispatch.py``."""
 
 import torch
 

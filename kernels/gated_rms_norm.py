@@ -25,16 +25,22 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.lib.column_sums import column_sums
+from fx_fusion.kernels.lib.device import multiprocessors, stages_ahead
 from fx_fusion.kernels.lib.divisibility import multiple, unit_of
 from fx_fusion.kernels.lib.fast_math import sigmoid
-from fx_fusion.kernels.lib.launch import as_rows, cdiv, column_sums, launch, multiprocessors, next_power_of_2, stages_ahead
+from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
+from fx_fusion.kernels.lib.plan import Plan, planner
+from fx_fusion.kernels.lib.rows import as_rows
 from fx_fusion.ops.fused_op import fused_op
+from fx_fusion.ops.launch import launch
 
 WIDEST = 16384
 
 
 @triton.jit
 def _activation(g, SILU: tl.constexpr, EXACT: tl.constexpr):
+    """Returns a and a' at the gate g."""
     s = sigmoid(g, EXACT)
     if SILU:
         a = g * s
@@ -51,6 +57,7 @@ def _fwd_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr, ROUND_FIRST: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
+    """Store y and rstd of ROWS rows of group program_id(1)."""
     n, x_stride, gate_stride = multiple(n, UNIT), multiple(x_stride, UNIT), multiple(gate_stride, UNIT)
     eps = tl.cast(eps, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -81,6 +88,7 @@ def _bwd_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr, ROUND_FIRST: tl.constexpr,
     STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """Store dx and dgate of ``rows_each`` rows of group program_id(1), and their sum dw."""
     n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
     x_stride, gate_stride = multiple(x_stride, UNIT), multiple(gate_stride, UNIT)
     width = n * tl.num_programs(1)
@@ -105,10 +113,10 @@ def _bwd_kernel(
             xhat *= a
         else:
             g *= a
-        normed = xhat
+        rounded = xhat
         if ROUND_FIRST:
-            normed = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
-        dw += g * normed
+            rounded = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
+        dw += g * rounded
         g *= w
         dh = rstd * (g - xhat * (tl.sum(g * xhat, 1) / n)[:, None])
         if BEFORE:
@@ -116,10 +124,37 @@ def _bwd_kernel(
             da = dh * x
         else:
             dx = dh
-            da = dy * normed * w
+            da = dy * rounded * w
         tl.store(dx_ptr + rows[:, None] * width + cols, dx.to(dx_ptr.dtype.element_ty), mask)
         tl.store(dgate_ptr + rows[:, None] * width + cols, (da * slope).to(dgate_ptr.dtype.element_ty), mask)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * width + cols, tl.sum(dw, 0)[None, :], lanes < n)
+
+
+@planner
+def gated_rms_norm_fwd_plan(n: int) -> Plan:
+    """Choose by the columns ``n`` of a group. Numbers: a rule of thumb, as the forward is bound by memory: tiles of 2048
+    elements or of one row, at most 1024 elements per warp.
+
+    Returns ROWS x BLOCK of a tile and ``num_warps``."""
+    block = next_power_of_2(n)
+    return Plan(ROWS=max(1, 2048 // block), BLOCK=block, num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16)
+
+
+@planner
+def gated_rms_norm_bwd_plan(n: int, bytes_per_element: int, x) -> Plan:
+    """Choose by the columns ``n`` of a group, by the ``bytes_per_element`` of x, gate and dy together, and by the shared
+    memory of x's device. Numbers: the fastest on an H200.
+
+    Returns ROWS x BLOCK of a tile, STAGES of the loop over the tiles, ``num_warps``, and ``programs_per_sm``, the
+    persistent programs of one multiprocessor."""
+    block = next_power_of_2(n)
+    if block >= 8192:
+        warps = 16 if block * bytes_per_element <= 8192 * 6 else 32
+        return Plan(ROWS=1, BLOCK=block, STAGES=1, num_warps=warps, programs_per_sm=1)
+    if block == 4096:
+        return Plan(ROWS=1, BLOCK=block, STAGES=stages_ahead(block * bytes_per_element, x), num_warps=8, programs_per_sm=1)
+    stages, warps = stages_ahead(2048 * bytes_per_element, x), 4 if block >= 512 else 8
+    return Plan(ROWS=2048 // block, BLOCK=block, STAGES=stages, num_warps=warps, programs_per_sm=2)
 
 
 def _fwd(x, gate, weight, eps, before, silu, round_first, groups):
@@ -127,12 +162,11 @@ def _fwd(x, gate, weight, eps, before, silu, round_first, groups):
     xs, gates = as_rows(x), as_rows(gate)
     m, n = xs.shape[0], xs.shape[1] // groups
     if m and n:
-        block = next_power_of_2(n)
-        rows = max(1, 2048 // block)
+        plan = gated_rms_norm_fwd_plan(n)
         launch(
-            _fwd_kernel, (cdiv(m, rows), groups), xs, gates, weight.contiguous(), y, rstd, m, n, xs.stride(0),
-            gates.stride(0), float(eps), ROWS=rows, BLOCK=block, BEFORE=before, SILU=silu, ROUND_FIRST=round_first,
-            UNIT=unit_of(n, xs.stride(0), gates.stride(0)), num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+            _fwd_kernel, (cdiv(m, plan.ROWS), groups), xs, gates, weight.contiguous(), y, rstd, m, n, xs.stride(0),
+            gates.stride(0), float(eps), BEFORE=before, SILU=silu, ROUND_FIRST=round_first,
+            UNIT=unit_of(n, xs.stride(0), gates.stride(0)), **plan.meta(),
         )  # fmt: skip
     return y, rstd
 
@@ -144,29 +178,17 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     if not (m and n):
         return dx, dgate, torch.zeros_like(weight)
-    block = next_power_of_2(n)
-    rows, each, warps, stages = _plan(block, sum(t.element_size() for t in (x, gate, dy)), x)
-    programs = min(cdiv(m, rows), cdiv(each * multiprocessors(x), groups))
-    rows_each = cdiv(cdiv(m, programs), rows) * rows
+    plan = gated_rms_norm_bwd_plan(n, sum(t.element_size() for t in (x, gate, dy)), x)
+    programs = min(cdiv(m, plan.ROWS), cdiv(plan.programs_per_sm * multiprocessors(x), groups))
+    rows_each = cdiv(cdiv(m, programs), plan.ROWS) * plan.ROWS
     programs = cdiv(m, rows_each)
     dw = torch.empty(1, programs, n * groups, dtype=torch.float32, device=x.device)
     launch(
         _bwd_kernel, (programs, groups), dys, xs, gates, weight.contiguous(), rstd, dx, dgate, dw, m, n, dys.stride(0),
-        xs.stride(0), gates.stride(0), rows_each, ROWS=rows, BLOCK=block, BEFORE=before, SILU=silu,
-        ROUND_FIRST=round_first, STAGES=stages, UNIT=unit_of(n, dys.stride(0), xs.stride(0), gates.stride(0)),
-        num_warps=warps,
+        xs.stride(0), gates.stride(0), rows_each, BEFORE=before, SILU=silu, ROUND_FIRST=round_first,
+        UNIT=unit_of(n, dys.stride(0), xs.stride(0), gates.stride(0)), **plan.meta(),
     )  # fmt: skip
     return dx, dgate, column_sums(dw, [weight.dtype])[0]
-
-
-def _plan(block: int, loaded: int, x) -> tuple[int, int, int, int]:
-    """Of the backward: rows of a tile, programs a multiprocessor, warps, stages, by what was fastest on an H200.
-    ``loaded``: bytes for an element."""
-    if block >= 8192:
-        return 1, 1, 16 if block * loaded <= 8192 * 6 else 32, 1
-    if block == 4096:
-        return 1, 1, 8, stages_ahead(block * loaded, x)
-    return 2048 // block, 2, 4 if block >= 512 else 8, stages_ahead(2048 * loaded, x)
 
 
 def _fake(x, gate, weight, eps, before, silu, round_first, groups):

@@ -1,4 +1,4 @@
-"""``gelu(gate) · up`` with the exact, the tanh and the quick GELU: formulas in ``glu``."""
+"""``gelu(gate) · up`` with the exact, the tanh and the quick GELU: formulas in ``lib/glu``."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""GroupNorm and GroupNorm + SiLU: formulas, shapes, dtypes and traffic in ``channel_norm``."""
+"""GroupNorm and GroupNorm + SiLU: formulas, shapes, dtypes and traffic in ``norms/group_norm_dispatch.py``."""
 
 import torch
 
@@ -8,8 +8,8 @@ from fx_fusion.kernels.norms.group_norm_math import GROUP_NORM
 from fx_fusion.ops.fused_op import fused_op
 
 
-def group_norm_op(name: str, kind: int):
-    """The op of one kind, with or without the activation; both have the same parameters."""
+def group_norm_op(name: str, kind):
+    """Returns the op of GROUP_NORM or GROUP_NORM_SWISH; both have the same parameters."""
 
     def fwd(x, groups, weight, bias, eps):
         y, _ = fake(x, groups, weight, bias, eps)

@@ -1,4 +1,4 @@
-"""LayerNorm: formulas, shapes, dtypes and traffic in ``row_norm``. The result is contiguous, as torch's own is."""
+"""LayerNorm: formulas, shapes, dtypes and traffic in ``norms/row_norm.py``. The result is contiguous, as torch's own is."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Log-probability of one class a row and entropy of the row, of logits that exist: formulas in ``logit_rows``.
+"""Log-probability of one class per row and entropy of the row, from logits: formulas in ``logits/logit_rows``.
 
 Shapes     logits: (m, v), unit stride along v; target: (m), int64. logp, entropy: (m); stats: (2, m).
 Dtypes     logits bf16 | fp16 | fp32, gradient alike; the rest in fp32.

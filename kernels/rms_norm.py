@@ -1,4 +1,4 @@
-"""RMSNorm: formulas, shapes, dtypes and traffic in ``row_norm``."""
+"""RMSNorm: formulas, shapes, dtypes and traffic in ``norms/row_norm.py``."""
 
 import torch
 

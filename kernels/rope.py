@@ -9,16 +9,18 @@ A row of d numbers is d/2 pairs (a, b); pair i is rotated by an angle that depen
     even_odd_to_halves    pair i is (x[2i], x[2i + 1]) in, (y[i], y[i + d/2]) out
     reversed              rotate_half with sign −1
 
-cos and sin have d columns, used as given (halves may differ), or d/2 columns that both members of a pair share. The
-backward is the transposed rotation: da = da' · cos_a + sign · db' · sin_b, db = db' · cos_b − sign · da' · sin_a.
+cos_a, sin_a and cos_b, sin_b are columns of cos and sin: these have d columns, used as they are (halves may differ), or d/2
+columns that both members of a pair share. sign is −1 for reversed, else 1. The backward is the transposed rotation:
+
+    da = da' · cos_a + sign · db' · sin_b        db = db' · cos_b − sign · da' · sin_a
 
 Shapes     q: (b, h, s, d), k: (b, g, s, d) or absent, any strides; cos, sin: (b|1, 1, s, c) or (b|1, s, 1, c) and the
            like: broadcast against q over everything but positions. Results have the layout of q and k,
            or are contiguous.
 Dtypes     q, k bf16 | fp16 | fp32; cos, sin the same or fp32; arithmetic in fp32, one rounding per store.
 Saved      cos, sin.
-Traffic    forward and backward each 2 elements an element of q and k; cos and sin from memory once, for further heads out
-           of the cache.
+Traffic    forward and backward each 2 elements an element of q and k; cos and sin once from memory, for the other
+           heads from the cache.
 Source     Su et al. 2021, arXiv:2104.09864.
 """
 
@@ -26,16 +28,19 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.lib.launch import cdiv, launch, next_power_of_2
-from fx_fusion.ops.fused_op import interpreting, plain_op, register_autograd, trace_launches
+from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
+from fx_fusion.kernels.lib.plan import Plan, planner
+from fx_fusion.ops.launch import launch
+from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
+from fx_fusion.ops.on_cpu import interpreting
 
 STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
 
 
 @triton.jit
 def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """The members (a, b) of the pairs of ROWS rows at ``at``. Those that lie side by side are read as one row: every other
-    number by itself took four to seven times as long."""
+    """Load the members (a, b) of the pairs of ROWS rows at ``at``. Members side by side (PAIRS) are loaded as one row and
+    split: loading every other number takes four to seven times as long."""
     if PAIRS:
         cols = tl.arange(0, 2 * LANES)[None, :]
         row = tl.load(at + cols.to(tl.int64) * step, live & (cols < 2 * HALF), 0.0).to(tl.float32)
@@ -49,7 +54,7 @@ def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Store the members of the pairs of ROWS rows at ``at``."""
+    """Store the members (a, b) of the pairs of ROWS rows at ``at``."""
     dtype = at.dtype.element_ty
     if PAIRS:
         cols = tl.arange(0, 2 * LANES)[None, :]
@@ -66,10 +71,10 @@ def _rotate(
     x_ptr, y_ptr, ca, cb, sa, sb, batch, pos, length, first, heads,
     x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, sign,
     IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of positions x 1 or of 1 x heads, by what of the two is the next in memory."""
-    for start in range(0, MOST, HEADS):
+    """Rotate PROGRAM_HEADS heads from ``first`` on at the positions ``pos``, HEADS of them in each step."""
+    for start in range(0, PROGRAM_HEADS, HEADS):
         head = (first + start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         live = (head < heads) & (pos < length)
         x = x_ptr + batch * x_b + pos * x_s + head * x_h
@@ -90,15 +95,15 @@ def _rope_kernel(
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, qo_b, qo_h, qo_s, qo_d, ko_b, ko_h, ko_s, ko_d,
     cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
     HAS_K: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, SHARED: tl.constexpr, BACKWARD: tl.constexpr,
-    HALF: tl.constexpr, LANES: tl.constexpr, POSITIONS: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr,
+    HALF: tl.constexpr, LANES: tl.constexpr, POSITIONS: tl.constexpr, HEADS: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One position a program, or a block of them, and up to MOST heads of q or of k."""
+    """Rotate a block of POSITIONS and PROGRAM_HEADS heads of q or of k. cos and sin are loaded once for all of them."""
     sign = tl.cast(sign, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     part = pid % programs
     batch = pid // programs // blocks
     pos = (pid // programs % blocks) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
-    # cos and sin of the members of a pair. Where the layout changes, both members have the same.
+    # ca, sa: cos and sin of the first member of each pair, cb, sb: of the second.
     cos = cos_ptr + batch * cos_b + pos * cos_s
     sin = sin_ptr + batch * sin_b + pos * sin_s
     if SHARED:
@@ -114,35 +119,36 @@ def _rope_kernel(
     ROWS: tl.constexpr = POSITIONS * HEADS
     if part < q_programs:
         _rotate(
-            q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, length, part * MOST, q_heads, q_b, q_h, q_s, q_d,
-            qo_b, qo_h, qo_s, qo_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS, MOST,
+            q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, length, part * PROGRAM_HEADS, q_heads, q_b, q_h, q_s, q_d,
+            qo_b, qo_h, qo_s, qo_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS, PROGRAM_HEADS,
         )  # fmt: skip
     elif HAS_K:
         _rotate(
-            k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, length, (part - q_programs) * MOST, k_heads,
+            k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, length, (part - q_programs) * PROGRAM_HEADS, k_heads,
             k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS,
-            MOST,
+            PROGRAM_HEADS,
         )  # fmt: skip
 
 
 def _positions_at_dim_2(tensors, cos):
-    """Views with heads at dim 1 and positions at dim 2; cos has 4 dims."""
+    """Returns views of ``tensors`` with heads at dim 1 and positions at dim 2; cos, of 4 dims, shows where they are."""
     swap = cos.shape[1] != 1
     return [None if t is None else t.transpose(1, 2) if swap else t for t in tensors]
 
 
 def _four_dims(table):
+    """Returns cos or sin with dims of size 1 in front, up to four dims."""
     return table[(None,) * (4 - table.dim())]
 
 
 def _strides(table, q):
-    """Strides of cos or sin over (batch, position, column), 0 where broadcast."""
+    """Returns the strides of cos or sin over (batch, position, column), 0 where they are broadcast."""
     table = table.expand(q.shape[0], 1, q.shape[2], table.shape[-1])
     return table.stride(0), table.stride(2), table.stride(3)
 
 
 def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
-    """One launch for both where they have the same positions, else one each."""
+    """Rotate q and k in one launch if they have the same batch and positions, else in one launch each."""
     cos, sin = _four_dims(cos), _four_dims(sin)
     at = 2 if cos.shape[1] == 1 else 1
     if k is not None and (q.numel() == 0 or k.numel() == 0 or (k.shape[0], k.shape[at]) != (q.shape[0], q.shape[at])):
@@ -151,14 +157,14 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
         return
     if q.numel() == 0:
         return
-    k_out = None if k is None else k_out  # what stands for it then has no dims
+    k_out = None if k is None else k_out  # without k the op's k_out is an empty tensor of one dim
     q, k, q_out, k_out, cos_rows, sin_rows = _positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
     b, h, s, d = q.shape
     in_pairs, out_pairs = _layouts(style, backward)
     lanes = next_power_of_2(d // 2)
-    tiles = _tiles(q, lanes)
-    q_programs, k_programs = cdiv(h, tiles["MOST"]), 0 if k is None else cdiv(k.shape[1], tiles["MOST"])
-    blocks = cdiv(s, tiles["POSITIONS"])
+    plan = rope_plan(h, s, lanes, heads_first=q.stride(1) > q.stride(2))
+    q_programs, k_programs = cdiv(h, plan.PROGRAM_HEADS), 0 if k is None else cdiv(k.shape[1], plan.PROGRAM_HEADS)
+    blocks = cdiv(s, plan.POSITIONS)
     key, key_out = (q, q_out) if k is None else (k, k_out)
     launch(
         _rope_kernel, (b * blocks * (q_programs + k_programs),),
@@ -166,28 +172,32 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
         -1.0 if style == "reversed" else 1.0,
         *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(), *_strides(cos_rows, q), *_strides(sin_rows, q),
         HAS_K=k is not None, IN_PAIRS=in_pairs, OUT_PAIRS=out_pairs, SHARED=cos.shape[-1] != d, BACKWARD=backward,
-        HALF=d // 2, LANES=lanes, **tiles,
+        HALF=d // 2, LANES=lanes, **plan.meta(),
     )  # fmt: skip
 
 
-def _tiles(q, lanes: int) -> dict:
-    """Rows of a tile follow each other in memory: heads of a position (as models have them) or positions of a head. As
-    many as were fastest on an H200 (``bench.tune``)."""
+@planner
+def rope_plan(heads: int, positions: int, lanes: int, *, heads_first: bool) -> Plan:
+    """Choose by memory: rows of a tile follow each other there. They are positions of one head where ``heads_first`` (a head
+    is further from the next than a position is), else heads of one position, as models compute them. As many rows of
+    ``lanes`` pairs as were fastest on an H200 (``python -m bench.tune rope``).
+
+    Returns tiles of POSITIONS x HEADS rows and PROGRAM_HEADS, the heads that one program rotates with one cos and sin."""
     rows = max(1, 512 // lanes)
-    if q.stride(1) > q.stride(2):  # cos and sin have as many rows, and serve four heads
-        return {"POSITIONS": min(next_power_of_2(q.shape[2]), rows), "HEADS": 1, "MOST": 4, "num_warps": 2}
-    heads = min(next_power_of_2(q.shape[1]), rows)
-    return {"POSITIONS": 1, "HEADS": heads, "MOST": heads, "num_warps": 1}
+    if heads_first:  # cos and sin have as many rows as x, and serve four heads
+        return Plan(POSITIONS=min(next_power_of_2(positions), rows), HEADS=1, PROGRAM_HEADS=4, num_warps=2)
+    tile_heads = min(next_power_of_2(heads), rows)
+    return Plan(POSITIONS=1, HEADS=tile_heads, PROGRAM_HEADS=tile_heads, num_warps=1)
 
 
 def _layouts(style: str, backward: bool) -> tuple[bool, bool]:
-    """Whether the input and the output hold pairs side by side (True) or in halves."""
+    """Returns whether the input and whether the output hold pairs side by side (True) or in halves (False)."""
     forward = {"rotate_every_two": (True, True), "even_odd_to_halves": (True, False)}.get(style, (False, False))
     return forward[::-1] if backward else forward
 
 
 def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
-    """The formulas of the docstring in float32 (float64 for float64), on views of the members of each pair."""
+    """Compute the formulas of the module's docstring in float32 (float64 for float64), on views of the members of pairs."""
     wide = torch.promote_types(x.dtype, torch.float32)
     d = x.shape[-1]
     in_pairs, out_pairs = _layouts(style, backward)

@@ -1,4 +1,4 @@
-"""``silu(gate) · up``: formulas, shapes, dtypes and traffic in ``glu``."""
+"""``silu(gate) · up``: formulas, shapes, dtypes and traffic in ``lib/glu``."""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Swish (SiLU): ``y = x σ(x)``, ``dx = dy σ (1 + x (1 − σ))``.
+"""Swish (SiLU).
+
+    y  = x σ                          σ = sigmoid(x)
+    dx = dy σ (1 + x (1 − σ))
 
 Shapes     x, y: any; results contiguous.
 Dtypes     bf16 | fp16 | fp32; arithmetic in fp32, one rounding per store.
@@ -12,11 +15,11 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.lib.divisibility import multiple, unit_of
-from fx_fusion.kernels.lib.glu import activation
-from fx_fusion.kernels.lib.launch import cdiv, launch
+from fx_fusion.kernels.lib.glu import SILU, activation
+from fx_fusion.kernels.lib.integers import cdiv
+from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.ops.fused_op import fused_op
-
-_BLOCK = 2048
+from fx_fusion.ops.launch import launch
 
 
 @triton.jit
@@ -24,7 +27,7 @@ def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
     numel = multiple(numel, UNIT)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
-    y, _ = activation(x.to(tl.float32), 0, x.dtype == tl.float32)
+    y, _ = activation(x.to(tl.float32), SILU, x.dtype == tl.float32)
     tl.store(y_ptr + i, y.to(x.dtype), i < numel)
 
 
@@ -33,16 +36,23 @@ def _bwd_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.cons
     numel = multiple(numel, UNIT)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
-    _, slope = activation(x.to(tl.float32), 0, x.dtype == tl.float32)
+    _, slope = activation(x.to(tl.float32), SILU, x.dtype == tl.float32)
     dy = tl.load(dy_ptr + i, i < numel, 0.0).to(tl.float32)
     tl.store(dx_ptr + i, (dy * slope).to(x.dtype), i < numel)
+
+
+@planner
+def swish_plan(numel: int) -> Plan:
+    """Choose BLOCK, the elements of a program: 2048 for any ``numel``, as the kernels are bound by memory."""
+    return Plan(BLOCK=2048)
 
 
 def _fwd(x):
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        launch(_fwd_kernel, (cdiv(x.numel(), _BLOCK),), x, y, x.numel(), BLOCK=_BLOCK, UNIT=unit_of(x.numel()))
+        plan = swish_plan(x.numel())
+        launch(_fwd_kernel, (cdiv(x.numel(), plan.BLOCK),), x, y, x.numel(), UNIT=unit_of(x.numel()), **plan.meta())
     return y
 
 
@@ -50,7 +60,8 @@ def _bwd(dy, x, needs):
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        launch(_bwd_kernel, (cdiv(x.numel(), _BLOCK),), dy, x, dx, x.numel(), BLOCK=_BLOCK, UNIT=unit_of(x.numel()))
+        plan = swish_plan(x.numel())
+        launch(_bwd_kernel, (cdiv(x.numel(), plan.BLOCK),), dy, x, dx, x.numel(), UNIT=unit_of(x.numel()), **plan.meta())
     return dx
 
 

@@ -1,35 +1,37 @@
-"""Linear layer, log-probability of one class a row, and entropy of the row, one chunk of logits at a time.
+"""Linear layer, log-probability of one class per row, and entropy of the row, one chunk of logits at a time.
 
-    z = softcap(scale · (x · Wᵀ + b));  log p = z − lse(z);  logp = log p_t;  H = −Σ_c p_c log p_c
+    z = softcap(scale · (x · Wᵀ + b)),  log p = z − lse(z)        W = lm_head
+    logp = log p_t                       entropy = −Σ_c p_c log p_c
 
-What reinforcement learning from feedback asks of a policy for every token. Upstream gradients are a number a row, unknown
-in the forward, and have to be inside the sum of dW: the backward computes the logits again, as linear_cross_entropy does
-without a reduction. Formulas in ``logit_rows``.
+Reinforcement learning from feedback needs both of every token. Upstream gradients are one number per row, unknown in the
+forward, and have to be inside the sum of dW: the backward computes the logits again, as linear_cross_entropy does without a
+reduction. Formulas of the gradients in ``logits/logit_rows``: logp = −loss without weights and smoothing.
 
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); target: (m). logp, entropy: (m).
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. logp and entropy in fp32.
 Saved      the inputs (nothing of size m·v).
-Source     entropy within the online softmax: one more sum a lane.
+Source     Milakov and Gimelshein 2018, arXiv:1805.02867; the entropy is one more sum of the online softmax.
 """
 
 import torch
 
-from fx_fusion.kernels.lib.launch import refuse_tracing
 from fx_fusion.kernels.logits.logit_chunks import each_chunk
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.ops.fused_op import fused_op
+from fx_fusion.ops.launch import refuse_tracing
 
 
 def _chunks(x, lm_head, bias, target, softcap, scale, dlogp=None, dentropy=None, needs=(False, False, False)):
-    refuse_tracing()  # products in a loop: nothing for the compiler to see
+    """Returns logp, entropy and the gradients of x, lm_head, bias."""
+    refuse_tracing()  # a loop of matrix products on the host
     x, target = x.contiguous(), target.contiguous()
     lm_head = lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous()
     logp, entropy = _fake(x, lm_head, bias, target, softcap, scale)
     dloss = torch.zeros_like(logp) if dlogp is None else -dlogp.float().contiguous()
     dentropy = torch.zeros_like(logp) if dentropy is None else dentropy.float().contiguous()
     options = (NO_IGNORE, 0.0, softcap, scale)
-    made = each_chunk(x, lm_head, bias, target, None, options, dloss, needs, logp, entropy, dentropy)
-    return logp.neg_(), entropy, made
+    grads = each_chunk(x, lm_head, bias, target, None, options, dloss, needs, logp, entropy, dentropy)
+    return logp.neg_(), entropy, grads
 
 
 def _fwd(x, lm_head, bias, target, softcap, scale):
@@ -37,9 +39,9 @@ def _fwd(x, lm_head, bias, target, softcap, scale):
 
 
 def _bwd(dlogp, dentropy, x, lm_head, bias, target, softcap, scale, needs):
-    made = _chunks(x, lm_head, bias, target, softcap, scale, dlogp, dentropy, needs)[2]
+    grads = _chunks(x, lm_head, bias, target, softcap, scale, dlogp, dentropy, needs)[2]
     like = (x, lm_head, x if bias is None else bias)
-    return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(made, like, strict=True))
+    return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(grads, like, strict=True))
 
 
 def _fake(x, lm_head, bias, target, softcap, scale):

@@ -13,7 +13,7 @@ def behind_an_add(norm):
     def add_then_norm(x, residual, weight, bias, eps, round_first):
         h = x + residual
         y = norm(h, weight, bias, eps, round_first)
-        return None if y is None else (y, h)
+        return y if y is NotImplemented else (y, h)
 
     add_then_norm.__name__ = f"add_then_{norm.__name__}"
     return add_then_norm
@@ -23,7 +23,7 @@ def guard(x, residual, weight, bias, eps, round_first):
     return unlike_sum(x, residual) or layer_norm.guard(x, weight, bias, eps, round_first)
 
 
-def pays(x, residual, weight, bias, eps, round_first):
+def why_keep(x, residual, weight, bias, eps, round_first):
     return too_small(x)
 
 
@@ -35,9 +35,9 @@ FUSION = Fusion(
     variants=layer_norm.VARIANTS,
     kernel=add_layer_norm,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("8*m*n*bytes", "10*m*n*bytes"),
-    priority=34,
+    before=("layer_norm",),
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),

@@ -17,7 +17,7 @@ def guard(x, residual, weight, eps, offset, round_first):
     return unlike_sum(x, residual) or norm_guard(x, weight, eps, offset, round_first)
 
 
-def pays(x, residual, weight, eps, offset, round_first):
+def why_keep(x, residual, weight, eps, offset, round_first):
     return too_small(x)
 
 
@@ -28,9 +28,9 @@ FUSION = Fusion(
     variants=CAST_ORDERS,
     kernel=add_rms_norm,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("8*m*n*bytes", "10*m*n*bytes"),
-    priority=30,
+    before=("rms_norm",),
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),

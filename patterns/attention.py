@@ -10,22 +10,22 @@ written-out form: where it hides a whole row, that form and the fused kernels di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph import signatures
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in, keeps_values
 from fx_fusion.graph.effects import entered
-from fx_fusion.graph.masks.prover import MaskProof, MaskProver, prover_of
-from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.graph.masks.prover import MaskProof
+from fx_fusion.graph.terms import example, is_tensor, same_sizes
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
@@ -49,37 +49,36 @@ class _Scores:
     proofs: list[MaskProof] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
     nodes: set[fx.Node] = field(default_factory=set)
+    dropout: float = 0.0
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
-    prover = prover_of(view)
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node in view.graph.nodes:
-        if view.name(node) != "softmax" or not is_tensor(node):
-            continue
-        bound = signatures.bind("softmax", node.args, dict(node.kwargs))
-        if bound is None or not is_tensor(bound["input"]) or not _has_product(view, bound["input"]):
+        bound = view.arguments_of(node, "softmax")
+        if bound is None or not is_tensor(node) or not is_tensor(bound["input"]) or not _has_product(view, bound["input"]):
             continue
         scores = _Scores(nodes={node})
         try:
-            _read_scores(view, prover, bound["input"], scores)
+            _read_scores(search, bound["input"], scores)
             yield _read(view, node, bound, scores)
         except NotThis as why:
-            yield NearMiss("attention", node, why.node, 2, 3, str(why))
+            yield NearMiss("attention", node, why.node if isinstance(why.node, fx.Node) else node, str(why))
 
 
-def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) -> Match:
-    if bound["dim"] not in (-1, value(softmax).dim() - 1):
+def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: _Scores) -> Match:
+    if bound["dim"] not in (-1, example(softmax).dim() - 1):
         raise NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
-    if not keeps_values(value(bound["input"]).dtype, value(softmax).dtype):
-        raise NotThis(softmax, f"the softmax rounds the scores to {value(softmax).dtype}")
+    if not keeps_values(example(bound["input"]).dtype, example(softmax).dtype):
+        raise NotThis(softmax, f"the softmax rounds the scores to {example(softmax).dtype}")
     probabilities, dropout, nodes, rounded = softmax, 0.0, scores.nodes, set()
-    seen = [value(softmax).dtype]
+    seen = [example(softmax).dtype]
     while True:
         user = next(iter(probabilities.users), None)
         if len(probabilities.users) != 1 or user is None:
             raise NotThis(probabilities, f"{probabilities.name} is used {len(probabilities.users)} times")
         if view.name(user) == "dropout" and view.transparent(user) is None:
-            args = signatures.bind("dropout", user.args, dict(user.kwargs))
+            args = view.arguments(user)
             if args is None or dropout or args["inplace"] or not isinstance(args["p"], float):
                 raise NotThis(user, "an unusual dropout")
             dropout = args["p"]
@@ -87,41 +86,42 @@ def _read(view: View, softmax: fx.Node, bound: dict[str, Any], scores: _Scores) 
             break
         nodes.add(user)
         rounded.add(user)
-        seen.append(value(user).dtype)
+        seen.append(example(user).dtype)
         probabilities = user
     p, v = _factors(view, user)
     if p is not probabilities or not is_tensor(v):
         raise NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
-    if any(dtype not in (seen[0], value(v).dtype) for dtype in seen):
+    if any(dtype not in (seen[0], example(v).dtype) for dtype in seen):
         raise NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
     if (write := view.effects.written_after(view.order[user], [user])) is not None:
         raise NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
-    q, keys, k = scores.q, scores.keys, scores.keys
-    if view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
-        k = view.term(keys).operands[0]
-    rank = value(q).dim()
-    if rank not in (3, 4) or value(keys).dim() != rank or value(v).dim() != rank:
+    q, keys = scores.q, scores.keys
+    rank = example(q).dim()
+    if rank not in (3, 4) or example(keys).dim() != rank or example(v).dim() != rank:
         raise NotThis(user, "expected queries, keys and values of one rank, 3 or 4")
-    heads = [value(t).shape[:-2] for t in (q, keys, v)]
-    if not all(statically_known_true(a == b) for other in heads[1:] for a, b in zip(heads[0], other, strict=True)):
+    heads = [example(t).shape[:-2] for t in (q, keys, v)]
+    if not all(same_sizes(heads[0], other) for other in heads[1:]):
         raise NotThis(user, "batch and heads of queries, keys and values differ")
-    inputs = {"q": q, "k": k, "v": v, **{f"bias_{i}": b for i, b in enumerate(scores.biases)}}
-
-    def emit(editor: Editor, match: Match) -> None:
-        _emit(editor, match, scores, transposed=k is not keys, dropout=dropout)
-
-    return Match("attention", (user,), frozenset((*nodes, user)), inputs, rounded=frozenset(rounded), emit=emit)
+    scores.dropout, inputs, others = dropout, {"q": q, "v": v}, {f"bias_{i}": b for i, b in enumerate(scores.biases)}
+    if view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
+        inputs["k"] = view.term(keys).operands[0]
+    else:
+        others["keys"] = keys
+    everything = frozenset((*nodes, user))
+    return Match(
+        "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores
+    )  # fmt: skip
 
 
 def _factors(view: View, node: fx.Node) -> tuple[Any, Any]:
     """The two operands of a matrix product; ``(None, None)`` of anything else."""
-    name = view.name(node)
-    bound = signatures.bind(name, node.args, dict(node.kwargs)) if name in _PRODUCTS else None
-    return (None, None) if bound is None else (bound["input"], bound["other" if name == "matmul" else "mat2"])
+    bound = view.arguments_of(node, *_PRODUCTS)
+    return (None, None) if bound is None else (bound["input"], bound["other" if "other" in bound else "mat2"])
 
 
-def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> None:
+def _read_scores(search: Search, node: Any, scores: _Scores) -> None:
     """From the softmax down to the first product, one step at a time."""
+    view = search.view
     while True:
         if not isinstance(node, fx.Node) or not is_tensor(node):
             raise NotThis(node, "not a softmax of scores")
@@ -131,23 +131,22 @@ def _read_scores(view: View, prover: MaskProver, node: Any, scores: _Scores) -> 
             return
         below, name = view.transparent(node), view.name(node)
         if below is not None:
-            if not keeps_values(value(below).dtype, value(node).dtype):
-                raise NotThis(node, f"{node.name} rounds the scores to {value(node).dtype}")
+            if not keeps_values(example(below).dtype, example(node).dtype):
+                raise NotThis(node, f"{node.name} rounds the scores to {example(node).dtype}")
             node = below
         elif name in ("mul", "div"):
             node = _scaled(view, node, name, scores)
         elif name == "add":
-            node = _with_mask(view, prover, node, scores)
+            node = _with_mask(search, node, scores)
         elif name == "masked_fill":
-            bound = signatures.bind(name, node.args, dict(node.kwargs))
+            bound = view.arguments(node)
             if bound is None:
                 raise NotThis(node, f"{node.name} is called in an unusual way")
-            _fill(view, prover, node, bound["mask"], True, bound["value"], scores)
+            _fill(search, node, bound["mask"], True, bound["value"], scores)
             node = bound["input"]
-        elif node.target is torch.where and len(node.args) == 3:
-            mask, inside, outside = node.args
-            _fill(view, prover, node, mask, False, outside, scores)
-            node = inside
+        elif name == "where" and (chosen := view.arguments(node)) is not None:
+            _fill(search, node, chosen["condition"], False, chosen["other"], scores)
+            node = chosen["input"]
         else:
             raise NotThis(node, f"{name or node.name} is between the product and the softmax")
 
@@ -168,7 +167,8 @@ def _scaled(view: View, node: fx.Node, name: str, scores: _Scores) -> fx.Node:
     return tensor
 
 
-def _with_mask(view: View, prover: MaskProver, node: fx.Node, scores: _Scores) -> fx.Node:
+def _with_mask(search: Search, node: fx.Node, scores: _Scores) -> fx.Node:
+    view = search.view
     a, b = binary(view, node)
     if isinstance(b, (int, float)) and b == 0:
         return a
@@ -177,15 +177,15 @@ def _with_mask(view: View, prover: MaskProver, node: fx.Node, scores: _Scores) -
     for inside, mask in ((a, b), (b, a)):
         if _has_product(view, mask) or not _has_product(view, inside):
             continue
-        if not value(mask).dtype.is_floating_point:
-            raise NotThis(node, f"{node.name} adds {value(mask).dtype} numbers to the scores")
-        proof = prover.prove(mask)
+        if not example(mask).dtype.is_floating_point:
+            raise NotThis(node, f"{node.name} adds {example(mask).dtype} numbers to the scores")
+        proof = search.masks.prove(mask)
         if proof.kind in ("causal", "none"):
             scores.proofs.append(proof)
-        elif not value(mask).requires_grad:
+        elif not example(mask).requires_grad:
             # A row that is hidden entirely is uniform in eager (or NaN); a fused kernel makes something else of it.
             raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
-        elif scores.scale != 1 or value(mask).dim() < 2:
+        elif scores.scale != 1 or example(mask).dim() < 2:
             raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
         else:
             scores.biases.append(mask)
@@ -193,61 +193,61 @@ def _with_mask(view: View, prover: MaskProver, node: fx.Node, scores: _Scores) -
     raise NotThis(node, f"{node.name} combines scores in another way than by an additive mask")
 
 
-def _fill(
-    view: View, prover: MaskProver, node: fx.Node, mask: Any, hides: bool, fill: Any, scores: _Scores
-) -> None:  # fmt: skip
-    fill = view.constant(fill)
-    if isinstance(fill, fx.Node) and fill.target in (torch.tensor, torch.full):
-        at = 0 if fill.target is torch.tensor else 1
-        fill = fill.args[at] if len(fill.args) > at else None
-    if not is_tensor(mask) or value(mask).dtype != torch.bool or not isinstance(fill, (int, float)):
+def _fill(search: Search, node: fx.Node, mask: Any, hides: bool, fill: Any, scores: _Scores) -> None:
+    view = search.view
+    fill = view.folded(fill)
+    if isinstance(fill, fx.Node) and fill.target is torch.tensor:
+        fill = fill.args[0] if fill.args else None
+    elif (full := view.arguments_of(fill, "full")) is not None:
+        fill = full["fill_value"]
+    if not is_tensor(mask) or example(mask).dtype != torch.bool or not isinstance(fill, (int, float)):
         raise NotThis(node, f"{node.name} fills with a value that is not a constant, or by a mask that is not boolean")
-    lowest = torch.finfo(value(node).dtype).min
+    lowest = torch.finfo(example(node).dtype).min
     if not (fill * scores.scale <= max(lowest / 2, -1e30)):
         raise NotThis(node, f"{node.name} hides with {fill}, which a score may come near to")
-    proof = prover.prove(mask, hides=hides)
+    proof = search.masks.prove(mask, hides=hides)
     if proof.kind not in ("causal", "none"):
         raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
     scores.proofs.append(proof)
 
 
-def _emit(editor: Editor, match: Match, scores: _Scores, *, transposed: bool, dropout: float) -> None:
-    root = match.root
+def emit(editor: Editor, match: Match) -> None:
+    root, scores = match.root, match.reading
     causal = any(proof.kind == "causal" for proof in scores.proofs)
     with editor.graph.inserting_before(root):
-        q, k, v = (editor.now(match.inputs[n]) for n in ("q", "k", "v"))
-        if not transposed:
-            k = editor.method("transpose", (k, -1, -2), like=root)
+        q, v = editor.now(match.inputs["q"]), editor.now(match.inputs["v"])
+        transposed = match.inputs.get("k")
+        k = editor.method("transpose", (scores.keys, -1, -2), like=root) if transposed is None else editor.now(transposed)
         bias = None
         for added in scores.biases:
             bias = added if bias is None else editor.call(torch.add, (bias, added), like=root)
         if bias is not None and causal:  # one mask, not two
             bias, causal = _with_causal(editor, bias, q, k, root), False
         with entered(editor.view.effects.region[root]):
-            dtype = computed_in(value(q))
-        if bias is not None and value(bias).dtype != dtype:
-            raise Mismatch(f"the bias is {value(bias).dtype}, attention is computed in {dtype}")
-        three = value(q).dim() == 3
+            dtype = computed_in(example(q))
+        if bias is not None and example(bias).dtype != dtype:
+            raise Mismatch(f"the bias is {example(bias).dtype}, attention is computed in {dtype}")
+        three = example(q).dim() == 3
         if three:
             q, k, v = (editor.method("unsqueeze", (t, 0), like=root) for t in (q, k, v))
         call = editor.call(
             F.scaled_dot_product_attention, (q, k, v),
-            {"attn_mask": bias, "dropout_p": dropout, "is_causal": causal, "scale": float(scores.scale)}, like=root,
+            {"attn_mask": bias, "dropout_p": scores.dropout, "is_causal": causal, "scale": float(scores.scale)}, like=root,
         )  # fmt: skip
         if three:
             call = editor.method("squeeze", (call, 0), like=root)
-        if value(call).stride() != value(root).stride():
+        if example(call).stride() != example(root).stride():
             call = editor.method("contiguous", (call,), like=root)
         editor.check([root], [call])
     for proof in scores.proofs:
-        editor.view.assumptions.assume(proof.assumes)
+        editor.assume(proof.assumes)
     editor.replace(root, call)
     editor.erase([*match.nodes, *(node for proof in scores.proofs for node in proof.nodes)])
 
 
 def _with_causal(editor: Editor, bias: fx.Node, q: fx.Node, k: fx.Node, root: fx.Node) -> fx.Node:
-    rows, cols = value(q).shape[-2], value(k).shape[-2]
-    dtype, device = value(bias).dtype, value(bias).device
+    rows, cols = example(q).shape[-2], example(k).shape[-2]
+    dtype, device = example(bias).dtype, example(bias).device
     ones = editor.call(torch.ones, ((rows, cols),), {"dtype": torch.bool, "device": device}, like=root)
     visible = editor.method("tril", (ones,), like=root)
     low = editor.call(torch.full, ((), float("-inf")), {"dtype": dtype, "device": device}, like=root)
@@ -255,8 +255,9 @@ def _with_causal(editor: Editor, bias: fx.Node, q: fx.Node, k: fx.Node, root: fx
 
 
 def guard(q, k, v):
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; attention takes one dtype"
+    dtypes = [t.dtype for t in (q, k, v) if t is not None]
+    if len(set(dtypes)) > 1:
+        return f"q, k and v are {', '.join(map(str, dtypes))}; attention takes one dtype"
     if q.dtype.itemsize > 4:
         return f"q is {q.dtype}; the fused kernels take float32, bfloat16 and float16"
     return None
@@ -265,10 +266,10 @@ def guard(q, k, v):
 FUSION = Fusion(
     name="attention",
     pattern=masked_softmax_attention,
-    inputs={"q": "b h s d", "k": "b h s d", "v": "b h s d"},
+    inputs={"q": "b? h s d", "k": "b? h t=s d", "v": "b? h t=s e=d"},
     find=find,
+    emit=emit,
     guard=guard,
-    priority=60,
     on_cpu=True,
     cases=(
         case("odd", b=2, h=3, s=37, d=16, bench=False),

@@ -8,7 +8,6 @@ quarters.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator
 
@@ -18,13 +17,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph.bodies import carried_in
-from fx_fusion.graph.masks.prover import MaskProof, prover_of
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.masks.structure import Label, Structure
+from fx_fusion.graph.outside import carried_in
 from fx_fusion.graph.size_hints import expected
-from fx_fusion.graph.view import View, is_tensor
-from fx_fusion.graph.view import value as example
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import example
 from fx_fusion.graph.walk import attention_calls
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, visible_blocks
 from fx_fusion.patterns.repeat_kv import chain, repeated
@@ -41,19 +41,19 @@ def attention_in_a_window(query, key, value):
     return F.scaled_dot_product_attention(query, key, value, attn_mask=(k <= q) & (k > q - max(1, length // 4)))
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
-    prover = prover_of(view)
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node, bound in attention_calls(view):
         if not is_tensor(bound["attn_mask"]) or bound["is_causal"] is True:
             continue
-        proof = prover.prove(bound["attn_mask"])
+        proof = search.masks.prove(bound["attn_mask"])
         if proof.structure is None:
             continue
         if bound["dropout_p"] != 0:
-            yield NearMiss("block_sparse_attention", node, node, 1, 2, f"FlexAttention has no dropout ({proof.reason})")
+            yield NearMiss("block_sparse_attention", node, node, f"FlexAttention has no dropout ({proof.reason})")
             continue
         if not isinstance(bound["scale"], (int, float, type(None))):
-            yield NearMiss("block_sparse_attention", node, node, 1, 2, f"the scale is not a constant ({proof.reason})")
+            yield NearMiss("block_sparse_attention", node, node, f"the scale is not a constant ({proof.reason})")
             continue
         inputs = {name: bound[name] for name in ("query", "key", "value")}
         crossed: frozenset[fx.Node] = frozenset()
@@ -61,14 +61,14 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         if key is not None and value is not None and statically_known_true(key[1] == value[1]):
             inputs.update(key=key[0], value=value[0])
             crossed = frozenset((*chain(view, bound["key"]), *chain(view, bound["value"])))
-        labels = {f"label_{i}": n.node for i, n in enumerate(proof.structure.labels) if isinstance(n, Label)}
         yield Match(
             fusion="block_sparse_attention",
             outputs=(node,),
             nodes=frozenset([node]),
-            inputs={**inputs, **labels},
+            inputs=inputs,
+            others={f"label_{i}": n.node for i, n in enumerate(proof.structure.labels) if isinstance(n, Label)},
             crossed=crossed,
-            emit=functools.partial(emit, proof=proof, scale=bound["scale"]),
+            reading=(proof, bound["scale"]),
             note=f"mask: {proof.reason}",
         )
 
@@ -94,7 +94,7 @@ def guard(query, key, value):
     return None
 
 
-def pays(query, key, value):
+def why_keep(query, key, value):
     if query.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the kernels of FlexAttention are made for compute capability 8.0 and up"
     b, h, s, _ = query.shape
@@ -103,8 +103,9 @@ def pays(query, key, value):
     return None
 
 
-def emit(editor: Editor, match: Match, proof: MaskProof, scale: float | None) -> None:
-    root, structure = match.root, proof.structure
+def emit(editor: Editor, match: Match) -> None:
+    proof: MaskProof = match.reading[0]
+    root, structure, scale = match.root, proof.structure, match.reading[1]
     assert structure is not None
     dtype = example(root).dtype  # under autocast the inputs may have another
     if dtype not in _DTYPES:
@@ -120,9 +121,9 @@ def emit(editor: Editor, match: Match, proof: MaskProof, scale: float | None) ->
         call = editor.call(block_sparse_attention, (query, key, value, blocks, labels, *bounds, float(scale)), like=root)
     before = example(root)
     if differs(before, example(call)) is not None:
-        call = editor.lay_out(call, before, like=root)
+        call = editor.restride(call, before, like=root)
     editor.replace(root, call)
-    editor.view.assumptions.assume(proof.assumes)
+    editor.assume(proof.assumes)
     editor.erase([root, *match.crossed, *proof.nodes])
 
 
@@ -150,11 +151,12 @@ def _label(editor: Editor, query: fx.Node, label: Label | int, root: fx.Node) ->
 FUSION = Fusion(
     name="block_sparse_attention",
     pattern=attention_in_a_window,
-    inputs={"query": "b h s d", "key": "b h s d", "value": "b h s d"},
+    inputs={"query": "b h s d", "key": "b g=h t=s d", "value": "b g=h t=s e=d"},
     find=find,
+    emit=emit,
     guard=guard,
-    pays=pays,
-    priority=11,
+    why_keep=why_keep,
+    before=("causal_mask", "repeat_kv", "dense_mask"),
     cases=(
         case("gemma", b=4, h=8, s=2048, d=256),
         case("mistral", b=1, h=32, s=8192, d=128),

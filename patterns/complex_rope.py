@@ -13,13 +13,16 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import too_small
-from fx_fusion.graph.view import View, is_tensor, same_shape, value
+from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
 from fx_fusion.kernels.rope import rope
 from fx_fusion.patterns.rope import keeps_layout
-from fx_fusion.rewrite.editor import Editor, insertion_point
+from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.replace import insertion_point
 
 
 def rotated_as_complex(q, freqs, out):
@@ -28,13 +31,14 @@ def rotated_as_complex(q, freqs, out):
     return y.to(q.dtype) if out == "input" else y
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node in view.graph.nodes:
         if node.op == "call_function" and node.target is torch.view_as_real:
             try:
                 yield _read(view, node)
             except NotThis as why:
-                yield NearMiss("complex_rope", node, why.node or node, 2, 5, str(why))
+                yield NearMiss("complex_rope", node, why.node or node, str(why))
 
 
 def _read(view: View, real: fx.Node) -> Match:
@@ -45,30 +49,30 @@ def _read(view: View, real: fx.Node) -> Match:
     pairs, freqs = (a, b) if _is_complex_view(a) else (b, a)
     if not _is_complex_view(pairs) or not is_tensor(freqs) or _is_complex_view(freqs):
         raise NotThis(product, f"{product.name} is no product of pairs of numbers and a table")
-    if value(freqs).is_conj():
+    if example(freqs).is_conj():
         raise NotThis(freqs, f"{freqs.name} is a conjugate that was not computed yet")
     split = source_of(pairs)
     x = source_of(split) if split is not None and view.name(split) in ("reshape", "view", "unflatten") else None
     if split is None or x is None or not is_tensor(x):
         raise NotThis(split, f"{pairs.name} does not read the last dim of a tensor as pairs")
     nodes = {real, product, pairs, split}
-    if (below := view.transparent(x)) is not None and value(x).dtype == torch.float32:
+    if (below := view.transparent(x)) is not None and example(x).dtype == torch.float32:
         nodes.add(x)
         x = below
     joined = next(iter(real.users), None)
     if len(real.users) != 1 or joined is None or view.name(joined) not in ("flatten", "reshape", "view"):
         raise NotThis(real, f"{real.name} is not put together again")
-    if not same_shape(value(joined), value(x)) or not same_shape(value(split)[..., 0, 0], value(x)[..., 0]):
+    if not same_shape(example(joined), example(x)) or not same_shape(example(split)[..., 0, 0], example(x)[..., 0]):
         raise NotThis(joined, f"{joined.name} has another shape than {x.name}")
     nodes.add(joined)
     root, out, rounded = joined, "promoted", frozenset[fx.Node]()
     cast = next(iter(joined.users), None)
-    narrower = value(x).dtype != torch.float32
-    if len(joined.users) == 1 and narrower and view.transparent(cast) is joined and value(cast).dtype == value(x).dtype:
+    narrower = example(x).dtype != torch.float32
+    if len(joined.users) == 1 and narrower and view.transparent(cast) is joined and example(cast).dtype == example(x).dtype:
         root, out, rounded = cast, "input", frozenset([cast])
         nodes.add(cast)
     inputs, statics = {"q": x, "freqs": freqs}, {"out": out}
-    return Match("complex_rope", (root,), frozenset(nodes), inputs, statics, rounded=rounded, emit=emit)
+    return Match("complex_rope", (root,), frozenset(nodes), inputs, statics, rounded=rounded)
 
 
 def _is_complex_view(node: object) -> bool:
@@ -99,7 +103,7 @@ def guard(q, freqs, out):
     return None
 
 
-def pays(q, freqs, out):
+def why_keep(q, freqs, out):
     return too_small(q)
 
 
@@ -110,10 +114,12 @@ FUSION = Fusion(
     complex_inputs=("freqs",),
     variants=({"out": "input"}, {"out": "promoted"}),
     find=find,
+    emit=emit,
+    frozen=("freqs",),
+    shared=("b", "h"),
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("4*b*h*s*d*bytes", "12*b*h*s*d*bytes"),
-    priority=50,
     cases=(
         case("odd", b=2, h=3, s=5, d=6, c=3, bench=False),
         case("llama_4", b=1, h=40, s=4096, d=128, c=64, order={"q": "b s h d"}),

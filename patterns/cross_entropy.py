@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import expected, too_small
-from fx_fusion.graph.view import View, value
+from fx_fusion.graph.view import example
 from fx_fusion.kernels.cross_entropy import cross_entropy
-from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, rows_of, shaped_as, slice_below
+from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
+from fx_fusion.patterns.sites.rows import rows_of, shaped_as
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -25,17 +26,17 @@ def softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothi
     return F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for site in find_losses(view):
         seen = read_logits(view, site, to_linear=False)
         if (reason := slice_below(view, seen)) is not None:
-            yield NearMiss("cross_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), reason)
+            yield NearMiss("cross_entropy", site.root, seen.source, reason)
             continue
         inputs = {"logits": seen.source, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
         statics = {
-            "weight": site.weight,
             "ignore_index": site.ignore_index,
             "label_smoothing": site.label_smoothing,
             "softcap": seen.softcap,
@@ -47,12 +48,13 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             nodes=frozenset((*site.nodes, *seen.nodes)),
             inputs=inputs,
             statics=statics,
-            emit=functools.partial(emit, site=site),
+            reading=site,
         )
 
 
-def emit(editor: Editor, match: Match, site: LossSite) -> None:
+def emit(editor: Editor, match: Match) -> None:
     """The op gives a loss a row; the reduction is left to Inductor (m numbers)."""
+    site: LossSite = match.reading
     root = site.root
     with editor.graph.inserting_before(root):
         logits, target = rows_of(editor, match.inputs["logits"], match.inputs["target"], root)
@@ -82,7 +84,7 @@ def reduced(editor: Editor, site: LossSite, loss, target):
         loss = editor.method("neg", (loss,), like=root)
     if site.gathered:
         loss = shaped_as(editor, loss, site, root)
-    return editor.cast(loss, value(root).dtype, like=root)
+    return editor.cast(loss, example(root).dtype, like=root)
 
 
 def guard(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
@@ -91,7 +93,7 @@ def guard(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
     return None
 
 
-def pays(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
+def why_keep(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
     if expected(logits.shape[-1]) < 4096:
         return f"{logits.shape[-1]} classes: Inductor's kernels are as good below 4096"
     return too_small(logits)
@@ -102,6 +104,9 @@ FUSION = Fusion(
     pattern=softcapped_cross_entropy,
     inputs={"logits": "m v", "target": "m", "weight": "v"},
     integers={"target": "v"},
+    ignored={"target": "ignore_index"},
+    frozen=("weight",),
+    positive=("weight",),
     variants=tuple(
         {"ignore_index": -100, "label_smoothing": smoothing, "softcap": softcap, "scale": scale, **weight}
         for smoothing, softcap, scale, weight in (
@@ -113,10 +118,10 @@ FUSION = Fusion(
     ),
     kernel=cross_entropy,
     find=find,
+    emit=emit,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("3*m*v*bytes", "4*m*v*bytes"),
-    priority=90,
     cases=(
         case("one_element", m=1, v=1, bench=False),
         case("odd", m=5, v=781, bench=False),

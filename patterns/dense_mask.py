@@ -10,22 +10,20 @@ made of a learned bias and of masks that are proved to leave something of every 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph import signatures
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in
-from fx_fusion.graph.masks.prover import MaskProof, prover_of
-from fx_fusion.graph.view import View, is_tensor
-from fx_fusion.graph.view import value as example
+from fx_fusion.graph.masks.prover import MaskProof
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import example
 from fx_fusion.graph.walk import NotThis, attention_calls, binary
 from fx_fusion.rewrite.editor import Editor
 
@@ -33,57 +31,57 @@ _MOVES = ("permute", "transpose", "unsqueeze", "squeeze", "getitem", "view", "re
 
 
 def attention_with_a_bias(query, key, value, bias):
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias.permute(2, 0, 1)[None])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
-    for node, bound in attention_calls(view):
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    for node, bound in attention_calls(search.view):
         mask = bound["attn_mask"]
         if not is_tensor(mask) or example(mask).dim() < 2 or not example(mask).is_floating_point():
             continue
         strided = statically_known_true(example(mask).stride(-1) > 1) and statically_known_true(example(mask).shape[-1] > 1)
-        if not strided or prover_of(view).prove(mask).kind in ("causal", "none", "structured"):
+        if not strided or search.masks.prove(mask).kind in ("causal", "none", "structured"):
             continue
         proofs: list[MaskProof] = []
         try:
-            _read(view, mask, proofs)
+            _read(search, mask, proofs)
         except NotThis as why:
-            yield NearMiss("dense_mask", node, why.node if isinstance(why.node, fx.Node) else mask, 1, 2, str(why))
+            yield NearMiss("dense_mask", node, why.node if isinstance(why.node, fx.Node) else mask, str(why))
             continue
         yield Match(
             fusion="dense_mask",
             outputs=(node,),
             nodes=frozenset(),
             inputs={n: bound[n] for n in ("query", "key", "value")} | {"bias": mask},
-            emit=functools.partial(emit, mask=mask, proofs=proofs),
+            reading=proofs,
         )
 
 
-def _read(view: View, node: Any, proofs: list[MaskProof]) -> None:
+def _read(search: Search, node: Any, proofs: list[MaskProof]) -> None:
     """Down from a mask to the learned biases and the proved masks that it is made of; both leave something of each row."""
     if not is_tensor(node):
         raise NotThis(node, f"{node} is added to the scores")
-    proof = prover_of(view).prove(node)
+    view, proof = search.view, search.masks.prove(node)
     below, name = view.transparent(node), view.name(node)
     if _shows_every_row(proof, node):
         proofs.append(proof)
     elif below is not None:
-        _read(view, below, proofs)
+        _read(search, below, proofs)
     elif name == "add":
         for operand in binary(view, node):
-            _read(view, operand, proofs)
-    elif node.target is torch.where and len(node.args) == 3:
-        _read(view, node.args[0], proofs)
-        _read(view, node.args[1], proofs)
+            _read(search, operand, proofs)
+    elif name == "where" and (chosen := view.arguments(node)) is not None:
+        _read(search, chosen["condition"], proofs)
+        _read(search, chosen["input"], proofs)
     elif name == "masked_fill":
-        bound = signatures.bind(name, node.args, dict(node.kwargs))
-        hidden = None if bound is None else prover_of(view).prove(bound["mask"], hides=True)
+        bound = view.arguments(node)
+        hidden = None if bound is None else search.masks.prove(bound["mask"], hides=True)
         if bound is None or hidden is None or not _shows_every_row(hidden, bound["mask"]):
             raise NotThis(node, f"{node.name} may hide a row entirely")
         proofs.append(hidden)
-        _read(view, bound["input"], proofs)
+        _read(search, bound["input"], proofs)
     elif name in _MOVES and node.args and is_tensor(node.args[0]):
-        _read(view, node.args[0], proofs)
+        _read(search, node.args[0], proofs)
     elif (name != "embedding" and node.op != "placeholder" and node.op != "get_attr") or not example(node).requires_grad:
         raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
 
@@ -95,8 +93,8 @@ def _shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
     return statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
 
 
-def emit(editor: Editor, match: Match, mask: fx.Node, proofs: list[MaskProof]) -> None:
-    root = match.root
+def emit(editor: Editor, match: Match) -> None:
+    root, mask, proofs = match.root, match.inputs["bias"], match.reading
 
     def copied() -> fx.Node:
         with editor.graph.inserting_before(root):
@@ -107,9 +105,9 @@ def emit(editor: Editor, match: Match, mask: fx.Node, proofs: list[MaskProof]) -
     effects = editor.view.effects
     writes = sum(editor.view.order[write] < editor.view.order[root] for write in effects.writes)
     dense = editor.once((mask, example(root).dtype, effects.region[root], writes), copied)
-    editor.change_call(root, lay_out=True, attn_mask=dense)
+    editor.change_call(root, restride=True, attn_mask=dense)
     for proof in proofs:
-        editor.view.assumptions.assume(proof.assumes)
+        editor.assume(proof.assumes)
 
 
 def guard(query, key, value, bias):
@@ -118,19 +116,25 @@ def guard(query, key, value, bias):
     return None
 
 
-def pays(query, key, value, bias):
+def why_keep(query, key, value, bias):
     return None if query.device.type == "cuda" else "only CUDA's kernels ask for dense rows"
 
+
+_HEADS_LAST = {"bias": "b s t h"}  # a lookup of (q, k, heads), permuted
 
 FUSION = Fusion(
     name="dense_mask",
     pattern=attention_with_a_bias,
-    inputs={"query": "b h s d", "key": "b h s d", "value": "b h s d", "bias": "s s h"},
+    inputs={"query": "b h s d", "key": "b h t=s d", "value": "b h t=s e=d", "bias": "b|1 h|1 s|1 t=s|1"},
     find=find,
+    emit=emit,
+    shared=("b",),
     guard=guard,
-    pays=pays,
-    priority=8,
+    why_keep=why_keep,
     on_cpu=True,
-    cases=(case("t5", b=16, h=12, s=512, d=64), case("t5_long", b=4, h=12, s=2048, d=64)),
+    cases=(
+        case("t5", b=16, h=12, s=512, d=64, order=_HEADS_LAST),
+        case("t5_long", b=4, h=12, s=2048, d=64, order=_HEADS_LAST),
+    ),
     source="the conditions of CUDA's attention kernels, torch 2.11 (ATen/native/transformers/sdp_utils_cpp.h)",
 )

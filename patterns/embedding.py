@@ -13,10 +13,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph import signatures
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import trained
-from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import example
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.rewrite.editor import Editor
 
@@ -27,26 +28,25 @@ def torch_embedding(ids, weight, padding_idx):
     return F.embedding(ids, weight, None if padding_idx == NO_PADDING else padding_idx)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node in view.graph.nodes:
-        if view.name(node) != "embedding":
-            continue
-        bound = signatures.bind("embedding", node.args, dict(node.kwargs))
+        bound = view.arguments_of(node, "embedding")
         if bound is None or not is_tensor(bound["weight"]) or not is_tensor(bound["input"]):
             continue
         if bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]:
             reason = "max_norm, scale_grad_by_freq and sparse change the table or its gradient"
-            yield NearMiss("embedding", node, node, 1, 2, reason)
+            yield NearMiss("embedding", node, node, reason)
             continue
-        padding = view.constant(bound["padding_idx"])
+        padding = view.folded(bound["padding_idx"])
         if padding is not None and not isinstance(padding, int):
-            yield NearMiss("embedding", node, node, 1, 2, f"padding_idx is {padding}, which is no constant")
+            yield NearMiss("embedding", node, node, f"padding_idx is {padding}, which is no constant")
             continue
         if padding is not None and padding < 0:
-            padding += value(bound["weight"]).shape[0]
+            padding += example(bound["weight"]).shape[0]
         inputs = {"ids": bound["input"], "weight": bound["weight"]}
         statics = {"padding_idx": NO_PADDING if padding is None else padding}
-        yield Match("embedding", (node,), frozenset([node]), inputs, statics, emit=emit)
+        yield Match("embedding", (node,), frozenset([node]), inputs, statics)
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -65,7 +65,7 @@ def guard(ids, weight, padding_idx):
     return wrong_dtype(weight=weight)
 
 
-def pays(ids, weight, padding_idx):
+def why_keep(ids, weight, padding_idx):
     if not trained(weight):
         return "the table needs no gradient; the gather alone is Inductor's"
     return None
@@ -78,10 +78,10 @@ FUSION = Fusion(
     integers={"ids": "v"},
     variants=({"padding_idx": NO_PADDING}, {"padding_idx": 3}),
     find=find,
+    emit=emit,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("(3*m*n + v*n)*bytes", "(3*m*n + v*n)*bytes + 12*v*n"),
-    priority=5,
     cases=(
         case("one_element", m=1, v=5, n=1, bench=False),
         case("odd", m=37, v=50, n=19, bench=False),

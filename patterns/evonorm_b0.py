@@ -13,9 +13,11 @@ from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import too_many_positions, wrong_dtype
-from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import too_small
-from fx_fusion.graph.view import View, is_scalar, is_tensor, value
+from fx_fusion.graph.terms import example, is_scalar, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.kernels.evonorm_b0 import evonorm_b0
 from fx_fusion.patterns.sites.evonorm import (
@@ -38,16 +40,17 @@ def over_larger_deviation(x, v, weight, bias, running_var, eps):
     return x / left.max(right) * weight + bias, var.detach()
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node in view.graph.nodes:
-        if not _is_maximum(view, node) or value(node).dim() != 4:
+        if not _is_maximum(view, node) or example(node).dim() != 4:
             continue
         nodes: set[fx.Node] = {node}
         try:
             yield _read(view, node, nodes)
         except NotThis as why:
             if len(nodes) > 2:  # a maximum that x is divided by, beside v x + something
-                yield NearMiss("evonorm_b0", node, why.node or node, len(nodes), 12, str(why))
+                yield NearMiss("evonorm_b0", node, why.node or node, str(why))
 
 
 def _is_maximum(view: View, node: fx.Node) -> bool:
@@ -61,7 +64,7 @@ def _read(view: View, larger: fx.Node, nodes: set[fx.Node]) -> Match:
     x, divisor = binary(view, ratio)
     if divisor is not larger or not is_tensor(x):
         raise NotThis(ratio, "the larger deviation is divided, it does not divide")
-    channels, dtype = value(x).shape[1], value(x).dtype
+    channels, dtype = example(x).shape[1], example(x).dtype
     nodes.add(ratio)
     left, right = larger.args
     if _product_with(view, left, x) is not None:
@@ -131,12 +134,12 @@ def _running(
     operands = binary(view, total)
     eps = next((o for o in operands if is_scalar(o)), None)
     running = next((o for o in operands if is_tensor(o)), None)
-    if eps is None or running is None or value(running).numel() != channels:
+    if eps is None or running is None or example(running).numel() != channels:
         return None
     computed_in(torch.float32, root, total)
-    exact = value(running).dim() > 2
-    source = per_channel(view, running, channels, value(running).dtype, nodes) if exact else view.source(running).base
-    if source.op not in ("placeholder", "get_attr") or value(source).requires_grad:
+    exact = example(running).dim() > 2
+    source = per_channel(view, running, channels, example(running).dtype, nodes) if exact else view.source(running).base
+    if source.op not in ("placeholder", "get_attr") or example(source).requires_grad:
         return None
     return running, eps, nodes | {root, total}
 
@@ -145,21 +148,21 @@ def guard(x, v, weight, bias, running_var, eps):
     return wrong_dtype(x=x, v=v, weight=weight, bias=bias, running_var=running_var) or too_many_positions(x)
 
 
-def pays(x, v, weight, bias, running_var, eps):
+def why_keep(x, v, weight, bias, running_var, eps):
     return too_small(x)
 
 
 FUSION = Fusion(
     name="evonorm_b0",
     pattern=over_larger_deviation,
-    inputs={"x": "b c h w", "v": "c", "weight": "c", "bias": "c", "running_var": "c", "eps": 1e-3},
+    inputs={"x": "b c h w", "v": "(c)", "weight": "(c)", "bias": "(c)", "running_var": "(c)", "eps": 1e-3},
+    images=("x",),
     variants=({"running_var": None},),
     find=find,
     kernel=evonorm_b0,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("8*b*c*h*w*bytes", "14*b*c*h*w*bytes"),
-    priority=40,
     cases=(
         case("odd", b=3, c=6, h=5, w=7, bench=False),
         case("one_image", b=1, c=3, h=20, w=21, bench=False),

@@ -9,9 +9,11 @@ from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import too_many_positions, wrong_dtype
-from fx_fusion.fusion.matcher import Match, NearMiss
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import too_small
-from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.kernels.evonorm_s0 import evonorm_s0
 from fx_fusion.patterns.sites.evonorm import (
@@ -33,16 +35,17 @@ def swish_over_group_deviation(x, groups, v, weight, bias, eps, correction):
     return x * (x * v).sigmoid() / deviation * weight + bias
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node in view.graph.nodes:
-        if view.name(node) != "sigmoid" or value(node) is None or value(node).dim() != 4:
+        if view.name(node) != "sigmoid" or example(node) is None or example(node).dim() != 4:
             continue
         nodes: set[fx.Node] = {node}
         try:
             yield _read(view, node, nodes)
         except NotThis as why:
             if len(nodes) > 3:  # x * sigmoid(v x) with one v a channel
-                yield NearMiss("evonorm_s0", node, why.node or node, len(nodes), 9, str(why))
+                yield NearMiss("evonorm_s0", node, why.node or node, str(why))
 
 
 def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
@@ -52,9 +55,9 @@ def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
     gated = only_user(view, sigmoid, ("mul",))
     x = other_operand(view, gated, sigmoid)
     others = [a for a in binary(view, scaled) if not view.same_value(a, x)]
-    if len(others) != 1 or value(others[0]).numel() != value(x).shape[1]:
+    if len(others) != 1 or example(others[0]).numel() != example(x).shape[1]:
         raise NotThis(scaled, "not a sigmoid of v x")
-    channels, dtype = value(x).shape[1], value(x).dtype
+    channels, dtype = example(x).shape[1], example(x).dtype
     v = per_channel(view, others[0], channels, dtype, nodes)
     nodes |= {scaled, gated}
     ratio = only_user(view, gated, ("div",))
@@ -81,20 +84,21 @@ def guard(x, groups, v, weight, bias, eps, correction):
     return wrong_dtype(x=x, v=v, weight=weight, bias=bias) or too_many_positions(x)
 
 
-def pays(x, groups, v, weight, bias, eps, correction):
+def why_keep(x, groups, v, weight, bias, eps, correction):
     return too_small(x)
 
 
 FUSION = Fusion(
     name="evonorm_s0",
     pattern=swish_over_group_deviation,
-    inputs={"x": "b c h w", "groups": 2, "v": "c", "weight": "c", "bias": "c", "eps": 1e-5, "correction": 0},
+    inputs={"x": "b c h w", "groups": 2, "v": "(c)", "weight": "(c)", "bias": "(c)", "eps": 1e-5, "correction": 0},
+    images=("x",),
     find=find,
     kernel=evonorm_s0,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("5*b*c*h*w*bytes", "12*b*c*h*w*bytes"),
-    priority=40,
+    before=("swish",),
     cases=(
         case("two_elements", b=1, c=4, h=1, w=1, bench=False),
         case("odd", b=3, c=6, h=5, w=7, bench=False),

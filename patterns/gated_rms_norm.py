@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import unlike_shapes, wrong_dtype
-from fx_fusion.fusion.matcher import Match
+from fx_fusion.fusion.match import Match
 from fx_fusion.graph.size_hints import expected, too_small
-from fx_fusion.graph.view import same_shape, value
+from fx_fusion.graph.terms import same_shape
+from fx_fusion.graph.view import example
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
 
 
@@ -30,15 +31,15 @@ def read_groups(match: Match) -> Match | None:
     """The match with the number of groups that the shapes of its views say; None where they say none."""
     if match.statics["groups"] == 1:
         return match
-    x, squared = value(match.inputs["x"]), next(value(t.operands[0]) for t in match.pairs.values() if t.op == "square")
+    x, squared = example(match.inputs["x"]), next(example(t.operands[0]) for t in match.terms if t.op == "square")
     columns, size = x.shape[-1], squared.shape[-1]
     if not isinstance(size, int) or not isinstance(columns, int) or columns % size:
         return None
     grouped = x.unflatten(-1, (-1, size))
-    views = [value(term) for term in match.pairs.values() if term.op == "view"]
+    views = [example(term) for term in match.terms if term.op == "view"]
     if not same_shape(squared, grouped) or not all(same_shape(v, grouped) or same_shape(v, x) for v in views):
         return None
-    return dataclasses.replace(match, statics={**match.statics, "groups": columns // size}, views_read=True)
+    return dataclasses.replace(match, statics={**match.statics, "groups": columns // size})
 
 
 def guard(x, gate, weight, eps, before, silu, round_first, groups):
@@ -49,7 +50,7 @@ def guard(x, gate, weight, eps, before, silu, round_first, groups):
     return wrong_dtype(x=x, gate=gate, weight=weight)
 
 
-def pays(x, gate, weight, eps, before, silu, round_first, groups):
+def why_keep(x, gate, weight, eps, before, silu, round_first, groups):
     return too_small(x)
 
 
@@ -73,9 +74,9 @@ FUSION = Fusion(
     read=read_groups,
     kernel=gated_rms_norm,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("8*m*n*bytes", "10*m*n*bytes"),
-    priority=36,
+    before=("add_rms_norm", "rms_norm", "swiglu", "swish"),
     cases=(
         case("two_elements", m=1, n=2, bench=False),
         case("odd", m=5, n=782, bench=False),

@@ -22,7 +22,7 @@ def guard(x, groups, weight, bias, eps):
     return wrong_dtype(x=x, weight=weight, bias=bias) or mixed_on_cpu(x, weight, bias) or too_many_positions(x)
 
 
-def pays(x, groups, weight, bias, eps):
+def why_keep(x, groups, weight, bias, eps):
     return too_small(x)
 
 
@@ -40,12 +40,12 @@ FUSION = Fusion(
     name="group_norm",
     pattern=torch_group_norm,
     inputs={"x": "b c ...", "groups": 2, "weight": "c", "bias": "c", "eps": 1e-5},
+    images=("x",),
     variants=VARIANTS,
     kernel=group_norm,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("5*b*c*m*bytes", "8*b*c*m*bytes"),
-    priority=24,
     cases=CASES,
     source="Wu and He 2018, arXiv:1803.08494",
 )

@@ -27,7 +27,7 @@ def torch_layer_norm(x, weight, bias, eps, round_first):
 def in_float32(x, weight, bias, eps, round_first):
     """OLMo, and models that keep their norms in float32: casts around the call."""
     if round_first:
-        return None
+        return NotImplemented
     w, b = (None if t is None else t.float() for t in (weight, bias))
     return F.layer_norm(x.float(), (x.shape[-1],), w, b, eps).to(x.dtype)
 
@@ -51,7 +51,7 @@ def affine(normed, x, weight, bias, round_first):
 
 def mean_of_squares(x, weight, bias, eps, round_first):
     if round_first:
-        return None
+        return NotImplemented
     return affine(centred(x) * rstd_of(x, eps), x, weight, bias, round_first)
 
 
@@ -64,7 +64,7 @@ def guard(x, weight, bias, eps, round_first):
     return wrong_dtype(x=x, weight=weight, bias=bias) or mixed_on_cpu(x, weight, bias)
 
 
-def pays(x, weight, bias, eps, round_first):
+def why_keep(x, weight, bias, eps, round_first):
     return too_small(x)
 
 
@@ -76,9 +76,8 @@ FUSION = Fusion(
     variants=VARIANTS,
     kernel=layer_norm,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("5*m*n*bytes", "Piecewise((5*m*n*bytes, (m >= 4096) & (m >= 2*n)), (7*m*n*bytes, True))"),
-    priority=24,
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),

@@ -5,7 +5,6 @@ The logits that the model returns beside the loss are *deferred*: they are compu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +13,15 @@ import torch.nn.functional as F
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph.view import View, value
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.view import example
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.sites.entropy import entropy_of
-from fx_fusion.patterns.sites.head import Head, head_of, operands, why_again, why_small
-from fx_fusion.patterns.sites.loss import LossSite, find_losses, shaped_as
+from fx_fusion.patterns.sites.head import head_of, operands, why_again, why_small
+from fx_fusion.patterns.sites.loss import find_losses
+from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 
@@ -37,16 +38,17 @@ def linear_then_loss(
     return F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for site in find_losses(view):
         if entropy_of(view, site) is not None:
-            continue  # both are token_log_probs'
+            continue  # the entropy shares these logits: token_log_probs fuses both
         head = head_of(view, site, "linear_cross_entropy")
         if isinstance(head, NearMiss):
             yield head
             continue
         given, chain = head.inputs, head.chain
-        deferred, inside = deferrable_outputs(view, chain, {*site.nodes, *chain}, list(given.values()))
+        deferred, inside = deferrable_outputs(search, chain, {*site.nodes, *chain}, list(given.values()))
         inputs = {**given, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
@@ -63,14 +65,15 @@ def find(view: View) -> Iterator[Match | NearMiss]:
                 "scale": head.seen.scale,
             },
             deferred=deferred,
-            emit=functools.partial(emit, site=site, head=head),
+            reading=(site, head),
         )
 
 
-def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
+def emit(editor: Editor, match: Match) -> None:
+    site, head = match.reading
     root, seen = site.root, head.seen
     grad = editor.view.effects.region[seen.source][0]
-    needs = [bool(grad and n is not None and value(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
+    needs = [bool(grad and n is not None and example(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
     with editor.graph.inserting_before(root):
         x, lm_head, bias, target = operands(editor, head, site.target, root)
         options: tuple[Any, ...] = (
@@ -82,7 +85,7 @@ def emit(editor: Editor, match: Match, site: LossSite, head: Head) -> None:
             loss = editor.method("neg", (loss,), like=root)
         if site.gathered:
             loss = shaped_as(editor, loss, site, root)
-        loss = editor.cast(loss, value(root).dtype, like=root)
+        loss = editor.cast(loss, example(root).dtype, like=root)
         editor.replace(root, loss)
     editor.defer(match.deferred, head.inputs.values(), like=seen.source)
 
@@ -91,15 +94,18 @@ def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoot
     return wrong_dtype(x=x, lm_head=lm_head)
 
 
-def pays(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
+def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
     return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
 
 FUSION = Fusion(
     name="linear_cross_entropy",
     pattern=linear_then_loss,
-    inputs={"x": "m h", "lm_head": "v h", "bias": "v", "target": "m", "weight": "v"},
+    inputs={"x": "m h", "lm_head": "v h", "bias": "(v)", "target": "m", "weight": "v"},
     integers={"target": "v"},
+    ignored={"target": "ignore_index"},
+    frozen=("weight",),
+    positive=("weight",),
     variants=tuple(
         {
             "reduction": reduction,
@@ -117,9 +123,10 @@ FUSION = Fusion(
         )
     ),
     find=find,
+    emit=emit,
     guard=guard,
-    pays=pays,
-    priority=100,
+    why_keep=why_keep,
+    before=("cross_entropy",),
     on_cpu=True,
     cases=(
         case("one_element", m=1, h=1, v=1, bench=False),

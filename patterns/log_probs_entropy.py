@@ -6,18 +6,18 @@ gradient; this reads them once each way.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph.view import View
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.kernels.log_probs_entropy import log_probs_entropy
 from fx_fusion.patterns import cross_entropy
-from fx_fusion.patterns.sites.entropy import EntropySite, first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.sites.loss import LossSite, read_logits, rows_of, slice_below
+from fx_fusion.patterns.sites.entropy import first_root, losses_with_entropy, replaced
+from fx_fusion.patterns.sites.loss import read_logits, slice_below
+from fx_fusion.patterns.sites.rows import rows_of
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -28,11 +28,12 @@ def of_logits(logits, target, softcap, scale):
     return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for site, entropy, together in losses_with_entropy(view):
         seen = read_logits(view, together, to_linear=False)
         if (slice_of := slice_below(view, seen)) is not None:
-            yield NearMiss("log_probs_entropy", site.root, seen.source, 1 + len(seen.nodes), 2 + len(seen.nodes), slice_of)
+            yield NearMiss("log_probs_entropy", site.root, seen.source, slice_of)
             continue
         yield Match(
             fusion="log_probs_entropy",
@@ -40,11 +41,12 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             nodes=frozenset((*together.nodes, *seen.nodes)),
             inputs={"logits": seen.source, "target": site.target},
             statics={"softcap": seen.softcap, "scale": seen.scale},
-            emit=functools.partial(emit, site=site, entropy=entropy),
+            reading=(site, entropy),
         )
 
 
-def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite) -> None:
+def emit(editor: Editor, match: Match) -> None:
+    site, entropy = match.reading
     with editor.graph.inserting_before(first_root(editor, match)):
         rows = rows_of(editor, match.inputs["logits"], match.inputs["target"], site.root)
         arguments = (*rows, match.statics["softcap"], match.statics["scale"])
@@ -55,8 +57,8 @@ def guard(logits, target, softcap, scale):
     return cross_entropy.guard(logits, target, None, 0, 0.0, softcap, scale)
 
 
-def pays(logits, target, softcap, scale):
-    return cross_entropy.pays(logits, target, None, 0, 0.0, softcap, scale)
+def why_keep(logits, target, softcap, scale):
+    return cross_entropy.why_keep(logits, target, None, 0, 0.0, softcap, scale)
 
 
 FUSION = Fusion(
@@ -66,11 +68,12 @@ FUSION = Fusion(
     integers={"target": "v"},
     variants=({"softcap": 0.0, "scale": 1.0}, {"softcap": 30.0, "scale": 0.5}),
     find=find,
+    emit=emit,
     kernel=log_probs_entropy,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("3*m*v*bytes", "6*m*v*bytes"),
-    priority=95,
+    before=("cross_entropy",),
     cases=(
         case("one_class", m=3, v=1, bench=False),
         case("odd", m=5, v=781, bench=False),

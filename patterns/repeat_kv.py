@@ -14,11 +14,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph import signatures
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in
-from fx_fusion.graph.view import View, is_tensor
-from fx_fusion.graph.view import value as example
+from fx_fusion.graph.terms import example, is_tensor, same_sizes
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import attention_calls
 from fx_fusion.rewrite.editor import Editor
 
@@ -34,7 +34,8 @@ def attention_with_repeated_kv(query, key, value):
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for node, bound in attention_calls(view):
         if bound["enable_gqa"] is True:
             continue
@@ -44,7 +45,7 @@ def find(view: View) -> Iterator[Match | NearMiss]:
         same_heads = statically_known_true(example(bound["query"]).shape[1] == example(bound["key"]).shape[1])
         if key is None or value is None or not statically_known_true(key[1] == value[1]) or not same_heads:
             reason = "key and value are not repeated alike, or not to the heads of the query"
-            yield NearMiss("repeat_kv", node, node, 1, 2, reason)
+            yield NearMiss("repeat_kv", node, node, reason)
             continue
         yield Match(
             fusion="repeat_kv",
@@ -52,7 +53,6 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             nodes=frozenset(),
             inputs={"query": bound["query"], "key": key[0], "value": value[0]},
             crossed=frozenset((*chain(view, bound["key"]), *chain(view, bound["value"]))),
-            emit=emit,
         )
 
 
@@ -62,7 +62,7 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     name = view.name(node)
     if name == "repeat_interleave":
-        bound = signatures.bind(name, node.args, dict(node.kwargs))
+        bound = view.arguments(node)
         if bound and isinstance(bound["repeats"], int) and bound["dim"] in (1, -3):
             return bound["input"], bound["repeats"]
         return None
@@ -75,8 +75,7 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     if inner.op != "unsqueeze" or inner.attrs != (-3,) or not is_tensor(inner.operands[0]):
         return None
     (b, h, n, s, d), shape = example(expanded).shape, example(node).shape
-    fits = all(statically_known_true(x == y) for x, y in zip((b, h * n, s, d), shape, strict=True))
-    return (inner.operands[0], n) if fits else None
+    return (inner.operands[0], n) if same_sizes((b, h * n, s, d), shape) else None
 
 
 def chain(view: View, node: fx.Node) -> list[fx.Node]:
@@ -92,7 +91,7 @@ def emit(editor: Editor, match: Match) -> None:
     editor.erase(match.crossed)
 
 
-def pays(query, key, value):
+def guard(query, key, value):
     if query.device.type == "cpu":
         return None
     if (dtype := computed_in(query)) not in (torch.bfloat16, torch.float16):
@@ -102,20 +101,14 @@ def pays(query, key, value):
     return None
 
 
-def guard(query, key, value):
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        return "query, key and value must be (batch, heads, length, head dim)"
-    return None
-
-
 FUSION = Fusion(
     name="repeat_kv",
     pattern=attention_with_repeated_kv,
-    inputs={"query": "b h s d", "key": "b g s d", "value": "b g s d"},
+    inputs={"query": "b h s d", "key": "b g t=s d", "value": "b g t=s e=d"},
     find=find,
+    emit=emit,
     guard=guard,
-    pays=pays,
-    priority=9,
+    before=("dense_mask",),
     on_cpu=True,
     cases=(
         case("odd", b=2, h=6, g=3, s=37, d=16, bench=False),

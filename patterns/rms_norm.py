@@ -32,19 +32,19 @@ def pow_mean_rsqrt(x, weight, eps, offset, round_first):
     return scaled(normed, x, weight, offset, round_first)
 
 
-# A spelling returns None for a cast order that it doesn't have.
+# A spelling returns NotImplemented for a cast order that it doesn't have.
 # In float32 the three factors may come in any order. No canonical form merges these: it would have to re-associate a
 # product, which rounds differently in lower precision.
 def weight_first(x, weight, eps, offset, round_first):
     if weight is None or round_first:
-        return None
+        return NotImplemented
     rstd = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     return (x.float() * (offset + weight.float() if offset else weight.float()) * rstd).to(x.dtype)
 
 
 def weight_into_rstd(x, weight, eps, offset, round_first):
     if weight is None or round_first:
-        return None
+        return NotImplemented
     rstd = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     return (x.float() * (rstd * (offset + weight.float() if offset else weight.float()))).to(x.dtype)
 
@@ -52,7 +52,7 @@ def weight_into_rstd(x, weight, eps, offset, round_first):
 def torch_rms_norm(x, weight, eps, offset, round_first):
     """``F.rms_norm`` rounds once, at the end."""
     if round_first or offset:
-        return None
+        return NotImplemented
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -60,7 +60,7 @@ def guard(x, weight, eps, offset, round_first):
     return wrong_dtype(x=x, weight=weight)
 
 
-def pays(x, weight, eps, offset, round_first):
+def why_keep(x, weight, eps, offset, round_first):
     return too_small(x)
 
 
@@ -72,9 +72,8 @@ FUSION = Fusion(
     variants=CAST_ORDERS,
     kernel=rms_norm,
     guard=guard,
-    pays=pays,
+    why_keep=why_keep,
     traffic=("5*m*n*bytes", "Piecewise((5*m*n*bytes, (m >= 4096) & (m >= 2*n)), (7*m*n*bytes, True))"),
-    priority=20,
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),

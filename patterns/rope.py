@@ -5,14 +5,18 @@ Partial rotary embedding needs nothing: the slice of q that is rotated is the in
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.legality import why_not
-from fx_fusion.fusion.matcher import Match
+from fx_fusion.fusion.match import Match
 from fx_fusion.graph.size_hints import too_small, trained
-from fx_fusion.graph.view import View, value
+from fx_fusion.graph.terms import example
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.rope import rope
 from fx_fusion.rewrite.editor import Editor
 
@@ -27,7 +31,7 @@ def rotated(q, cos, sin, style, out, upcast):
     elif style == "rotate_every_two":
         turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
     else:
-        return None
+        return NotImplemented
     y = x * cos + turned * sin
     return y.to(q.dtype) if out == "input" else y
 
@@ -40,7 +44,7 @@ def rotated_by_halves(q, cos, sin, style, out, upcast):
     elif style == "even_odd_to_halves":
         a, b = x[..., 0::2], x[..., 1::2]
     else:
-        return None
+        return NotImplemented
     y = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
     return y.to(q.dtype) if out == "input" else y
 
@@ -60,60 +64,45 @@ def guard(q, cos, sin, style, out, upcast):
     return None
 
 
-def pays(q, cos, sin, style, out, upcast):
+def why_keep(q, cos, sin, style, out, upcast):
     if q.device.type == "cuda" and not trained(q):
         return "without a gradient Inductor's is faster (0.047 ms against 0.054 at 8 x 32(8) x 2048 x 64 on an H200)"
     return too_small(q)
 
 
-def pair(view: View, matches: list[Match]) -> list[Match]:
-    """Neighbours that share cos, sin and variant become one match with both inputs."""
-    joined: list[Match] = []
-    for match in sorted(matches, key=lambda m: view.order[m.root]):
-        before = joined[-1] if joined else None
-        both = _together(view, before, match) if before is not None else None
-        if both is not None:
-            joined[-1] = both
-        else:
-            joined.append(Match(**{**vars(match), "emit": emit}))
-    return joined
-
-
-def _together(view: View, q: Match, k: Match) -> Match | None:
-    """Both in one match, if that is legal: nothing needs the first result before the second input exists."""
-    if "k" in q.inputs or q.statics != k.statics or k.inputs["q"] is q.root:
+def join(view: View, q: Match, k: Match) -> Match | None:
+    """Neighbours that share cos, sin and variant as one match with both inputs, if nothing needs the first result before the
+    second input exists."""
+    if q.others or q.statics != k.statics or k.inputs["q"] is q.root:
         return None
     if not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")):
         return None
-    a, b = value(q.inputs["q"]), value(k.inputs["q"])
+    a, b = example(q.inputs["q"]), example(k.inputs["q"])
     alike = (a.dtype, a.requires_grad) == (b.dtype, b.requires_grad)
     if not alike or not all(statically_known_true(a.shape[d] == b.shape[d]) for d in (0, 3)):
         return None
     first_use = min((view.order[u] for u in q.root.users), default=len(view.order))
     if view.order[k.inputs["q"]] >= first_use:
         return None
-    both = Match(
-        fusion="rope",
+    return dataclasses.replace(
+        q,
         outputs=(q.root, k.root),
         nodes=q.nodes | k.nodes,
-        inputs={**q.inputs, "k": k.inputs["q"]},
-        statics=k.statics,
+        others={"k": k.inputs["q"]},
         crossed=q.crossed | k.crossed,
-        rounded=q.nodes | k.nodes,  # each was compared with the pattern's
-        emit=emit,
+        rounded=q.rounded | k.rounded,
+        terms=q.terms + k.terms,
     )
-    return both if why_not(FUSION, both, view) is None else None
 
 
 def emit(editor: Editor, match: Match) -> None:
     q_root, k_root = match.outputs[0], match.outputs[-1] if len(match.outputs) > 1 else None
     # Behind the last input and before the first use of a result.
-    inputs = [match.inputs[n] for n in ("q", "k", "cos", "sin") if n in match.inputs]
-    last = max(inputs, key=lambda n: editor.view.order[n])
+    last = max(match.operands.values(), key=lambda n: editor.view.order[n])
     at = q_root if editor.view.order[last] < editor.view.order[q_root] else editor.now(last).next
     with editor.graph.inserting_before(at):
         arguments = (
-            match.inputs["q"], match.inputs.get("k"), match.inputs["cos"], match.inputs["sin"],
+            match.inputs["q"], match.others.get("k"), match.inputs["cos"], match.inputs["sin"],
             match.statics["style"], match.statics["out"], not keeps_layout(match),
         )  # fmt: skip
         call = editor.call(rope, arguments, like=q_root)
@@ -126,8 +115,16 @@ def emit(editor: Editor, match: Match) -> None:
 
 def keeps_layout(match: Match) -> bool:
     """Sums have the layout of q; a ``cat`` of halves is contiguous."""
-    root, q = value(match.root), value(match.inputs["q"])
+    root, q = example(match.root), example(match.inputs["q"])
     return all(statically_known_true(a == b) for a, b in zip(root.stride(), torch.empty_like(q).stride(), strict=True))
+
+
+def of_variant(inputs: dict[str, Any], statics: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with half the columns for the style whose pairs share an angle."""
+    if statics["style"] != "even_odd_to_halves":
+        return inputs
+    half = inputs["q"].shape[-1] // 2
+    return {**inputs, "cos": inputs["cos"][..., :half], "sin": inputs["sin"][..., :half]}
 
 
 # Cohere, GLM and GPT-J rotate neighbours.
@@ -144,10 +141,14 @@ FUSION = Fusion(
         for out, upcast in (("input", False), ("promoted", False), ("input", True))
     ),
     guard=guard,
-    pays=pays,
-    pair=pair,
+    why_keep=why_keep,
+    join=join,
+    emit=emit,
+    frozen=("cos", "sin"),
+    shared=("b", "h"),
+    of_variant=of_variant,
     traffic=("4*b*h*s*d*bytes", "6*b*h*s*d*bytes"),
-    priority=50,  # before a norm that would take its sum for a residual add (norms of rotated queries)
+    before=("add_layer_norm", "add_rms_norm"),  # a norm would take its sum for a residual add (norms of rotated queries)
     cases=(
         case("odd", b=2, h=3, s=5, d=6, c=6, bench=False),
         case("llama_1b", b=8, h=32, s=2048, d=64, c=64),

@@ -15,7 +15,7 @@ def guard(gate, up):
     return unlike(gate=gate, up=up)
 
 
-def pays(gate, up):
+def why_keep(gate, up):
     return "Inductor reaches the bandwidth here (102 % of the copy rate at 16384 x 14336, bfloat16, H200)"
 
 
@@ -25,8 +25,8 @@ FUSION = Fusion(
     inputs={"gate": "... n", "up": "... n"},
     kernel=swiglu,
     guard=guard,
-    pays=pays,
-    priority=12,
+    why_keep=why_keep,
+    before=("swish",),
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),

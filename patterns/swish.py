@@ -15,7 +15,7 @@ def guard(x):
     return wrong_dtype(x=x)
 
 
-def pays(x):
+def why_keep(x):
     return "one pointwise function: Inductor fuses it with its neighbours, an op would keep them apart"
 
 
@@ -25,8 +25,7 @@ FUSION = Fusion(
     inputs={"x": "... n"},
     kernel=swish,
     guard=guard,
-    pays=pays,
-    priority=1,
+    why_keep=why_keep,
     cases=(
         case("one_element", m=1, n=1, bench=False),
         case("odd", m=3, n=781, bench=False),

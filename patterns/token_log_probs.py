@@ -6,20 +6,18 @@ are trained with: -Σ p log p with p written as exp(log_softmax) or as softmax, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch.nn.functional as F
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
-from fx_fusion.fusion.matcher import Match, NearMiss
-from fx_fusion.graph.view import View
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.patterns.log_probs_entropy import of_logits
-from fx_fusion.patterns.sites.entropy import EntropySite, first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.sites.head import Head, head_of, operands, why_again, why_small
-from fx_fusion.patterns.sites.loss import LossSite
+from fx_fusion.patterns.sites.entropy import first_root, losses_with_entropy, replaced
+from fx_fusion.patterns.sites.head import head_of, operands, why_again, why_small
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 
@@ -28,14 +26,15 @@ def log_probs_and_entropy(x, lm_head, bias, target, softcap, scale):
     return of_logits(F.linear(x, lm_head, bias), target, softcap, scale)
 
 
-def find(view: View) -> Iterator[Match | NearMiss]:
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
     for site, entropy, together in losses_with_entropy(view):
         head = head_of(view, together, "token_log_probs")
         if isinstance(head, NearMiss):
             yield head
             continue
         inside = {*together.nodes, *head.chain}
-        deferred, following = deferrable_outputs(view, head.chain, inside, list(head.inputs.values()))
+        deferred, following = deferrable_outputs(search, head.chain, inside, list(head.inputs.values()))
         yield Match(
             fusion="token_log_probs",
             outputs=(site.root, entropy.root),
@@ -43,11 +42,12 @@ def find(view: View) -> Iterator[Match | NearMiss]:
             inputs={**head.inputs, "target": site.target},
             statics={"softcap": head.seen.softcap, "scale": head.seen.scale},
             deferred=deferred,
-            emit=functools.partial(emit, site=site, entropy=entropy, head=head),
+            reading=(site, entropy, head),
         )
 
 
-def emit(editor: Editor, match: Match, site: LossSite, entropy: EntropySite, head: Head) -> None:
+def emit(editor: Editor, match: Match) -> None:
+    site, entropy, head = match.reading
     with editor.graph.inserting_before(first_root(editor, match)):
         arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
         replaced(editor, site, entropy, editor.call(token_log_probs.overload, arguments, like=site.root))
@@ -58,21 +58,22 @@ def guard(x, lm_head, bias, target, softcap, scale):
     return wrong_dtype(x=x, lm_head=lm_head)
 
 
-def pays(x, lm_head, bias, target, softcap, scale):
+def why_keep(x, lm_head, bias, target, softcap, scale):
     return why_small(x, lm_head, target) or why_again(x, lm_head, bias)
 
 
 FUSION = Fusion(
     name="token_log_probs",
     pattern=log_probs_and_entropy,
-    inputs={"x": "m h", "lm_head": "v h", "bias": "v", "target": "m"},
+    inputs={"x": "m h", "lm_head": "v h", "bias": "(v)", "target": "m"},
     integers={"target": "v"},
     variants=({"softcap": 0.0, "scale": 1.0, "bias": None}, {"softcap": 0.0, "scale": 0.5}, {"softcap": 30.0, "scale": 1.0}),
     find=find,
+    emit=emit,
     kernel=token_log_probs,
     guard=guard,
-    pays=pays,
-    priority=110,
+    why_keep=why_keep,
+    before=("linear_cross_entropy", "log_probs_entropy", "cross_entropy"),
     on_cpu=True,
     cases=(
         case("one_class", m=3, h=4, v=1, bench=False),

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import triton
 from torch import fx
 
 from fx_fusion.cost import timing
-from fx_fusion.fusion.declaration import Fusion
+from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.matcher import Match
 from fx_fusion.fusion.pattern import reference_of
 from fx_fusion.fusion.registry import fusion_named
@@ -36,17 +37,30 @@ _SECONDS = 300  # for one site, compilers included
 _SEEN: dict[str, dict[str, float] | str] = {}
 
 
-def why_slower(fusion: Fusion, match: Match) -> tuple[bool, str | None]:
-    """``(True, sentence or None)`` after measuring; ``(False, why it could not be measured)``."""
+@dataclass(frozen=True)
+class Verdict:
+    """What measuring a site said: ``keep``, why Inductor is faster (None: it is not), or ``trouble``, why it could not be
+    measured (empty: it was)."""
+
+    keep: Reason = None
+    trouble: str = ""
+
+    @property
+    def measured(self) -> bool:
+        return not self.trouble
+
+
+def ask(fusion: Fusion, match: Match) -> Verdict:
+    """Measure a site, or look up what was measured."""
     site = describe(fusion, match)
     if isinstance(site, str):
-        return False, site
-    found = measured(site)
-    if isinstance(found, str):
-        return False, found
-    if found["ours"] <= found["inductor"]:
-        return True, None
-    return True, f"measured here: {found['ours']:.4f} ms, Inductor {found['inductor']:.4f} ms"
+        return Verdict(trouble=site)
+    times = measured(site)
+    if isinstance(times, str):
+        return Verdict(trouble=times)
+    if times["ours"] <= times["inductor"]:
+        return Verdict()
+    return Verdict(keep=f"measured here: {times['ours']:.4f} ms, Inductor {times['inductor']:.4f} ms")
 
 
 def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
@@ -55,8 +69,7 @@ def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
     for name, spec in fusion.inputs.items():
         bound = match.inputs.get(name)
         if bound is None:
-            if name not in match.statics or match.statics[name] is None:
-                inputs[name] = None
+            inputs[name] = None
             continue
         example = match.example(name)
         if not is_tensor(bound):

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.cost import measure
-from fx_fusion.cost import table as tables
-from fx_fusion.fusion.declaration import Fusion
-from fx_fusion.fusion.legality import arguments_of
-from fx_fusion.fusion.matcher import Match
+from fx_fusion.cost import measure, table
+from fx_fusion.fusion.declaration import Fusion, Reason
+from fx_fusion.fusion.legality import asked
+from fx_fusion.fusion.match import Match
 from fx_fusion.graph.size_hints import expected
-from fx_fusion.graph.view import View, is_tensor, same_shape, value
+from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import images_of
 from fx_fusion.ops.layouts import is_channels_last
 from fx_fusion.options import Options
@@ -29,7 +29,7 @@ _HOST_BOUND = (
 class Choice:
     """Why Inductor keeps a site (None: the fused op replaces it), and what the report says of it besides."""
 
-    keep: str | None
+    keep: Reason
     note: str = ""
 
 
@@ -43,36 +43,34 @@ def choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice
         return Choice('options={"select": "never"}')
     note = ""
     if options.select == "measure":
-        known, sentence = measure.why_slower(fusion, match)
-        if known:
-            return Choice(sentence)
-        note = f"not measured: {sentence}"
+        verdict = measure.ask(fusion, match)
+        if verdict.measured:
+            return Choice(verdict.keep)
+        note = f"not measured: {verdict.trouble}"
     return Choice(_by_rules(fusion, match, view, options), note)
 
 
-def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> str | None:
+def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Reason:
     """Why Inductor keeps a site as far as rules, tables and formulas know, or None."""
     name = next(n for n, v in match.inputs.items() if is_tensor(v))
-    tensor, spec = value(match.inputs[name]), str(fusion.inputs[name]).split()
+    tensor, dims = example(match.inputs[name]), fusion.specs[name].dims
     if tensor.device.type == "cpu" and not fusion.on_cpu:
         return "on CPU Inductor compiles this as well"
-    rows = spec[0] == "..." and len(spec) > 1 and expected(tensor.shape[-1]) > 1
+    rows = dims[0].several and len(dims) > 1 and expected(tensor.shape[-1]) > 1
     if rows and statically_known_true(tensor.stride(-1) != 1):
-        return "its rows are no rows in memory; the kernel would need a copy"
+        return "the last dim is strided; the kernel would first copy it"
     if match.channels_last and not options.cuda_graphs:
         return _HOST_BOUND
     if returns_contiguous(fusion, match, view):
         return "the graph returns its result contiguous; the kernel would make it channels last, and copy it"
-    if fusion.pays is not None and (sentence := fusion.pays(**arguments_of(fusion, match))) is not None:
-        return sentence
-    return tables.why_slower(fusion, match)
+    return asked(fusion, "why_keep", match) or table.why_slower(fusion, match)
 
 
 def returns_contiguous(fusion: Fusion, match: Match, view: View) -> bool:
     """Whether the graph returns contiguous an image that the kernel would make channels last."""
     last = [image for n in images_of(fusion, match.inputs) if is_channels_last(image := match.example(n))]
     return any(
-        same_shape(value(output), image) and value(output).is_contiguous() and view.effects.returned(output)
+        same_shape(example(output), image) and example(output).is_contiguous() and view.effects.returned(output)
         for output in match.outputs
         for image in last
     )

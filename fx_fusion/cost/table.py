@@ -48,7 +48,7 @@ class Cell:
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:
     """Why Inductor should keep this site as far as tables and formulas know, or None."""
-    if fusion.pair is not None and len(match.outputs) > 1:
+    if match.others and len(match.outputs) > 1:
         return None  # cells are of one tensor; what several in one launch are worth is measured in ``bench.composites``
     return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)}, match.statics)
 
@@ -63,8 +63,8 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: M
     itemsize = floating[0].dtype.itemsize
     forward_only = not trained(*floating)
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
-    first = fusion.tensors()[0]
-    layout = layout_of(str(fusion.inputs[first]), given[first])
+    first = fusion.tensors[0]
+    layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
     nearest = nearest_of(cells, itemsize, forward_only, layout, sizes, statics)
     if nearest is None:
         return _by_roofline(fusion, sizes, itemsize)
@@ -91,35 +91,16 @@ def nearest_of(
     return min(reversed(alike), key=lambda c: c.distance(sizes), default=None)
 
 
-def layout_of(spec: str, tensor: torch.Tensor) -> str:
-    """The dims of a spec in the order in which they lie in memory: ``"b ... c"`` for ``"b c ..."`` with channels last."""
-    tokens = [token.removesuffix("|1") for token in spec.split()]
-    several = tensor.dim() - len(tokens) + 1
-    strides, at = {}, 0
-    for token in tokens:
-        width = several if token == "..." else 1
-        strides[token] = max((expected(n) for n in tensor.stride()[at : at + width]), default=0)
-        at += width
-    return " ".join(sorted(tokens, key=lambda token: -strides[token]))
-
-
 def sizes_of(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
     """The declared dims of a site; ``m`` is the product of what ``...`` stands for. None where a dim has no value."""
     sizes: dict[str, float] = {}
-    for name in fusion.tensors():
+    for name, spec in fusion.specs.items():
         if name not in given:
             continue
-        spec, shape = str(fusion.inputs[name]).split(), [expected(n) for n in given[name].shape]
-        if "..." in spec:
-            at = spec.index("...")
-            rest = len(shape) - len(spec) + 1
-            sizes.setdefault("m", math.prod(shape[at : at + rest]))
-            shape[at : at + rest] = [0]
-        if len(shape) != len(spec):
+        found = spec.sizes([expected(n) for n in given[name].shape])
+        if found is None:
             return None
-        for token, size in zip(spec, shape, strict=True):
-            if token != "..." and not token.endswith("|1"):
-                sizes.setdefault(token, size)
+        sizes = {**found, **sizes}
     return None if any(math.isinf(n) for n in sizes.values()) else sizes
 
 

@@ -2,24 +2,25 @@
 
 **The pattern is the reference.** One PyTorch function is traced to be matched, run in float64 to be the oracle of the
 tests, compiled by Inductor to be the baseline of the benchmark, and run as it is where the kernel can't run. Guard and
-kernel take the same parameters, by name.
+kernel take the same parameters, by name. What can't work is an error when the file is imported (``checks``).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fx_fusion.errors import DeclarationError
+from fx_fusion.fusion.checks import check
+from fx_fusion.fusion.dims import Spec, parse
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.view import View
 from fx_fusion.ops.fused_op import FusedOp
 
-if TYPE_CHECKING:
-    from fx_fusion.fusion.matcher import Match, NearMiss
-    from fx_fusion.graph.view import View
-
 Inputs = Mapping[str, str | int | float]
+Reason = str | None  # a sentence that says why not, None where nothing speaks against it
 
 
 @dataclass(frozen=True)
@@ -51,88 +52,107 @@ def case(
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """One fusion.
+    """One fusion. Raises DeclarationError where the fields contradict each other.
 
     Attributes:
         name: also the name of the pattern file and of the kernel file.
         pattern: the reference function. Tensor parameters come first, then scalars, then static parameters.
-        inputs: for each parameter that binds something of the graph, in order: a string of dim names for a tensor
-            (``"... n"``, ``"b c ..."``; ``"..."`` is any number of dims, ``n|1`` a dim that may be broadcast), a number
-            for a scalar (the value that tests use).
-        integers: tensors of class indices: parameter to the dim that bounds them.
-        complex_inputs: tensors of complex numbers (complex64, of absolute value 1).
-        variants: values of the static parameters, one mapping a variant, tried in this order.
-        spellings: other functions of the same parameters, for what no canonical form can merge.
-        kernel: the op that replaces it: same parameters.
-        guard: same parameters, given example values; None accepts, a sentence declines.
-        pays: same parameters; why Inductor is as good here (a sentence: the site is kept), or None (it is fused).
-        traffic: bytes that the kernels and Inductor's code move for forward + backward, as formulas over the dims
-            (``m``: the product of what ``...`` stands for) and ``bytes``, those of an element: what decides where no
-            table speaks.
-        find: finds matches that a function can't describe. Called instead of matching ``pattern``.
-        read: reads what a traced function can't say off a match (a number of groups), before legality is asked; returns
-            the completed match, or None if it is none.
-        pair: combines matches that share inputs (q and k of RoPE) into one.
-        priority: larger is tried first; a graph node belongs to one match.
-        on_cpu: whether it pays on CPU tensors.
-        cases: sizes for tests and benchmarks.
+        inputs: for each parameter that binds something of the graph, in order: dims for a tensor (``fusion.dims``:
+            ``"... n"``, ``"b c ..."``, ``"n|1"``), a number for a scalar (the value that tests use).
         source: the paper, as author year, identifier.
+
+        kernel: the op that replaces a match: same parameters. Required unless there is an ``emit``.
+        emit: writes the replacement into the graph, given an editor and a match; without it the kernel is called.
+
+        variants: values of the static parameters, one mapping a variant, tried in this order.
+        spellings: other functions of the same parameters, for what no canonical form can merge. A spelling returns
+            NotImplemented for a variant that it does not have; the pattern has all of them where there is a kernel.
+        find: finds matches that a function can't describe. Called instead of matching ``pattern``.
+        read: reads what a traced function can't say off a match (a number of groups), and compares the shapes of its views;
+            returns the completed match, or None if it is none.
+        join: combines two neighbouring matches that share inputs (q and k of RoPE) into one, or returns None.
+
+        guard: same parameters, given example values: why the kernel can't take them, or None.
+        why_keep: same parameters: why Inductor is as good here, or None. A sentence keeps the site.
+        traffic: bytes that the kernels and Inductor's code move for forward + backward, as formulas over the dims (``m``:
+            the product of what ``...`` stands for) and ``bytes``, those of an element: what decides where no table speaks.
+        on_cpu: whether it pays on CPU tensors.
+        before: names of fusions that are tried after this one, since they may want nodes of its matches.
+
+        integers: tensors of class indices: parameter to the dim that bounds them.
+        ignored: tensors of class indices: parameter to the static parameter that holds the index without a class.
+        complex_inputs: tensors of complex numbers (complex64, of absolute value 1).
+        images: tensors (images, channels, positions ...) that may lie channels last.
+        frozen: tensors that have no gradient.
+        positive: tensors of positive numbers.
+        shared: dims ``n|1`` that are 1 in tests and benchmarks.
+        of_variant: changes the inputs that tests and benchmarks make, for variants whose inputs look otherwise.
+        cases: sizes for tests and benchmarks.
     """
 
     name: str
     pattern: Callable[..., Any]
     inputs: Inputs
-    kernel: FusedOp | None = None
-    integers: Mapping[str, str] = field(default_factory=dict)
-    complex_inputs: tuple[str, ...] = ()
-    variants: tuple[Mapping[str, Any], ...] = ({},)
-    spellings: tuple[Callable[..., Any], ...] = ()
-    guard: Callable[..., str | None] | None = None
-    pays: Callable[..., str | None] | None = None
-    find: Callable[[View], Iterator[Match | NearMiss]] | None = None
-    read: Callable[[Match], Match | None] | None = None
-    pair: Callable[[View, list[Match]], list[Match]] | None = None
-    traffic: tuple[str, str] | None = None
-    priority: int = 0
-    on_cpu: bool = False
-    cases: tuple[Case, ...] = ()
     source: str = ""
 
+    kernel: FusedOp | None = None
+    emit: Callable[[Any, Match], None] | None = None
+
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    spellings: tuple[Callable[..., Any], ...] = ()
+    find: Callable[[Search], Iterable[Match | NearMiss]] | None = None
+    read: Callable[[Match], Match | None] | None = None
+    join: Callable[[View, Match, Match], Match | None] | None = None
+
+    guard: Callable[..., Reason] | None = None
+    why_keep: Callable[..., Reason] | None = None
+    traffic: tuple[str, str] | None = None
+    on_cpu: bool = False
+    before: tuple[str, ...] = ()
+
+    integers: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    complex_inputs: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    positive: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    of_variant: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    cases: tuple[Case, ...] = ()
+
     def __post_init__(self) -> None:
-        statics = set(self.statics())
-        for function in (self.pattern, *self.spellings, self.guard, self.pays):
-            if function is None:
-                continue
-            parameters = list(inspect.signature(function).parameters)
-            missing = [name for name in (*self.inputs, *statics) if name not in parameters]
-            extra = [name for name in parameters if name not in self.inputs and name not in statics]
-            if missing or extra:
-                raise DeclarationError(
-                    f"fusion {self.name!r}: {function.__name__}({', '.join(parameters)}) does not take the declared "
-                    f"inputs and statics ({', '.join((*self.inputs, *sorted(statics)))}). Pattern, guard and kernel "
-                    "share one signature: rename the parameters to match."
-                )
-        if isinstance(self.kernel, FusedOp):
-            self.kernel.reference = self.pattern
-        for c in self.cases:
-            unknown = set(c.sizes) - set(self.dims())
-            if unknown:
-                raise DeclarationError(
-                    f"fusion {self.name!r}, case {c.name!r}: {sorted(unknown)} are no dims of its inputs "
-                    f"({', '.join(self.dims())})."
-                )
+        check(self)
 
-    def dims(self) -> list[str]:
-        """The names of the dims of all inputs, in order of appearance."""
-        names: dict[str, None] = {}
-        for spec in self.inputs.values():
-            if isinstance(spec, str):
-                names.update({token.removesuffix("|1"): None for token in spec.split() if token != "..."})
-        return [*names, "m"] if any(isinstance(s, str) and "..." in s for s in self.inputs.values()) else list(names)
+    @functools.cached_property
+    def specs(self) -> dict[str, Spec]:
+        """The dims of each tensor."""
+        return {name: parse(self.name, name, spec) for name, spec in self.inputs.items() if isinstance(spec, str)}
 
-    def statics(self) -> list[str]:
+    @functools.cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the sizes of all inputs, in order of appearance, ``m`` last."""
+        names = dict.fromkeys(name for spec in self.specs.values() for name in spec.names)
+        return (*(n for n in names if n != "m"), *(n for n in names if n == "m"))
+
+    @functools.cached_property
+    def sized(self) -> frozenset[str]:
+        """The dims whose sizes every case gives."""
+        dims = [dim for spec in self.specs.values() for dim in spec.dims]
+        named = {d.name for d in dims if not (d.broadcast or d.several or d.like or d.name == "1")}
+        rows = any(d.several for spec in self.specs.values() if not any(d.optional for d in spec.dims) for d in spec.dims)
+        return frozenset({*named, "m"} if rows else named)
+
+    @functools.cached_property
+    def static_names(self) -> tuple[str, ...]:
         """The names of the static parameters that bind nothing of the graph."""
-        return list({key: None for variant in self.variants for key in variant if key not in self.inputs})
+        return tuple({key: None for variant in self.variants for key in variant if key not in self.inputs})
 
-    def tensors(self) -> list[str]:
-        return [name for name, spec in self.inputs.items() if isinstance(spec, str)]
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the inputs that are tensors."""
+        return tuple(self.specs)
+
+    @property
+    def small_case(self) -> Case:
+        """The first case for tests without a dim of size 1; the first of all where there is none."""
+        return next((c for c in self.cases if not c.bench and min(c.sizes.values()) > 1), self.cases[0])

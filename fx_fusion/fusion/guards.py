@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.view import same_shape
+from fx_fusion.graph.terms import same_shape
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -3,89 +3,28 @@
 A match walks the pattern and the graph together, root first, both through the canonical view. A parameter of the
 pattern binds a node by name, the same name is the same node, a literal must be equal; the operands of ``add`` and
 ``mul`` are tried in both orders, so bindings are *generated* and the caller takes the first that is legal. Casts are
-transparent here and recorded; ``legality`` compares them with the pattern's dtype policy.
+transparent here and recorded; at the end they are compared with the pattern's dtype policy, and the shapes of views with
+those that the pattern makes of the match's inputs.
 
 What comes close and fails leaves a near miss: how far it got and the first thing that differed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from fx_fusion.fusion.pattern import Pattern
+from fx_fusion.fusion.dims import mismatch
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.pattern import DtypePolicy, Pattern
+from fx_fusion.graph.dtypes import name as dtype_name
 from fx_fusion.graph.dtypes import roundings
-from fx_fusion.graph.view import Edge, Term, View, is_scalar, is_tensor, symmetric, value
-from fx_fusion.ops.layouts import to_channels_last
-
-if TYPE_CHECKING:
-    from fx_fusion.rewrite.editor import Editor
-
-
-@dataclass(frozen=True)
-class Match:
-    """One place where a fusion fits.
-
-    Attributes:
-        fusion: its name.
-        outputs: the nodes whose values the fused op makes, the root first.
-        nodes: everything that the op stands for, outputs included: dead once the outputs are replaced.
-        crossed: nodes between an input and its first use that change no value (they may have other users).
-        inputs: bound nodes and numbers by parameter.
-        statics: the static parameters of the variant that matched.
-        pattern: the traced pattern; None for matches made by a finder.
-        pairs, edges: pattern node with graph term, and the roundings met on the way to each operand.
-        views_read: whether ``Fusion.read`` compared the shapes of the views.
-        rounded: of a finder's match, the casts that the kernel makes too.
-        deferred: matched nodes that the graph returns and that are computed only when read.
-        emit: makes the replacement, given an editor; None for "call the kernel".
-        note: what the report says of the site, whatever becomes of it.
-        channels_last: inputs that go to the kernel channels last, since Inductor lays out this graph so.
-    """
-
-    fusion: str
-    outputs: tuple[fx.Node, ...]
-    nodes: frozenset[fx.Node]
-    inputs: Mapping[str, Any]
-    statics: Mapping[str, Any] = field(default_factory=dict)
-    crossed: frozenset[fx.Node] = frozenset()
-    pattern: Pattern | None = None
-    pairs: Mapping[fx.Node, Term] = field(default_factory=dict)
-    edges: Mapping[tuple[fx.Node, int], tuple[torch.dtype, ...]] = field(default_factory=dict)
-    views_read: bool = False
-    rounded: frozenset[fx.Node] = frozenset()
-    deferred: tuple[fx.Node, ...] = ()
-    emit: Callable[[Editor, Match], None] | None = None
-    note: str = ""
-    channels_last: frozenset[str] = frozenset()
-
-    @property
-    def root(self) -> fx.Node:
-        return self.outputs[0]
-
-    def example(self, parameter: str) -> Any:
-        """The example value of an input, laid out as the kernel will get it."""
-        known = value(self.inputs[parameter])
-        if parameter not in self.channels_last:
-            return known
-        with known.fake_mode:
-            return to_channels_last(known).requires_grad_(known.requires_grad)
-
-
-@dataclass
-class NearMiss:
-    """The best failed attempt at one root: ``matched`` of ``total`` ops, then ``reason`` at ``node``."""
-
-    fusion: str
-    root: fx.Node
-    node: fx.Node
-    matched: int
-    total: int
-    reason: str
+from fx_fusion.graph.terms import Edge, Term, example, is_scalar, is_tensor, same_shape, symmetric
+from fx_fusion.graph.view import View
 
 
 @dataclass(frozen=True)
@@ -104,7 +43,7 @@ class Attempt:
 
     def __init__(self, view: View, pattern: Pattern, root: fx.Node):
         self.view, self.pattern, self.root = view, pattern, root
-        self.near = NearMiss(pattern.fusion.name, root, root, 0, len(pattern.terms), "")
+        self.near = NearMiss(pattern.fusion.name, root, root, "", 0, len(pattern.terms))
 
     def matches(self) -> Iterator[Match]:
         start = _State({}, {}, {}, (), ())
@@ -150,7 +89,7 @@ class Attempt:
 
     def _operand(self, wanted: fx.Node, i: int, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
         base = self.pattern.view.edge(pattern).base
-        base = self.pattern.view.constant(base)
+        base = self.pattern.view.folded(base)
         if not isinstance(base, fx.Node):
             yield from self._literal(base, found, state)
         elif base.op == "placeholder":
@@ -170,7 +109,7 @@ class Attempt:
             yield from self._term(base, edge.base, crossed)
 
     def _literal(self, wanted: Any, found: Any, state: _State) -> Iterator[_State]:
-        found = self.view.constant(found)
+        found = self.view.folded(found)
         if isinstance(found, (int, float)) and found == wanted:
             yield state
         else:
@@ -179,13 +118,13 @@ class Attempt:
     def _parameter(self, name: str, found: Any, state: _State) -> Iterator[_State]:
         if isinstance(found, Term):
             return
-        if isinstance(self.pattern.fusion.inputs[name], str):
+        if name in self.pattern.fusion.specs:
             edge = self.view.source(found)
             if not is_tensor(edge.base):
                 self._fail(state, self.root, f"{name} is {found}, not a tensor")
                 return
         else:
-            edge = Edge(self.view.constant(found))
+            edge = Edge(self.view.folded(found))
             if not is_scalar(edge.base):
                 self._fail(state, self.root, f"{name} is the tensor {found}, not a number")
                 return
@@ -208,45 +147,82 @@ class Attempt:
             first, second = self.view.edge(one), self.view.edge(other)
             rounds = first.roundings or second.roundings
             if first.base is second.base and rounds:
-                return f"a cast rounds {name} to {str(rounds[0]).removeprefix('torch.')} in one place, not in another"
+                return f"a cast rounds {name} to {dtype_name(rounds[0])} in one place, not in another"
         return f"{name} is {one} in one place and {other} in another"
 
     # -- the end of a match --------------------------------------------------------------------------------------
     def _finish(self, state: _State) -> Match | None:
-        tensors = [state.inputs[name] for name in self.pattern.tensors()]
-        device = value(tensors[0]).device.type
-        for name in self.pattern.tensors():
-            if not value(state.inputs[name]).dtype.is_floating_point:
-                self._fail(state, state.inputs[name], f"{name} is {value(state.inputs[name]).dtype}")
+        tensors = {name: example(state.inputs[name]) for name in self.pattern.tensors}
+        for name, tensor in tensors.items():
+            if not tensor.dtype.is_floating_point:
+                self._fail(state, state.inputs[name], f"{name} is {dtype_name(tensor.dtype)}")
                 return None
-        dtypes = {name: value(state.inputs[name]).dtype for name in self.pattern.tensors()}
-        policy = self.pattern.policy(dtypes, device, self.view.effects.region[self.root])
+        device = next(iter(tensors.values())).device.type
+        region = self.view.effects.region[self.root]
+        policy = self.pattern.policy({name: t.dtype for name, t in tensors.items()}, device, region)
         outputs, tail = [], []
         for edge, (dtype, rounds) in zip(self.pattern.outputs, policy.outputs, strict=True):
             node = state.pairs[edge.base].nodes[0]
             climbed = self._climb(node, dtype, rounds)
             if climbed is None:
-                wanted = ", ".join(str(d).removeprefix("torch.") for d in (*rounds, dtype))
+                wanted = ", ".join(map(dtype_name, dict.fromkeys((*rounds, dtype))))
                 self._fail(state, node, f"its result is not cast to {wanted} before it is used")
                 return None
             outputs.append(climbed[-1])
             tail.extend(climbed)
-        return Match(
+        nodes = frozenset((*state.inner, *tail))
+        match = Match(
             fusion=self.pattern.fusion.name,
             outputs=tuple(outputs),
-            nodes=frozenset((*state.inner, *tail)),
+            nodes=nodes,
             crossed=frozenset(state.crossed),
             inputs=state.inputs,
             statics=self.pattern.statics,
-            pattern=self.pattern,
-            pairs=state.pairs,
-            edges=state.edges,
+            terms=tuple(state.pairs.values()),
+            rounded=nodes,  # compared with the pattern's casts, one by one
+            differs=self._other_dtypes(state, policy),
         )
+        read = self.pattern.fusion.read
+        if read is not None:
+            return read(match)
+        return match if match.differs is not None else replace(match, differs=self._other_shapes(state))
+
+    def _other_dtypes(self, state: _State, policy: DtypePolicy) -> str | None:
+        """Where the graph computes or rounds otherwise than the pattern, given the dtypes of its inputs."""
+        for node, term in state.pairs.items():
+            found, wanted = example(term).dtype, policy.results[node]
+            if found != wanted:
+                return f"{term.op} is computed in {dtype_name(found)}; the kernel computes it in {dtype_name(wanted)}"
+        for (node, i), found_roundings in state.edges.items():
+            wanted_roundings = policy.operands[node, i]
+            if found_roundings != wanted_roundings:
+                at = f"before {state.pairs[node].op}"
+                if found_roundings and not wanted_roundings:
+                    return f"a cast to {dtype_name(found_roundings[0])} rounds {at}; the kernel does not round there"
+                if wanted_roundings and not found_roundings:
+                    return f"nothing rounds to {dtype_name(wanted_roundings[0])} {at}; the kernel does"
+                found, wanted = dtype_name(found_roundings[0]), dtype_name(wanted_roundings[0])
+                return f"{found} {at} where the kernel rounds to {wanted}"
+        return None
+
+    def _other_shapes(self, state: _State) -> str | None:
+        """Where a view of the graph has another shape than the pattern's for these inputs: one view is not another."""
+        if not self.pattern.reads_shapes:
+            return None
+        inputs = {n: example(state.inputs[n]) for n in self.pattern.parameters}
+        if mismatch(self.pattern.fusion.specs, {n: inputs[n] for n in self.pattern.tensors}) is not None:
+            return None  # legality says so
+        wanted = self.pattern.values(inputs)
+        for node, term in state.pairs.items():
+            found = example(term)
+            if not same_shape(found, wanted[node]):
+                return f"{term.op} makes shape {tuple(found.shape)}; the pattern's makes {tuple(wanted[node].shape)}"
+        return None
 
     def _climb(self, node: fx.Node, dtype: torch.dtype, rounds: tuple[torch.dtype, ...]) -> list[fx.Node] | None:
         """From a result up through the casts that belong to it, until it has the pattern's dtype."""
         path = [node]
-        while (value(path[-1]).dtype, roundings([value(n).dtype for n in path])) != (dtype, rounds):
+        while (example(path[-1]).dtype, roundings([example(n).dtype for n in path])) != (dtype, rounds):
             users = list(path[-1].users)
             if len(users) != 1 or self.view.transparent(users[0]) is not path[-1]:
                 return None
@@ -255,22 +231,23 @@ class Attempt:
 
     def _fail(self, state: _State, node: Any, reason: str) -> None:
         # The first failure at the greatest depth: a second operand order fails later and says less.
-        if len(state.pairs) > self.near.matched or not self.near.reason:
-            node = node if isinstance(node, fx.Node) else self.root
-            self.near = NearMiss(
-                self.pattern.fusion.name, self.root, node, len(state.pairs), len(self.pattern.terms), reason
-            )
+        node = node if isinstance(node, fx.Node) else self.root
+        # At one depth, what is computed says more than an input that another order of operands came to.
+        vague = self.near.node.op == "placeholder" and self.near.reason.startswith("expected ")
+        better = len(state.pairs) == self.near.matched and vague and node.op != "placeholder"
+        if len(state.pairs) > self.near.matched or not self.near.reason or better:
+            fusion = self.pattern.fusion.name
+            self.near = NearMiss(fusion, self.root, node, reason, len(state.pairs), len(self.pattern.terms))
 
 
 def _describe(term: Term) -> str:
+    """What a term is, for a near miss: its op, or what the user called where that is not known."""
     if term.op != "opaque":
         return term.op
     node = term.attrs[0]
-    return (
-        node.op
-        if node.op != "call_method" and node.op != "call_function"
-        else str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
-    )
+    if node.op not in ("call_method", "call_function"):
+        return node.op
+    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
 
 
 def _attrs(term: Term) -> str:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fx_fusion.fusion.declaration import Fusion
+from fx_fusion.fusion.tracing import results_of, trace
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.graph.effects import entered
+from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
+from fx_fusion.torch_internals.fakes import FakeTensorMode, fake_mode_of, set_example, without_guards
 
 
 @dataclass(frozen=True)
@@ -33,31 +35,24 @@ class DtypePolicy:
 
 
 class Pattern:
-    """One function of one fusion with its static parameters fixed."""
+    """One function of one fusion with its static parameters fixed.
 
-    def __init__(self, fusion: Fusion, function: Callable[..., Any], statics: Mapping[str, Any]):
-        self.fusion, self.function, self.statics = fusion, function, statics
+    Args:
+        graph: the traced function (``trace``).
+    """
+
+    def __init__(self, fusion: Fusion, function: Callable[..., Any], statics: Mapping[str, Any], graph: fx.Graph):
+        self.fusion, self.function, self.statics, self.graph = fusion, function, statics, graph
         self.label = function.__name__ + "".join(f", {k}={v}" for k, v in statics.items())
         self.parameters = [name for name in fusion.inputs if name not in statics]
-        self.graph = fx.Graph()
-        tracer = fx.proxy.GraphAppendingTracer(self.graph)
-        proxies = {name: fx.Proxy(self.graph.placeholder(name), tracer) for name in self.parameters}
-        result = function(**proxies, **statics)
-        self.exists = result is not None  # a spelling returns None for a variant that it does not have
-        if not self.exists:
-            return
-        self.graph.output(torch.utils._pytree.tree_map_only(fx.Proxy, lambda p: p.node, result))
-        self._run(dict.fromkeys(self.tensors(), torch.float32), "cpu", ())
+        self.tensors = [name for name in self.parameters if name in fusion.specs]  # those that a variant leaves
+        self._run(dict.fromkeys(self.tensors, torch.float32), "cpu", ())
         self.view = View(self.graph)
-        out = next(n for n in self.graph.nodes if n.op == "output").args[0]
-        self.outputs = tuple(self.view.edge(o) for o in (out if isinstance(out, tuple) else (out,)))
+        self.outputs = tuple(map(self.view.edge, results_of(graph)))
         self.terms = {node: self.view.term(node) for node in self._reachable()}
         self.root = self.outputs[0].base
         self.reads_shapes = any("shape" in term.attrs for term in self.terms.values())
         self._policies: dict[Any, DtypePolicy] = {}
-
-    def tensors(self) -> list[str]:
-        return [name for name in self.parameters if isinstance(self.fusion.inputs[name], str)]
 
     def _reachable(self) -> list[fx.Node]:
         seen: dict[fx.Node, None] = {}
@@ -76,46 +71,42 @@ class Pattern:
             self._run(dtypes, device, region)
             view = View(self.graph)  # the same structure, read with these dtypes
             self._policies[key] = DtypePolicy(
-                {node: node.meta["example_value"].dtype for node in self.terms},
+                {node: example(node).dtype for node in self.terms},
                 {
                     (node, i): view.edge(operand).roundings
                     for node, term in self.terms.items()
                     for i, operand in enumerate(term.operands)
                 },
-                tuple((o.meta["example_value"].dtype, view.edge(o).roundings) for o in self._output_nodes()),
+                tuple((example(o).dtype, view.edge(o).roundings) for o in results_of(self.graph)),
             )
         return self._policies[key]
 
     def values(self, examples: Mapping[str, Any]) -> dict[fx.Node, torch.Tensor]:
         """The pattern's tensors, fake, for the inputs of a match."""
-        fake_mode = next(t.fake_mode for t in examples.values() if isinstance(t, FakeTensor))
-        env = fake_mode.shape_env
-        with fake_mode, torch.no_grad(), contextlib.nullcontext() if env is None else env.suppress_guards():
+        fake_mode = next(mode for t in examples.values() if (mode := fake_mode_of(t)) is not None)
+        with fake_mode, torch.no_grad(), without_guards(fake_mode):
             return _Recorder(self.graph).values_with(examples)
 
-    def _output_nodes(self) -> tuple[fx.Node, ...]:
-        out = next(n for n in self.graph.nodes if n.op == "output").args[0]
-        return out if isinstance(out, tuple) else (out,)
-
     def _run(self, dtypes: Mapping[str, torch.dtype], device: str, region: tuple[Any, ...]) -> None:
-        """Fill in ``example_value``: run the graph on small fake tensors."""
+        """Give each node an example value: run the graph on small fake tensors."""
         # Distinct even sizes, so that a square is never mistaken for a view and every dim can be halved.
-        sizes = {name: 4 * (i + 2) for i, name in enumerate(self.fusion.dims())}
+        sizes = {name: 4 * (i + 2) for i, name in enumerate(self.fusion.dims)}
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode())
             stack.enter_context(entered(region))
             stack.enter_context(torch.no_grad())
             arguments: dict[str, Any] = {}
             for name in self.parameters:
-                spec = self.fusion.inputs[name]
-                if isinstance(spec, str):
-                    of = {t: (2, 3) if t == "..." else (1,) if t.endswith("|1") else (sizes[t],) for t in spec.split()}
-                    shape = [size for token in spec.split() for size in of[token]]
-                    arguments[name] = torch.empty(shape, dtype=dtypes[name], device=device)
-                else:
-                    arguments[name] = spec
-            interpreter = _Recorder(self.graph)
-            interpreter.run_with(arguments)
+                spec = self.fusion.specs.get(name)
+                if spec is None:
+                    arguments[name] = self.fusion.inputs[name]
+                    continue
+                shape: list[int] = []
+                for dim in spec.dims:
+                    several = [2, 3] if dim.name == "..." else [1] if dim.broadcast or dim.name == "1" else [sizes[dim.name]]
+                    shape += several
+                arguments[name] = torch.empty(shape, dtype=dtypes[name], device=device)
+            _Recorder(self.graph).run_with(arguments)
 
 
 class _Recorder(fx.Interpreter):
@@ -136,7 +127,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if self.values is None:
-            n.meta["example_value"] = result
+            set_example(n, result)
         elif isinstance(result, torch.Tensor):
             self.values[n] = result
         return result
@@ -153,6 +144,10 @@ def reference_of(fusion: Fusion, statics: Mapping[str, Any]) -> Callable[..., An
 @functools.cache
 def patterns_of(fusion: Fusion) -> tuple[Pattern, ...]:
     """Every function and variant of a fusion, traced. Lazy: a process that never compiles never traces."""
-    functions = (fusion.pattern, *fusion.spellings)
-    traced = (Pattern(fusion, f, statics) for f in functions for statics in fusion.variants)
-    return tuple(pattern for pattern in traced if pattern.exists)
+    patterns = []
+    for function in (fusion.pattern, *fusion.spellings):
+        for statics in fusion.variants:
+            graph = trace(function, [name for name in fusion.inputs if name not in statics], statics)
+            if graph is not None:
+                patterns.append(Pattern(fusion, function, statics, graph))
+    return tuple(patterns)

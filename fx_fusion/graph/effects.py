@@ -7,8 +7,6 @@ to share memory with its base. Writes are read off operator schemas and the nami
 from __future__ import annotations
 
 import contextlib
-import inspect
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,30 +14,25 @@ import torch
 from torch import fx
 
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.torch_internals.fakes import example_of, storage_of
+from fx_fusion.torch_internals.nodes import (
+    ENTER_AUTOCAST,
+    ENTER_OTHER,
+    EXIT,
+    IN_PLACE_OPERATORS,
+    SET_GRAD,
+    is_higher_order,
+    may_write_to_operands,
+    region_change,
+    schemas_of,
+    takes_inplace,
+    written_parameters,
+)
 
-_IN_PLACE_OPERATORS = {
-    getattr(operator, name)
-    for name in (
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "imatmul",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "setitem",
-        "delitem",
-    )
-}
+_IN_PLACE_DUNDERS = {f"__{op.__name__.strip('_')}__" for op in IN_PLACE_OPERATORS}
 
 
-_IN_PLACE_DUNDERS = {f"__{op.__name__.strip('_')}__" for op in _IN_PLACE_OPERATORS}
+_RUNNING_STATISTICS = ("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 
 class Effects:
@@ -133,16 +126,10 @@ def autocast_of(region: tuple[Any, ...], device: str) -> tuple[str, torch.dtype,
 
 def storages(node: fx.Node) -> list[int]:
     """Identities of the storages behind a node's example value (several for a tuple, none for a scalar)."""
-    known = node.meta.get("example_value")
+    known = example_of(node)
     tensors = known if isinstance(known, (tuple, list)) else (known,)
-    found = []
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            try:
-                found.append(tensor.untyped_storage()._cdata)
-            except (NotImplementedError, RuntimeError):  # wrapper subclasses own no storage
-                continue
-    return found
+    found = (storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return [storage for storage in found if storage is not None]
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -150,22 +137,20 @@ def _written(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(target, torch._ops.OpOverload):
-        return _written_by_schema(node, target._schema)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name)._schema for name in target.overloads()]
-        return list({w: None for schema in overloads for w in _written_by_schema(node, schema)})
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return list(node.all_input_nodes) if _body_writes(node, target) else []
+    if (schemas := schemas_of(target)) is not None:
+        return list({w: None for schema in schemas for w in _written_by_schema(node, schema)})
+    if is_higher_order(target):
+        return list(node.all_input_nodes) if may_write_to_operands(target) or _body_writes(node) else []
     written: list[Any] = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
-    in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, _IN_PLACE_OPERATORS) or _asks_for_it(node)
+    in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, IN_PLACE_OPERATORS) or _asks_for_it(node)
     if in_place:
         written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
-    if name == "batch_norm":
-        written.extend(node.args[1:3])
+    if name in _RUNNING_STATISTICS:
+        first = 1 if getattr(target, "__module__", "").startswith("torch.nn") else 3  # torch.batch_norm: behind the weights
+        written.extend(node.args[first : first + 2])
         written.extend(node.kwargs[k] for k in ("running_mean", "running_var") if k in node.kwargs)
     if name == "embedding" and (node.kwargs.get("max_norm") or (len(node.args) > 3 and node.args[3])):
         written.extend(node.all_input_nodes)
@@ -178,18 +163,12 @@ def _asks_for_it(node: fx.Node) -> bool:
         return bool(node.kwargs["inplace"])
     if node.op != "call_function" or len(node.args) < 2 or True not in node.args:
         return False
-    try:
-        parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    at = parameters.index("inplace") if "inplace" in parameters else len(node.args)
-    return at < len(node.args) and node.args[at] is True
+    at = takes_inplace(node.target)  # type: ignore[arg-type]
+    return at is not None and at < len(node.args) and node.args[at] is True
 
 
-def _body_writes(node: fx.Node, target: torch._ops.HigherOrderOperator) -> bool:
-    """Whether a higher-order op writes to its operands: if a body does to a placeholder, or if it says so by name."""
-    if "mutation" in target.name() or "triton" in target.name():
-        return True
+def _body_writes(node: fx.Node) -> bool:
+    """Whether a graph that a higher-order op is given writes to a placeholder of its own."""
     owner = node.graph.owning_module
     for operand in node.all_input_nodes:
         if operand.op != "get_attr" or owner is None:
@@ -208,14 +187,14 @@ def _body_writes(node: fx.Node, target: torch._ops.HigherOrderOperator) -> bool:
 
 def _written_by_schema(node: fx.Node, schema: Any) -> list[fx.Node]:
     written: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            written.extend(g for g in (given if isinstance(given, (tuple, list)) else (given,)) if isinstance(g, fx.Node))
+    for i, name in written_parameters(schema):
+        operand = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        items = operand if isinstance(operand, (tuple, list)) else (operand,)
+        written.extend(item for item in items if isinstance(item, fx.Node))
     return written
 
 
-def _in(target: Any, table: set[Any]) -> bool:
+def _in(target: Any, table: frozenset[Any]) -> bool:
     try:
         return target in table
     except TypeError:
@@ -224,15 +203,13 @@ def _in(target: Any, table: set[Any]) -> bool:
 
 def _next_region(node: fx.Node, state: tuple[Any, ...]) -> tuple[Any, ...]:
     """The ambient state after ``node``: grad mode first, then the stack of whatever else was entered."""
-    if node.op != "call_function":
-        return state
-    name = getattr(node.target, "__name__", "")
-    if name == "_set_grad_enabled":
+    change = region_change(node)
+    if change == SET_GRAD:
         return (bool(node.args[0]), *state[1:])
-    if name == "_enter_autocast":
+    if change == ENTER_AUTOCAST:
         return (*state, ("autocast", node.args))
-    if name == "_enter_inference_mode" or name.endswith("_increment_nesting"):
+    if change == ENTER_OTHER:
         return (*state, node.name)
-    if name in ("_exit_autocast", "_exit_inference_mode") or name.endswith("_decrement_nesting"):
-        return state[:-1] if len(state) > 1 else state
+    if change == EXIT and len(state) > 1:
+        return state[:-1]
     return state

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from fx_fusion.graph.terms import Term, is_tensor
-
-if TYPE_CHECKING:
-    from fx_fusion.graph.view import View
+from fx_fusion.graph.terms import Reader, Term, is_tensor
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
@@ -24,6 +21,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "tanh": torch.tanh,
     "erf": torch.erf,
 }
+_DEPTH = 3  # steps between the last product of a GELU and its tanh or erf
 _SAMPLES = torch.linspace(-6, 6, 61, dtype=torch.float64)
 _GELUS = {
     f"gelu_{kind}": torch.nn.functional.gelu(_SAMPLES, approximate=kind)  # the values that identify each form
@@ -31,47 +29,56 @@ _GELUS = {
 }
 
 
-def written_out_gelus(view: View, inner: fx.Node) -> dict[fx.Node, Term]:
-    """GELUs around one ``tanh`` or ``erf`` node, however associated and whatever the spelling of their constants.
+def written_out_gelu(view: Reader, root: fx.Node, a: Any, b: Any) -> Term | None:
+    """The GELU whose last product is ``root`` = a · b, however associated and whatever the spelling of its constants; None
+    for another product.
 
-    The product above the node is a function of one tensor made of at most 12 arithmetic steps; it is evaluated in
-    float64 at 61 points and compared with ``F.gelu``. Agreement to 1e-8 leaves room for the digits of a constant
-    (0.7978845608 for sqrt(2/pi)) and for nothing else.
+    The product is a function of one tensor made of at most 16 arithmetic steps; it is evaluated in float64 at 61 points
+    and compared with ``F.gelu``. Agreement to 1e-8 leaves room for the digits of a constant (0.7978845608 for sqrt(2/pi))
+    and for nothing else.
     """
-    roots: list[fx.Node] = []
-    above = [inner]
-    for _ in range(4):
-        above = [user for node in above for user in node.users]
-        roots.extend(node for node in above if view.name(node) == "mul")
-    for root in reversed(roots):
-        leaves: set[fx.Node] = set()
-        inside: dict[fx.Node, None] = {}
-        if not _collect(view, root, leaves, inside) or inner not in inside:
-            continue
-        if len(leaves) != 1:
-            continue
-        leaf = leaves.pop()
-        values = _evaluate(view, root, leaf)
-        for name, expected in _GELUS.items():
-            if torch.allclose(values, expected, rtol=0, atol=1e-8):
-                return {root: Term(name, (leaf,), (), (root, *(n for n in inside if n is not root)))}
-    return {}
+    if not _bends(view, root, _DEPTH):
+        return None
+    leaves: set[fx.Node] = set()
+    inside: dict[fx.Node, None] = {}
+    product = Term("mul", (a, b), (), (root,))
+    if not _collect(view, product, leaves, inside) or len(leaves) != 1:
+        return None
+    if not any(view.name(node) in ("tanh", "erf") for node in inside):
+        return None
+    leaf = leaves.pop()
+    values = _evaluate(view, product, leaf)
+    for name, expected in _GELUS.items():
+        if torch.allclose(values, expected, rtol=0, atol=1e-8):
+            return Term(name, (leaf,), (), (root, *(n for n in inside if n is not root)))
+    return None
 
 
-def _collect(view: View, node: fx.Node, leaves: set[fx.Node], inside: dict[fx.Node, None]) -> bool:
-    """The arithmetic nodes below ``node`` and the tensors they start from. False if it grows beyond one activation."""
-    inside[node] = None
-    for operand in view.term(node).operands:
+def _bends(view: Reader, node: fx.Node, depth: int) -> bool:
+    """Whether a tanh or erf is within ``depth`` steps below ``node``."""
+    below = [n for n in node.all_input_nodes if is_tensor(n)]
+    if any(view.name(n) in ("tanh", "erf") for n in below):
+        return True
+    return depth > 0 and any(view.name(n) in _STEPS and _bends(view, n, depth - 1) for n in below)
+
+
+_STEPS = {*_ARITHMETIC, "to", "float", "half", "bfloat16", "double", "type_as"} - {"tanh", "erf", "pow", "square"}
+
+
+def _collect(view: Reader, term: Term, leaves: set[fx.Node], inside: dict[fx.Node, None]) -> bool:
+    """The arithmetic nodes below a term and the tensors they start from. False if it grows beyond one activation."""
+    inside[term.nodes[0]] = None
+    for operand in term.operands:
         edge = view.edge(operand)
         if isinstance(edge.base, (int, float)):
             continue
         if not isinstance(edge.base, fx.Node) or not is_tensor(edge.base) or edge.roundings:
             return False
-        term = view.term(edge.base)
+        below = view.term(edge.base)
         one_user = all(user in inside for user in edge.base.users)
-        if term.op in _ARITHMETIC and (one_user or _is_power(term)) and len(inside) < 16:
+        if below.op in _ARITHMETIC and (one_user or _is_power(below)) and len(inside) < 16:
             inside.update(dict.fromkeys((*edge.crossed, edge.base)))
-            if not _collect(view, edge.base, leaves, inside):
+            if not _collect(view, below, leaves, inside):
                 return False
         else:
             leaves.add(edge.base)
@@ -82,7 +89,7 @@ def _is_power(term: Term) -> bool:
     return term.op in ("square", "pow", "tanh", "erf")
 
 
-def _evaluate(view: View, node: fx.Node, leaf: fx.Node) -> torch.Tensor:
+def _evaluate(view: Reader, node: fx.Node | Term, leaf: fx.Node) -> torch.Tensor:
     if node is leaf:
         return _SAMPLES
     term = view.term(node)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import fx
+
+from fx_fusion.torch_internals.nodes import namespaces
 
 _ROWS = """
 add(input, other, alpha=1)
@@ -82,10 +84,48 @@ int(input)
 long(input)
 bool(input)
 getitem(input, index)
+view(input, *shape, **keywords)
+reshape(input, *shape, **keywords)
+expand(input, *shape, **keywords)
+broadcast_to(input, size)
+permute(input, *dims, **keywords)
+to(input, *target, **keywords)
+type(input, *target, **keywords)
+detach(input)
+alias(input)
+t(input)
+arange(*bounds, **keywords)
+ones(*size, **keywords)
+zeros(*size, **keywords)
+full(size, fill_value, **keywords)
+ones_like(input, **keywords)
+zeros_like(input, **keywords)
+full_like(input, fill_value, **keywords)
+new_ones(input, *size, **keywords)
+new_zeros(input, *size, **keywords)
+new_full(input, size, fill_value, **keywords)
+le(input, other)
+lt(input, other)
+ge(input, other)
+gt(input, other)
+eq(input, other)
+ne(input, other)
+bitwise_and(input, other)
+bitwise_or(input, other)
+bitwise_not(input)
+logical_and(input, other)
+logical_or(input, other)
+logical_not(input)
+abs(input)
+rsub(input, other, alpha=1)
+floor_divide(input, other)
+where(condition, input, other)
+tril(input, diagonal=0)
+triu(input, diagonal=0)
+diff(input, n=1, dim=-1, prepend=None, append=None)
+cumsum(input, dim, dtype=None)
+pad(input, pad, mode='constant', value=None)
 """
-
-# Ops whose arguments are variadic or overloaded: bound by hand where they are used, listed here by their spellings.
-VARIADIC = ("view", "reshape", "expand", "permute", "to", "type")
 
 _PREFIXES = {
     "dim": ("axis",),
@@ -99,10 +139,16 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "sub": (operator.sub,),
     "mul": (operator.mul,),
     "div": (operator.truediv,),
+    "floor_divide": (operator.floordiv,),
     "pow": (operator.pow,),
     "neg": (operator.neg,),
+    "abs": (operator.abs,),
     "getitem": (operator.getitem,),
     "matmul": (operator.matmul,),
+    "bitwise_and": (operator.and_,),
+    "bitwise_or": (operator.or_,),
+    "bitwise_not": (operator.invert,),
+    **{name: (getattr(operator, name),) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
 }
 _IN_PLACE: dict[str, tuple[Callable[..., Any], ...]] = {
     "add": (operator.iadd,),
@@ -119,8 +165,16 @@ _ALIASES = {
     "linalg_vector_norm": (),
     "cat": ("concat", "concatenate"),
     "transpose": ("swapaxes", "swapdims"),
+    "le": ("less_equal",),
+    "lt": ("less",),
+    "ge": ("greater_equal",),
+    "gt": ("greater",),
+    "ne": ("not_equal",),
 }
-_NAMESPACES = (torch, F, torch._C._nn, torch.special, torch.functional)
+_DUNDERS = {
+    **{name: name for name in ("add", "sub", "mul", "pow", "neg", "abs", "getitem", "matmul", "le", "lt", "ge", "gt", "eq", "ne")},
+    "truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or", "invert": "bitwise_not",
+}  # fmt: skip
 
 
 def _parse(row: str) -> tuple[str, inspect.Signature]:
@@ -137,9 +191,9 @@ def _tables() -> tuple[dict[Any, str], dict[str, str], dict[Any, str]]:
     functions: dict[Any, str] = {}
     methods: dict[str, str] = {}
     in_place: dict[Any, str] = {}
-    for name in (*SIGNATURES, *VARIADIC):
+    for name in SIGNATURES:
         for spelling in (name, *_ALIASES.get(name, ())):
-            for namespace in _NAMESPACES:
+            for namespace in namespaces():
                 if callable(function := getattr(namespace, spelling, None)):
                     functions[function] = name
             methods[spelling] = name
@@ -149,20 +203,31 @@ def _tables() -> tuple[dict[Any, str], dict[str, str], dict[Any, str]]:
         for function in _IN_PLACE.get(name, ()):
             in_place[function] = name
     functions[torch.linalg.vector_norm] = "linalg_vector_norm"
-    for dunder in ("add", "sub", "mul", "truediv", "pow", "neg", "getitem", "matmul"):
-        methods[f"__{dunder}__"] = {"truediv": "div"}.get(dunder, dunder)
+    methods |= {f"__{dunder}__": name for dunder, name in _DUNDERS.items()}
+    del methods["where"]  # x.where(condition, other): another order of arguments
     return functions, methods, in_place
 
 
-FUNCTIONS, METHODS, IN_PLACE = _tables()
-REFLECTED = {"__radd__": "add", "__rmul__": "mul", "__rsub__": "sub", "__rtruediv__": "div", "__rpow__": "pow"}
+_FUNCTIONS, _METHODS, _IN_PLACE_NAMES = _tables()
+_REFLECTED = {"__radd__": "add", "__rmul__": "mul", "__rsub__": "sub", "__rtruediv__": "div", "__rpow__": "pow"}
 
 
-def bind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of one call by parameter name, defaults filled in; None if they don't fit the signature."""
+def names_of(node: fx.Node) -> tuple[str | None, str | None]:
+    """The op that a node calls: its name where the call is functional, and its name where it is in place."""
+    if node.op == "call_method":
+        target = str(node.target)
+        return _METHODS.get(target) or _REFLECTED.get(target), _IN_PLACE_NAMES.get(target)
+    if node.op == "call_function":
+        return _lookup(_FUNCTIONS, node.target), _lookup(_IN_PLACE_NAMES, node.target)
+    return None, None
+
+
+def bind(name: str, node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a call of op ``name`` by parameter, defaults filled in; None if they don't fit its signature."""
     signature = SIGNATURES[name]
-    if kwargs:
-        kwargs = {_parameter(signature, key): value for key, value in kwargs.items()}
+    reflected = node.op == "call_method" and node.target in _REFLECTED
+    args = node.args[::-1] if reflected else node.args
+    kwargs = {_parameter(signature, key): item for key, item in node.kwargs.items()}
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
@@ -178,3 +243,10 @@ def _parameter(signature: inspect.Signature, key: str) -> str:
         if key in others and parameter in signature.parameters:
             return parameter
     return key
+
+
+def _lookup(table: dict[Any, str], target: Any) -> str | None:
+    try:
+        return table.get(target)
+    except TypeError:  # an unhashable callable
+        return None

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from fx_fusion.torch_internals.fakes import hint_of
+
 
 def expected(size: Any) -> float:
     """A size, or the value that a symbolic one had when the graph was captured; infinity where it had none."""
     if not isinstance(size, torch.SymInt):
         return size
-    hint = getattr(size.node, "hint", None)
+    hint = hint_of(size)
     return math.inf if hint is None else int(hint)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from torch import fx
 
+from fx_fusion.torch_internals.nodes import empty_like, take_codegen
+
 
 def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy the graph and, recursively, the graphs of the modules inside; share everything else."""
-    graph = fx.Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
+    graph = empty_like(gm.graph)
     copied: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(gm.graph, copied)
     if result is not None:
         out = graph.output(result)
         out.meta.update(next(n for n in reversed(gm.graph.nodes) if n.op == "output").meta)
-    graph._codegen = gm.graph._codegen
+    take_codegen(graph, gm.graph)
     copy = fx.GraphModule(gm, graph)
     copy.meta.update(gm.meta)
     for name, child in gm.named_children():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.torch_internals.fakes import example_of
 
 _SYMMETRIC = {"add", "mul"}
 
@@ -35,25 +38,42 @@ class Edge:
     crossed: tuple[fx.Node, ...] = ()
 
 
-def value(node: Any) -> Any:
+class Reader(Protocol):
+    """What a rule may ask the view of the graph whose node it reads (``View``)."""
+
+    def name(self, node: fx.Node) -> str | None: ...
+    def term(self, node: Any) -> Term: ...
+    def edge(self, operand: Any) -> Edge: ...
+    def same_source(self, a: Any, b: Any) -> bool: ...
+    def folded(self, item: Any) -> Any: ...
+    def arguments(self, node: fx.Node) -> Mapping[str, Any] | None: ...
+
+
+def example(node: Any) -> Any:
     """The example value (a fake tensor, a symbolic scalar) of a node; anything else is its own value."""
     if isinstance(node, Term):
         node = node.nodes[0]
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+    return example_of(node) if isinstance(node, fx.Node) else node
 
 
 def is_tensor(node: Any) -> bool:
-    return isinstance(value(node), torch.Tensor)
+    """Whether a node, or what stands for one, is a tensor."""
+    return isinstance(example(node), torch.Tensor)
 
 
 def is_scalar(node: Any) -> bool:
-    """A Python number or a node that is one (``.item()`` under dynamic shapes), not a 0-d tensor."""
-    return isinstance(value(node), (int, float, torch.SymInt, torch.SymFloat))
+    """Whether this is a Python number or a node that is one (``.item()`` under dynamic shapes), not a 0-d tensor."""
+    return isinstance(example(node), (int, float, torch.SymInt, torch.SymFloat))
+
+
+def same_sizes(a: Any, b: Any) -> bool:
+    """Whether two sequences of sizes are equal for every value of their symbols. Adds no guard."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two shapes are equal for every value of their symbols. Adds no guard."""
-    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+    return same_sizes(a.shape, b.shape)
 
 
 def symmetric(term: Term) -> bool:

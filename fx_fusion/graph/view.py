@@ -18,46 +18,54 @@ The same view reads the pattern functions, so both sides agree by construction.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from fx_fusion.graph import normal_forms, signatures
-from fx_fusion.graph.bodies import Outside
 from fx_fusion.graph.dtypes import keeps_values, roundings
 from fx_fusion.graph.effects import Effects, storages
-from fx_fusion.graph.gelu import written_out_gelus
-from fx_fusion.graph.terms import Edge, Term, is_scalar, is_tensor, same_shape, symmetric, value
+from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.terms import Edge, Term, example, is_tensor, same_shape
 
-__all__ = ["Edge", "Term", "View", "is_scalar", "is_tensor", "same_shape", "symmetric", "value"]
+
+@dataclass(frozen=True)
+class Outside:
+    """The graph around a body, the call that runs it, and the call's operand for each placeholder of the body."""
+
+    view: View
+    call: fx.Node
+    operands: dict[fx.Node, Any]
 
 
 class View:
-    """The canonical view of one FX graph whose nodes carry ``example_value`` metadata."""
+    """The canonical view of one FX graph whose nodes carry example values.
 
-    def __init__(self, graph: fx.Graph):
-        self.graph = graph
+    Args:
+        graph: the graph.
+        outside: for a checkpointed body, the graph around it.
+    """
+
+    def __init__(self, graph: fx.Graph, outside: Outside | None = None):
+        self.graph, self.outside = graph, outside
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
-        self.assumptions: Any = None  # what may be assumed and checked at run time; set by the backend
-        self.outside: Outside | None = None  # of a checkpointed body: the graph around it; set by the backend
-        self.prover: Any = None  # of its masks, made when the first is asked for
-        self.may_defer = False  # whether outputs of this graph may be deferred; set by the backend
         self._terms: dict[fx.Node, Term] = {}
+        self._arguments: dict[fx.Node, Mapping[str, Any] | None] = {}
         self._below: dict[fx.Node, fx.Node | None] = {}
         self._edges: dict[fx.Node, Edge] = {}
-        for node in graph.nodes:
-            if self.name(node) in ("tanh", "erf"):
-                self._terms.update(written_out_gelus(self, node))
 
     def adopt(self, node: fx.Node, beside: fx.Node) -> None:
-        """A node that was inserted ``beside`` another after this view was made."""
+        """Take in a node that was inserted ``beside`` another after this view was made."""
         self.order[node] = self.order[beside]
         self.effects.adopt(node, beside)
 
     # -- meaning of a node ---------------------------------------------------------------------------------------
     def term(self, node: fx.Node | Term) -> Term:
+        """What a node means; an opaque term where it is not known."""
         if isinstance(node, Term):
             return node
         if (known := self._terms.get(node)) is not None:
@@ -67,50 +75,48 @@ class View:
         return term
 
     def _build(self, node: fx.Node) -> Term | None:
-        name = self.name(node)
-        if name is None:
+        name, arguments = self.name(node), self.arguments(node)
+        if name is None or arguments is None:
             return None
-        args, kwargs = node.args, node.kwargs
-        if node.op == "call_method" and node.target in signatures.REFLECTED:
-            args = (args[1], args[0])
-        if name in signatures.VARIADIC:
-            return normal_forms.reading_shape(self, node, name)
-        bound = signatures.bind(name, args, dict(kwargs))
-        if bound is None:
-            return None
-        bound = {key: self.constant(item) for key, item in bound.items()}
+        bound = {key: self.folded(item) for key, item in arguments.items()}
         rule = normal_forms.RULES.get(name)
         return rule(self, node, bound) if rule else normal_forms.plain(name, node, bound)
 
     def name(self, node: fx.Node) -> str | None:
         """The op's canonical name; None for placeholders, unknown callables and in-place ops on values still alive."""
-        if node.op == "call_method":
-            functional, in_place = signatures.METHODS.get(str(node.target)), signatures.IN_PLACE.get(node.target)
-            functional = functional or signatures.REFLECTED.get(str(node.target))
-        elif node.op == "call_function":
-            functional, in_place = _lookup(signatures.FUNCTIONS, node.target), _lookup(signatures.IN_PLACE, node.target)
-        else:
-            return None
+        functional, in_place = signatures.names_of(node)
         if functional and not self.effects.mutated(node):
             return functional
         name = functional or in_place
         return name if name and self.effects.overwrites_dead_value(node) else None
 
-    def constant(self, item: Any) -> Any:
-        """A node that stands for a known Python number (``x.shape[-1] // 2``, static) becomes that number."""
+    def arguments(self, node: fx.Node) -> Mapping[str, Any] | None:
+        """The arguments of a call by parameter, defaults filled in; None where the call or its arguments are not known."""
+        if node not in self._arguments:
+            name = self.name(node)
+            self._arguments[node] = None if name is None else signatures.bind(name, node)
+        return self._arguments[node]
+
+    def arguments_of(self, node: Any, *names: str) -> Mapping[str, Any] | None:
+        """``arguments`` if ``node`` is a call of one of these ops."""
+        return self.arguments(node) if isinstance(node, fx.Node) and self.name(node) in names else None
+
+    def folded(self, item: Any) -> Any:
+        """``item`` with each node that stands for a known Python number (``x.shape[-1] // 2``, static) as that number."""
         if isinstance(item, fx.Node):
-            known = value(item)
+            known = example(item)
             is_number = isinstance(known, (int, float)) and not isinstance(known, bool)
             return known if is_number and item.op != "placeholder" else item
         if isinstance(item, (list, tuple)):
-            return tuple(self.constant(i) for i in item)
+            return tuple(self.folded(i) for i in item)
         if isinstance(item, slice):
-            return slice(self.constant(item.start), self.constant(item.stop), self.constant(item.step))
+            return slice(self.folded(item.start), self.folded(item.stop), self.folded(item.step))
         return item
 
     def is_pure(self, node: fx.Node) -> bool:
-        """Whether the node may be computed later, or not at all: a known op that writes nothing and draws nothing."""
-        return self.name(node) not in (None, "dropout") and not self.effects.mutated(node)
+        """Whether the node may be computed later, or not at all: a known op that writes nothing and draws nothing. (A
+        detached tensor shares memory with one that has a gradient.)"""
+        return self.name(node) not in (None, "dropout", "detach", "alias") and not self.effects.mutated(node)
 
     # -- operands ------------------------------------------------------------------------------------------------
     def edge(self, operand: Any) -> Edge:
@@ -123,7 +129,7 @@ class View:
         while (below := self.transparent(node)) is not None:
             crossed.append(node)
             node = below
-        dtypes = [value(n).dtype for n in (node, *reversed(crossed)) if is_tensor(n)]
+        dtypes = [example(n).dtype for n in (node, *reversed(crossed)) if is_tensor(n)]
         edge = Edge(node, roundings(dtypes) if dtypes else (), tuple(crossed))
         self._edges[operand] = edge
         return edge
@@ -134,7 +140,7 @@ class View:
             return Edge(operand)
         crossed, node = [], operand
         while (below := self.transparent(node)) is not None and is_tensor(node):
-            if not keeps_values(value(below).dtype, value(node).dtype) or self._copies(node):
+            if not keeps_values(example(below).dtype, example(node).dtype) or self._copies(node):
                 break
             crossed.append(node)
             node = below
@@ -149,7 +155,7 @@ class View:
 
     def same_value(self, a: Any, b: Any) -> bool:
         """Whether two nodes hold the same values, roundings included: one node, casts of one node that round alike, or the
-        same pure term of the same operands with no write to any of them in between (``cos[:, None]`` written twice)."""
+        same pure term of the same operands with no write to any of them afterwards (``cos[:, None]`` written twice)."""
         if self.same_source(a, b):
             return True
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
@@ -161,18 +167,18 @@ class View:
             len(other.operands),
         ):
             return False
-        if "shape" in one.attrs and not same_shape(value(a), value(b)):
+        if "shape" in one.attrs and not same_shape(example(a), example(b)):
             return False
-        if value(a).dtype != value(b).dtype or self.effects.mutated(a) or self.effects.mutated(b):
+        if example(a).dtype != example(b).dtype or self.effects.mutated(a) or self.effects.mutated(b):
             return False
         if not all(self.same_value(x, y) for x, y in zip(one.operands, other.operands, strict=True)):
             return False
-        first, last = sorted((self.order[a], self.order[b]))
+        first = min(self.order[a], self.order[b])
         used = {n for n in (a, b, *one.operands, *other.operands) if isinstance(n, fx.Node)}
-        return self.effects.writes_between(first, last, used) is None
+        return self.effects.written_after(first, used) is None  # a write to one of them makes them two values
 
     def _copies(self, node: fx.Node) -> bool:
-        return self.name(node) in ("contiguous", "clone") and value(node).stride() != value(node.args[0]).stride()
+        return self.name(node) in ("contiguous", "clone") and example(node).stride() != example(node.args[0]).stride()
 
     def transparent(self, node: fx.Node) -> fx.Node | None:
         """The operand whose values ``node`` hands on unchanged (up to a cast); None if it computes something."""
@@ -195,39 +201,41 @@ class View:
         region = self.effects.region
         if region[node][0] or not any(region[user][0] for user in node.users if user.op != "output"):
             return False
-        return any(is_tensor(source) and value(source).requires_grad for source in node.all_input_nodes)
+        seen: set[fx.Node] = set()
+        waiting = list(node.all_input_nodes)
+        while waiting:  # through everything that is made in such a block
+            source = waiting.pop()
+            if source in seen or not is_tensor(source):
+                continue
+            if example(source).requires_grad:
+                return True
+            seen.add(source)
+            waiting += [] if region[source][0] else source.all_input_nodes
+        return False
 
     def _hands_on(self, node: fx.Node) -> fx.Node | None:
         name = self.name(node)
         if name is None or not node.args or not isinstance(node.args[0], fx.Node) or not is_tensor(node):
             return None
         below = node.args[0]
-        before, after = value(below), value(node)
+        before, after = example(below), example(node)
         if not isinstance(before, torch.Tensor) or before.device != after.device:
             return None
         if before.dtype.is_floating_point != after.dtype.is_floating_point:
             return None  # .int() of scores, a mask made a number: another value
+        if name == "view" and before.dtype != after.dtype:
+            return None  # the same memory, read as another dtype
         if name in _CASTS or name in _MAY_BE_NO_OP:
             return below if same_shape(before, after) else None
         if name == "dropout":
-            bound = signatures.bind("dropout", node.args, dict(node.kwargs))
+            bound = self.arguments(node)
             return below if bound and (bound["p"] == 0 or bound["training"] is False) else None
         if name == "getitem":
-            return below if _is_full_slice(node.args[1]) and same_shape(before, after) else None
+            index = index_of(node.args[1], before.dim())
+            plain = index is not None and index.only_slices and not index.new_axes
+            return below if plain and same_shape(before, after) else None
         return None
 
 
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool"}
 _MAY_BE_NO_OP = {"view", "reshape", "view_as", "expand", "expand_as", "contiguous", "clone", "flatten", "squeeze"}
-
-
-def _lookup(table: dict[Any, str], target: Any) -> str | None:
-    try:
-        return table.get(target)
-    except TypeError:  # an unhashable callable
-        return None
-
-
-def _is_full_slice(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
-    return all(item is Ellipsis or isinstance(item, slice) for item in items)

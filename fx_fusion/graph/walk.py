@@ -1,13 +1,13 @@
-"""For finders that read a graph step by step: how they stop, and the arithmetic that they all meet."""
+"""For finders that read a graph step by step: how they stop, and the calls and arithmetic that they all meet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
-from fx_fusion.graph import signatures
+from fx_fusion.graph.terms import Reader
 from fx_fusion.graph.view import View
 
 
@@ -21,23 +21,20 @@ class NotThis(Exception):
 
 def source_of(node: fx.Node) -> fx.Node | None:
     """The tensor that a view, cast or reshape is of, given by position or by name; None if it is no node."""
-    found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-    return found if isinstance(found, fx.Node) else None
+    source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    return source if isinstance(source, fx.Node) else None
 
 
-def attention_calls(view: View) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
+def attention_calls(view: View) -> Iterator[tuple[fx.Node, Mapping[str, Any]]]:
     """Each call of scaled_dot_product_attention, and its arguments by name."""
     for node in view.graph.nodes:
-        if view.name(node) == "scaled_dot_product_attention":
-            bound = signatures.bind("scaled_dot_product_attention", node.args, dict(node.kwargs))
-            if bound is not None:
-                yield node, bound
+        if (bound := view.arguments_of(node, "scaled_dot_product_attention")) is not None:
+            yield node, bound
 
 
-def binary(view: View, node: fx.Node) -> tuple[Any, Any]:
+def binary(view: Reader, node: fx.Node) -> tuple[Any, Any]:
     """The operands of add, mul or div without ``alpha`` or ``rounding_mode``; raises NotThis for anything else."""
-    name = view.name(node)
-    bound = signatures.bind(name, node.args, dict(node.kwargs)) if name in ("add", "mul", "div") else None
+    bound = view.arguments(node) if view.name(node) in ("add", "mul", "div") else None
     if bound is None or bound.get("alpha", 1) != 1 or bound.get("rounding_mode") is not None:
         raise NotThis(node, f"{node.name} is not a plain sum, product or quotient")
-    return view.constant(bound["input"]), view.constant(bound["other"])
+    return view.folded(bound["input"]), view.folded(bound["other"])

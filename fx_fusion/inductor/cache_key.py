@@ -15,28 +15,10 @@ from typing import Any
 
 import torch
 import triton
-from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fx_fusion.ops.fused_op import PLAIN_FUNCTIONS
+from fx_fusion.ops.library import PLAIN_FUNCTIONS
 from fx_fusion.options import Options
-
-_SLOT = "post_grad_custom_pre_pass"
-_CACHEABLE = "unsafe_marked_cacheable_functions"
-
-
-class _NoOpPass(CustomGraphPass):
-    """Changes nothing; exists for its uuid."""
-
-    def __init__(self, key: str):
-        self.key = key
-
-    def __call__(self, graph: fx.Graph) -> None:
-        return
-
-    def uuid(self) -> Any:
-        return self.key
+from fx_fusion.torch_internals.inductor import with_key
 
 
 @functools.cache
@@ -58,27 +40,4 @@ def key_of(options: Options) -> str:
 
 def config_patches(options: Options) -> dict[str, Any]:
     """Inductor's options of this compilation, with our key added to its custom passes."""
-    patches = dict(options.inductor)
-    given = patches.get(_SLOT, getattr(inductor_config, _SLOT))
-    ours = _NoOpPass(key_of(options))
-    known = dict(patches.get(_CACHEABLE, getattr(inductor_config, _CACHEABLE)) or {})
-    patches[_CACHEABLE] = {**known, **dict.fromkeys(PLAIN_FUNCTIONS, source_hash())}
-    if given is None:
-        patches[_SLOT] = ours
-    elif isinstance(given, CustomGraphPass):
-        patches[_SLOT] = _Both(given, ours)
-    return patches
-
-
-class _Both(CustomGraphPass):
-    """The user's own pass, and our key."""
-
-    def __init__(self, users: CustomGraphPass, ours: _NoOpPass):
-        self.users, self.ours = users, ours
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.users(graph)
-
-    def uuid(self) -> Any:
-        theirs = self.users.uuid()
-        return None if theirs is None else (theirs, self.ours.uuid())
+    return with_key(options.inductor, key_of(options), dict.fromkeys(PLAIN_FUNCTIONS, source_hash()))

@@ -6,10 +6,10 @@ A kernel whose launch is traced is bound to the strides it was traced with. In a
     channels_last(x)    the values of x, channels last. Inductor: x itself where it lies so, else a copy.
     any_layout(y)       the values of y, contiguous as far as the graph knows. Inductor: y as it lies.
 
-Inductor may hand on one buffer under two names here, which AOTAutograd takes for two tensors: it must not be told that the
-backward may overwrite what it is given (``without_donated_buffers``). Gradients are channels last and stay so: nobody relies
-on their strides. Without these ops such a kernel cost a copy before
-and one behind it: timm's resnetv2_50d_evos ran at 0.70 of Inductor's speed (H200).
+The lowering may alias its input. AOTAutograd assumes distinct buffers, so buffer donation to the backward is disabled for
+these graphs (``without_donated_buffers``). Gradients are channels last and stay so: nobody relies on their strides. Without
+these ops such a kernel costs a copy before it and one behind: timm's resnetv2_50d_evos ran at 0.70 of Inductor's speed
+(H200).
 
 Shapes     x: (n, c, ...), at least three dims. Any dtype.
 """
@@ -20,10 +20,11 @@ import contextlib
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor, fx
 
-from fx_fusion.ops.fused_op import plain_op, register_autograd
+from fx_fusion.ops.library import plain_op, register_autograd
+from fx_fusion.torch_internals.inductor import without_donated_buffers as no_donations
+from fx_fusion.torch_internals.lowerings import lower_channels_last
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -40,22 +41,8 @@ def _any_layout(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _lower_channels_last(x: Any) -> Any:
-    from torch._inductor.ir import ExternKernel, as_storage_and_layout
-    from torch._inductor.virtualized import V
-
-    rank = len(x.get_size())
-    order = [rank - 1, 0, *range(rank - 2, 0, -1)]
-    laid_out = ExternKernel.require_stride_order(x, order)
-    kept = any(user.op == "output" for user in V.current_node.users)
-    if kept and as_storage_and_layout(laid_out)[0].get_name() in V.graph.graph_inputs:
-        # Saved for the backward, and the caller may write to it meanwhile.
-        return ExternKernel.require_stride_order(ExternKernel.copy_input(x), order)
-    return laid_out
-
-
 channels_last = plain_op(
-    "channels_last", "(Tensor x) -> Tensor", to_channels_last, to_channels_last, lowering=_lower_channels_last
+    "channels_last", "(Tensor x) -> Tensor", to_channels_last, to_channels_last, lowering=lower_channels_last
 )
 any_layout = plain_op("any_layout", "(Tensor x) -> Tensor", _any_layout, _any_layout, lowering=lambda x: x)
 # A copy that no pass takes for one that can be left out.
@@ -71,4 +58,4 @@ def without_donated_buffers(gm: fx.GraphModule) -> contextlib.AbstractContextMan
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     if not any(node.target in LAYOUT_OPS for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return contextlib.nullcontext()
-    return torch._functorch.config.patch(donated_buffer=False)
+    return no_donations()

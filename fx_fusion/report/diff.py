@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from fx_fusion.report.report import GraphReport
+from fx_fusion.graph import dtypes
+from fx_fusion.graph.terms import example
+from fx_fusion.torch_internals.nodes import is_operator
 
 
 def text(module: fx.GraphModule) -> str:
@@ -34,7 +35,7 @@ def _argument(item: Any) -> str:
 
 
 def _target(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if is_operator(node.target):
         return str(node.target).removesuffix(".default")
     if node.op == "call_method":
         return f".{node.target}"
@@ -42,15 +43,13 @@ def _target(node: fx.Node) -> str:
 
 
 def _type(node: fx.Node) -> str:
-    known = node.meta.get("example_value")
+    known = example(node)
     if not isinstance(known, torch.Tensor):
         return ""
-    return f": {str(known.dtype).removeprefix('torch.')}[{', '.join(map(str, known.shape))}]"
+    return f": {dtypes.name(known.dtype)}[{', '.join(map(str, known.shape))}]"
 
 
-def unified(graph: GraphReport) -> str:
-    """The unified diff of one graph, before to after."""
-    lines = difflib.unified_diff(
-        graph.before.splitlines(), graph.after.splitlines(), f"graph {graph.index} before", "after", lineterm="", n=1
-    )
+def unified(before: str, after: str, title: str) -> str:
+    """The unified diff of two texts."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), f"{title} before", "after", lineterm="", n=1)
     return "\n".join(lines)

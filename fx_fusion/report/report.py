@@ -6,49 +6,18 @@ legality check or the dtype policy says no) · **near** (the structure differs) 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-import torch
 from tabulate import tabulate
-from torch import fx
 
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
-from fx_fusion.graph.view import value
-
-STATUSES = ("fused", "kept", "declined", "near")
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place in one graph.
-
-    ``module`` is the path of the module that made the root node, ``location`` its source as ``file.py:line``,
-    ``shapes`` the shapes of the bound inputs by parameter.
-    """
-
-    fusion: str
-    status: str
-    reason: str
-    module: str
-    location: str
-    shapes: dict[str, str] = field(default_factory=dict)
-    graph: int = 0
-
-
-@dataclass
-class Calls:
-    """How often a graph with assumptions was called: as assumed, and otherwise. Counted for as long as the process runs."""
-
-    assumed: int = 0
-    otherwise: int = 0
+from fx_fusion.report.diff import unified
+from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.runtime.speculate import Calls
 
 
 @dataclass
@@ -146,9 +115,7 @@ class Report:
 
     def diff(self) -> str:
         """Unified text diff of every graph before and after. Node names are kept, so unchanged lines are equal."""
-        from fx_fusion.report.diff import unified
-
-        return "\n".join(unified(g) for g in self.graphs)
+        return "\n".join(unified(g.before, g.after, f"graph {g.index}") for g in self.graphs)
 
     def to_json(self) -> str:
         """Sites, graphs and counts as a JSON document."""
@@ -184,63 +151,3 @@ def _shorten(modules: list[str]) -> str:
         span = f"{{{min(numbers)}-{max(numbers)}}}" if min(numbers) != max(numbers) else str(numbers[0])
         parts.append(pattern.replace("{}", span, 1))
     return " ".join(parts)
-
-
-# -- where a node comes from ---------------------------------------------------------------------------------------
-def module_of(node: fx.Node) -> str:
-    """The path of the innermost module that made the node, as ``layers.0.mlp``; empty for a free function."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = next(reversed(stack.values()))[0]
-    path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", lambda m: "." + (m.group(1) or m.group(2)), str(path))
-    path = re.sub(r"\[(\d+)\]", r".\1", path)
-    return re.sub(r"^(L\.)?self\.|^L\.?(self)?\.?", "", path).lstrip(".").removeprefix("fn.")
-
-
-def location_of(node: fx.Node) -> str:
-    """``file.py:line`` of the user's code that made the node."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    file, line = frames[-1]
-    return f"{file.rsplit('/', 1)[-1]}:{line}"
-
-
-def shapes_of(inputs: dict[str, Any]) -> dict[str, str]:
-    tensors = {n: value(v) for n, v in inputs.items() if isinstance(value(v), torch.Tensor)}
-    return {n: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in tensors.items()}
-
-
-# -- recording -----------------------------------------------------------------------------------------------------
-_active: ContextVar[tuple[Report, ...]] = ContextVar("recordings", default=())  # of this thread
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[Report]:
-    """``with fx_fusion.recording() as report:`` collects what this thread compiles inside."""
-    report = Report()
-    with recording_in((report,)):
-        yield report
-
-
-@contextlib.contextmanager
-def recording_in(reports: Iterable[Report]) -> Iterator[None]:
-    """What this thread compiles inside is added to these reports too."""
-    known = _active.get()
-    before = _active.set((*known, *(r for r in reports if not any(r is k for k in known))))
-    try:
-        yield
-    finally:
-        _active.reset(before)
-
-
-def recordings() -> tuple[Report, ...]:
-    """The reports that record what this thread compiles now."""
-    return _active.get()
-
-
-def publish(graph: GraphReport, sites: list[Site]) -> None:
-    """Hand one graph's result to everybody who records."""
-    for report in _active.get():
-        report.add(graph, sites)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch._logging import trace_structured
-
-from fx_fusion.report.report import GraphReport, Report, Site
+from fx_fusion.report.report import GraphReport, Report
+from fx_fusion.report.site import Site
+from fx_fusion.torch_internals.dynamo import publish_artifact
 
 
 def write(graph: GraphReport, sites: list[Site], *, to_terminal: bool) -> None:
@@ -16,11 +16,7 @@ def write(graph: GraphReport, sites: list[Site], *, to_terminal: bool) -> None:
     report.add(graph, sites)
     artifacts = {"report": lambda: str(report), "diff": report.diff, "json": report.to_json}
     for name, payload in artifacts.items():
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda name=name: {"name": f"fx_fusion_{name}", "encoding": "string"},
-            payload_fn=payload,
-        )
+        publish_artifact(f"fx_fusion_{name}", payload)
     if to_terminal:
         print(report)
         folder = Path("fx_fusion_debug")

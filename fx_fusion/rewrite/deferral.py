@@ -15,20 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import autocast_of, storages
-from fx_fusion.graph.view import View, is_tensor, value
-from fx_fusion.runtime.deferred_tensor import DeferredTensor, Recipe
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import example
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
+from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.torch_internals.fakes import set_example
+from fx_fusion.torch_internals.nodes import is_erased
 
 _MAX_FOLLOWING = 16  # nodes between absorbed logits and the outputs made from them
 
 
 # -- which outputs can wait (while matching) -----------------------------------------------------------------------
 def deferrable_outputs(
-    view: View, chain: Sequence[fx.Node], inside: set[fx.Node], cuts: Sequence[fx.Node]
+    search: Search, chain: Sequence[fx.Node], inside: set[fx.Node], cuts: Sequence[fx.Node]
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     """The outputs of the graph that are made from ``chain`` alone, if everything of it outside the fusion ends in
     outputs; and the nodes that lie between. ``((), ())`` where something else needs the values, or may not wait."""
-    if not view.may_defer:
+    view = search.view
+    if not search.may_defer:
         return (), ()
     # What is read later must still be there then.
     sources = [*cuts, *(n for n in view.graph.nodes if n.op == "placeholder" and is_tensor(n))]
@@ -69,6 +75,11 @@ class Deferral:
     autocast: tuple[str, torch.dtype, bool]
     grad: bool
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the outputs in the graph."""
+        return tuple(node.name for node in self.nodes)
+
 
 def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """The nodes in groups that are views of each other, or the same tensor."""
@@ -106,7 +117,7 @@ def cut_off(nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any
     for n in needed:
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
     graph.output(tuple(copies[node] for node in nodes))
-    autocast = autocast_of(region, value(nodes[0]).device.type)
+    autocast = autocast_of(region, example(nodes[0]).device.type)
     return Deferral(tuple(nodes), fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0])
 
 
@@ -114,7 +125,7 @@ class DeferredOutputs:
     """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
 
     def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
-        self.names = tuple(node.name for d in deferrals for node in d.nodes)
+        self.names = tuple(name for d in deferrals for name in d.names)
         self._deferrals = tuple(deferrals)
         self._metas = [_static_metas(d.nodes) for d in deferrals]
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
@@ -152,13 +163,10 @@ class DeferredOutputs:
     def _made(self, d: int, args: Sequence[Any], results: Sequence[Any]) -> tuple[Tensor, ...]:
         deferral, metas = self._deferrals[d], self._metas[d]
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
-        recipe = Recipe(deferral.module, operands, self.names_of(d), deferral.autocast, deferral.grad)
+        recipe = Recipe(deferral.module, operands, deferral.names, deferral.autocast, deferral.grad)
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
             return recipe.values()
         return DeferredTensor.all_of(recipe, recipe.metas() if metas is None else metas)
-
-    def names_of(self, d: int) -> tuple[str, ...]:
-        return tuple(node.name for node in self._deferrals[d].nodes)
 
 
 def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:
@@ -171,7 +179,7 @@ def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callab
 
 
 def _erase_dead(node: fx.Node, stop: set[fx.Node]) -> None:
-    if node._erased or node.users or node in stop or node.op in ("placeholder", "output"):
+    if is_erased(node) or node.users or node in stop or node.op in ("placeholder", "output"):
         return
     operands = node.all_input_nodes
     node.graph.erase_node(node)
@@ -180,7 +188,7 @@ def _erase_dead(node: fx.Node, stop: set[fx.Node]) -> None:
 
 
 def _static_metas(nodes: Sequence[fx.Node]) -> tuple[Tensor, ...] | None:
-    examples = [value(node) for node in nodes]
+    examples = [example(node) for node in nodes]
     if not all(isinstance(n, int) for example in examples for n in (*example.shape, *example.stride())):
         return None  # symbolic: known when it runs
     return tuple(torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device="meta") for e in examples)
@@ -192,14 +200,15 @@ def read_deferred_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
     with (``read_deferred_inputs``); in the graph, too."""
     inputs = list(example_inputs)
     for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
-        if isinstance(example := value(node), DeferredTensor):
-            node.meta["example_value"] = inputs[i] = example.as_traced()
+        if isinstance(tensor := example(node), DeferredTensor):
+            inputs[i] = tensor.as_traced()
+            set_example(node, inputs[i])
     return inputs
 
 
 def activation_positions(gm: fx.GraphModule) -> tuple[int, ...]:
     """The inputs of a graph that another graph may have made: tensors that are no parameters."""
-    inputs = [value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    inputs = [example(n) for n in gm.graph.nodes if n.op == "placeholder"]
     return tuple(i for i, t in enumerate(inputs) if isinstance(t, Tensor) and not (t.is_leaf and t.requires_grad))
 
 

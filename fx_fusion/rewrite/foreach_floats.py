@@ -23,20 +23,23 @@ import operator
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import fx
-from torch._prims_common import get_computation_dtype
 
-from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import View, example
 from fx_fusion.rewrite.editor import Editor
+from fx_fusion.torch_internals.dispatch import computation_dtype, foreach
+from fx_fusion.torch_internals.inductor import without_caches as caches_off
 
 # Foreach ops that can take a tensor instead: what they call the number that scales their second operand, or None where the
 # number itself is the second operand.
-_FOREACH: dict[Any, str | None] = {}
-for _end in ("", "_"):
-    _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): None for op in ("mul", "div")}
-    _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "alpha" for op in ("add", "sub")}
-    _FOREACH |= {getattr(torch, f"_foreach_{op}{_end}"): "value" for op in ("addcmul", "addcdiv")}
+_FOREACH: dict[Any, str | None] = {
+    op: scale
+    for names, scale in ((("mul", "div"), None), (("add", "sub"), "alpha"), (("addcmul", "addcdiv"), "value"))
+    for name in names
+    for end in ("", "_")
+    if (op := foreach(name + end)) is not None
+}
 
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg}
 
@@ -44,10 +47,10 @@ _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, opera
 def without_caches(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     """What a graph that changing floats go into, or into its bodies, is compiled under."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    items = (value(node) for graph in graphs for node in graph.find_nodes(op="call_method", target="item"))
+    items = (example(node) for graph in graphs for node in graph.find_nodes(op="call_method", target="item"))
     if not any(isinstance(item, torch.SymFloat) for item in items):
         return contextlib.nullcontext()
-    return torch._inductor.config.patch(force_disable_caches=True)
+    return caches_off()
 
 
 def keep_tensors(gm: fx.GraphModule) -> int:
@@ -69,12 +72,12 @@ def _taken(node: fx.Node) -> tuple[fx.Node, Any, torch.dtype] | None:
         return None
     name = _FOREACH[node.target]
     number, tensors = (node.args[1], node.args[0]) if name is None else (node.kwargs.get(name), node.args[1])
-    if not isinstance(number, fx.Node) or not isinstance(value(number), torch.SymFloat):
+    if not isinstance(number, fx.Node) or not isinstance(example(number), torch.SymFloat):
         return None
-    examples = value(tensors) if isinstance(tensors, fx.Node) else [value(t) for t in tensors]
+    examples = example(tensors) if isinstance(tensors, fx.Node) else [example(t) for t in tensors]
     if len(node.kwargs) != (name is not None) or not all(is_tensor(t) and t.dtype.is_floating_point for t in examples):
         return None
-    dtypes = {get_computation_dtype(t.dtype) for t in examples}
+    dtypes = {computation_dtype(t.dtype) for t in examples}
     # A tensor without dims widens others without dims, unless they are written in place.
     widens = not node.target.__name__.endswith("_") and any(t.dim() == 0 and t.dtype not in dtypes for t in examples)
     return None if len(dtypes) != 1 or widens else (number, tensors, dtypes.pop())
@@ -85,7 +88,7 @@ def _take_tensor(editor: Editor, node: fx.Node, number: fx.Node, tensors: Any, d
         exact = editor.once(("tensor of", number), lambda: _as_tensor(editor, number, node))
         tensor = editor.once((exact, dtype), lambda: editor.cast(exact, dtype, like=node))
         if node.kwargs:
-            scaled = editor.call(torch._foreach_mul, (tensors, tensor), like=node)
+            scaled = editor.call(foreach("mul"), (tensors, tensor), like=node)
             node.args, node.kwargs = (node.args[0], scaled, *node.args[2:]), {}
         else:
             node.args = (tensors, tensor)

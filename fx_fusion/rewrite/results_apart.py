@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from fx_fusion.ops.layouts import copied
+from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
+from fx_fusion.torch_internals.nodes import namespace_of
 
 _VIEWS = ("view", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "to", "neg")
 
@@ -19,7 +21,7 @@ def keep_results_apart(graph: fx.Graph) -> None:
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     numbers = _value_numbers(graph)
     first: dict[int, fx.Node] = {}  # of equal calls with returned results
-    for item in torch.utils._pytree.tree_leaves(output.args):
+    for item in tree_leaves(output.args):
         made = _origin(item)
         if made is None:
             continue
@@ -36,7 +38,7 @@ def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     numbers: dict[fx.Node, int] = {}
     known: dict[Any, int] = {}
     for node in graph.nodes:
-        args, kwargs = torch.utils._pytree.tree_map_only(fx.Node, lambda n: f"#{numbers[n]}", (node.args, node.kwargs))
+        args, kwargs = map_nodes(lambda n: f"#{numbers[n]}", (node.args, node.kwargs))
         own = node.name if node.op == "placeholder" else str(node.target)
         numbers[node] = known.setdefault((node.op, own, str(args), str(kwargs)), len(known))
     return numbers
@@ -48,5 +50,5 @@ def _origin(item: Any) -> fx.Node | None:
         item = item.args[0]
     if not isinstance(item, fx.Node):
         return None
-    ours = "fx_fusion" in (getattr(item.target, "namespace", ""), getattr(item.target, "__module__", "").split(".")[0])
-    return item if ours or item.target is torch.nn.functional.scaled_dot_product_attention else None
+    is_attention = item.target is torch.nn.functional.scaled_dot_product_attention
+    return item if is_attention or namespace_of(item.target) == "fx_fusion" else None

@@ -7,137 +7,25 @@ all of them by now, and what is then written to one shows in its views and not i
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map, tree_map_only
 
 from fx_fusion.errors import StaleTensorError
-from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.runtime.recipe import Recipe, without_saved_tensor_hooks
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
-
-
-def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Keep what is computed inside away from ambient hooks on saved tensors. ``checkpoint`` counts what a function saves;
-    what is computed once, or while a graph is compiled, is not saved again when the function runs again."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-class Recipe:
-    """How outputs that share memory are computed, from what, and whether that is still what it was.
-
-    Args:
-        module: returns a tuple with one tensor for each of ``names``.
-        operands: its arguments.
-        names: of the outputs, as the graph calls them.
-        autocast: device type, dtype, and whether autocast is on where the graph computes them.
-        grad: whether the graph computes them with gradients.
-    """
-
-    def __init__(
-        self,
-        module: Callable[..., tuple[Tensor, ...]],
-        operands: Sequence[Any],
-        names: Sequence[str],
-        autocast: tuple[str, torch.dtype, bool],
-        grad: bool,
-    ):
-        self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
-        self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.versions = [_version(o) for o in self.operands]
-        self.family: list[weakref.ref[DeferredTensor]] = []  # in the order in which they were made
-        self.stepped = False  # whether an optimizer has changed an operand since
-        self._values: tuple[Tensor, ...] | None = None
-        _WAITING.add(self)
-
-    def device(self) -> torch.device:
-        return next(o.device for o in self.operands if isinstance(o, Tensor))
-
-    def is_traced(self) -> bool:
-        """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
-        return any(isinstance(o, FakeTensor) for o in self.operands)
-
-    def metas(self) -> tuple[Tensor, ...]:
-        """Shape, stride and dtype of the results, by running the module on meta tensors."""
-        metas = [torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands]
-        with torch.no_grad(), self._autocast():
-            return self.module(*metas)
-
-    def check(self) -> None:
-        """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through
-        ``.data``, goes unnoticed.)"""
-        for operand, version in zip(self.operands, self.versions, strict=True):
-            if _version(operand) != version or self.stepped:
-                name = self.names[0]
-                raise StaleTensorError(
-                    f"{name} is computed when it is first read, from tensors that must not have changed since the "
-                    f"model ran; one of shape {tuple(operand.shape)} was changed in place (by an optimizer step?). Read "
-                    f'{name} before that, or compile with options={{"defer_outputs": False}}.'
-                )
-
-    def values(self) -> tuple[Tensor, ...]:
-        """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
-        if self._values is None:
-            self.check()
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
-                self._values = self.module(*self.operands)
-        return self._values
-
-    def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The same computation on other operands (leaves, to differentiate it)."""
-        self.check()
-        with self._autocast():
-            return self.module(*operands)
-
-    def settle(self) -> None:
-        """Compute every tensor of the family that is alive."""
-        with torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
-            for member in self._members():
-                if member._value is None:
-                    member._value = member.source.compute()
-                    member._history = member._value.grad_fn
-            for member in self._members():  # what they were computed from is theirs no more
-                member._source = None
-        self._values = None
-        _WAITING.discard(self)
-
-    def _members(self) -> list[DeferredTensor]:
-        return [tensor for reference in self.family if (tensor := reference()) is not None]
-
-    def _autocast(self) -> Any:
-        device, dtype, enabled = self.autocast
-        if not enabled and autocast_dtype(device) is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device, dtype=dtype, enabled=enabled)
-
-
-_WAITING: weakref.WeakSet[Recipe] = weakref.WeakSet()  # recipes that nobody has read yet
-
-
-def _notice_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused optimizers write to parameters without telling their version counters."""
-    if not _WAITING:
-        return
-    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for recipe in list(_WAITING):
-        recipe.stepped = recipe.stepped or any(id(operand) in changed for operand in recipe.operands)
-
-
-register_optimizer_step_post_hook(_notice_step)
-
-
-def _version(operand: Any) -> tuple[int, int] | None:
-    if not isinstance(operand, Tensor) or operand.is_inference() or isinstance(operand, FakeTensor):
-        return None
-    return operand._version, operand.data_ptr()  # another pointer: ``.data`` was replaced
+from fx_fusion.torch_internals.containers import tree_map, tree_map_only
+from fx_fusion.torch_internals.dispatch import (
+    has_backward_hooks,
+    throw_on_data_ptr,
+    without_torch_function,
+    wrapper,
+)
+from fx_fusion.torch_internals.dynamo import is_compiling
+from fx_fusion.torch_internals.fakes import unset_fake_temporarily
 
 
 class _Output:
@@ -180,7 +68,7 @@ class _Step:
         return self.func(sources[0], *self.args, **self.kwargs)
 
     def meta(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             below = torch.empty_strided(self.below.shape, self.below.stride(), dtype=self.below.dtype, device="meta")
             return self.func(below, *self.args, **self.kwargs)
 
@@ -208,7 +96,7 @@ class _Link(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         tensor = ctx.tensor()
         value = None if tensor is None else tensor._value
-        if value is not None and (value.grad_fn is not tensor._history or value._backward_hooks):
+        if value is not None and (value.grad_fn is not tensor._history or has_backward_hooks(value)):
             raise RuntimeError(
                 "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
                 "it (a custom autograd.Function): its gradient would be that of the unchanged tensor. Hand that code a "
@@ -216,7 +104,7 @@ class _Link(torch.autograd.Function):
             )
         sources = ctx.source.sources()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), without_saved_tensor_hooks():
+        with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
             leaves = [_plain(s).detach() if isinstance(s, Tensor) else s for s in sources]
             for n in wanted:
                 leaves[n].requires_grad_()
@@ -232,20 +120,16 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=False
-    )
+    tensor = wrapper(DeferredTensor, meta, device)
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._history, tensor._traced = source, None, None, False
     return tensor
 
 
 def _around(value: Tensor) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` is a fake one."""
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        DeferredTensor, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device, requires_grad=False
-    )
+    tensor = wrapper(DeferredTensor, value, value.device)
     tensor._source, tensor._value, tensor._history, tensor._traced = None, value, None, True
     return tensor
 
@@ -266,7 +150,7 @@ class DeferredTensor(torch.Tensor):
 
     @staticmethod
     def _make(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if not source.grad or not any(isinstance(s, Tensor) and s.requires_grad for s in source.sources()):
                 tensor = _unlinked(source, meta, device)
             else:
@@ -295,7 +179,7 @@ class DeferredTensor(torch.Tensor):
         if self._traced:
             assert self._value is not None
             return self._value
-        with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
+        with without_torch_function(), unset_fake_temporarily():
             return self.materialize().detach()
 
     def as_traced(self) -> Tensor:
@@ -314,7 +198,7 @@ class DeferredTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, outer_size: Any, outer_stride: Any) -> DeferredTensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return _around(inner["_read"])
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -326,11 +210,11 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or torch._guards.CompileContext.current_compile_id() is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+        if is_compiling():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func in ANSWERED and args[0]._value is None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
             step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))

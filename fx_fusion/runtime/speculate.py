@@ -10,43 +10,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fx_fusion.graph.view import value
-from fx_fusion.report.report import Calls, Report, recording_in
+from fx_fusion.graph.view import example
+from fx_fusion.torch_internals.dispatch import version_of
+from fx_fusion.torch_internals.fakes import FakeTensor
 
 Compiled = Callable[..., Any]
 _numbers = itertools.count()
 
 
-class Assumptions:
-    """The inputs of one graph that its rewrites take to be all ones."""
+@dataclass
+class Calls:
+    """How often a graph with assumptions was called: as assumed, and otherwise. Counted for as long as the process runs."""
 
-    def __init__(self, gm: fx.GraphModule | None, *, allowed: bool):
-        self.allowed = allowed and gm is not None
-        self._places = {} if gm is None else {n: i for i, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
-        self._used: dict[fx.Node, int] = {}
-
-    @staticmethod
-    def none() -> Assumptions:
-        """For graphs whose inputs are not seen at run time (bodies of higher-order ops)."""
-        return Assumptions(None, allowed=False)
-
-    def assume(self, inputs: Iterable[fx.Node]) -> None:
-        """From now on the graph is right only if these inputs are all ones."""
-        for node in inputs:
-            self._used[node] = self._places[node]
-
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self._used.values())
-
-    def sentences(self) -> tuple[str, ...]:
-        return tuple(f"{str(n.target).strip('_').removeprefix('L_')} is all ones" for n in self._used)
+    assumed: int = 0
+    otherwise: int = 0
 
 
 class AllOnes:
@@ -61,7 +45,7 @@ class AllOnes:
         self.checks = 0  # how often the tensor was really read
 
     def __call__(self, tensor: Tensor) -> bool:
-        version = -1 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         if self._seen() is tensor and version == self._version and version >= 0 and tensor.device.type != "cpu":
             return self._verdict
         with torch.no_grad():
@@ -72,10 +56,10 @@ class AllOnes:
 
 
 def speculate(
-    fast: Compiled, assumptions: Assumptions, compile_exact: Callable[[], Compiled], calls: Calls
+    fast: Compiled, positions: Sequence[int], compile_exact: Callable[[], Compiled], calls: Calls
 ) -> Compiled:  # fmt: skip
-    """Call ``fast`` where the assumptions hold, else what ``compile_exact`` returns, made at first need; count both."""
-    positions = assumptions.positions()
+    """Call ``fast`` where the arguments at ``positions`` are all ones, else what ``compile_exact`` returns, made at first
+    need; count both."""
     if not positions:
         return fast
     checks = [AllOnes() for _ in positions]
@@ -97,10 +81,13 @@ def speculate(
 
 
 def compiled_apart(
-    graph: fx.GraphModule, backend: Callable[..., Compiled], reports: Iterable[weakref.ref[Report]]
-) -> Compiled:  # fmt: skip
+    graph: fx.GraphModule,
+    backend: Callable[..., Compiled],
+    around: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Compiled:
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
-    guards and dynamic shapes of its own. What it compiles is added to ``reports``, whenever that is."""
+    guards and dynamic shapes of its own. Each call runs inside of ``around()``."""
+
     def forward(*args: Any) -> Any:
         return graph(*args)  # Dynamo skips the code that the graph module was made with while Dynamo ran
 
@@ -108,7 +95,7 @@ def compiled_apart(
     forward.__code__ = forward.__code__.replace(co_name=f"graph_without_assumptions_{next(_numbers)}")
     # Sizes that come in as numbers beside tensors: symbolic, as in the graph, or a tensor whose dims the user marked as
     # dynamic contradicts them.
-    symbolic = any(isinstance(value(n), torch.SymInt) for n in graph.graph.nodes if n.op == "placeholder")
+    symbolic = any(isinstance(example(n), torch.SymInt) for n in graph.graph.find_nodes(op="placeholder"))
     compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
 
     called: list[bool] = []
@@ -117,7 +104,7 @@ def compiled_apart(
         # The first call compiles what the user's first call would have: no recompilation for a stance to refuse.
         stance: Any = contextlib.nullcontext() if called else torch.compiler.set_stance("default")
         called.append(True)
-        with stance, recording_in([report for reference in reports if (report := reference()) is not None]):
+        with stance, around():
             return compiled(*args)
 
     return run

@@ -2,6 +2,8 @@
 
 Dynamo keeps what it compiles on the code objects of the functions it ran, counts it, and remembers sizes to tell which of
 them change. A capture that is only looked at must not count: after eight of them a function would run in eager for good.
+
+Gone: importing fails, and ``fx_fusion.explain`` raises; the backend does not need this module.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 PyTorch asks that of every traced launch, several times while it compiles (functionalisation, re-inplacing, lowering),
 and each time has Triton translate the kernel anew: some 20 ms, 20 s for the launches of a 16-layer Llama. The answer
 depends on the kernel, its constants and the kinds of its arguments only, and is remembered by them, for our kernels.
+
+Gone: PyTorch's question is asked each time, and compiling takes longer.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch._higher_order_ops import triton_kernel_wrap
 
 _QUESTIONS = ("identify_accessed_tensors", "identify_mutated_tensors")  # the first one since torch 2.12
 
 
 def remember_accesses() -> None:
     """From now on PyTorch's question is answered from memory where the same has been asked before."""
+    try:
+        from torch._higher_order_ops import triton_kernel_wrap
+    except ImportError:
+        return
     for name in _QUESTIONS:
         ask = getattr(triton_kernel_wrap, name, None)
         if ask is not None and not hasattr(ask, "__wrapped__"):

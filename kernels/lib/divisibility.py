@@ -1,5 +1,5 @@
-"""What a size or stride is a multiple of, said to Triton. It sees that of 16 by itself; of 8, or 4, it does not, and reads
-numbers one by one where they could be read 16 bytes at once (776 columns, 50280 classes)."""
+"""Divisors of sizes and strides, told to Triton. It specialises kernels for multiples of 16, not of 8 or 4 (776 columns,
+50280 classes): without this it loads their elements one by one instead of 16 bytes at once."""
 
 import math
 
@@ -9,10 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def multiple(n, of: tl.constexpr):
-    """n, which is a multiple of ``of``."""
+    """Returns n in a form that shows that it is a multiple of ``of``."""
     return n if of == 16 or of == 1 else n // of * of
 
 
 def unit_of(*sizes: int) -> int:
-    """The largest of 1, 2, 4, 8 and 16 that divides all of these: what kernels take as ``UNIT``."""
+    """Returns the largest of 1, 2, 4, 8 and 16 that divides all ``sizes``: the ``UNIT`` of a kernel."""
     return math.gcd(16, *sizes)

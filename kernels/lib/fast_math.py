@@ -1,4 +1,4 @@
-"""Functions in as few instructions as the hardware has for them: kernels wait for what they do at each element."""
+"""Elementary functions in as few instructions as the hardware allows: elementwise kernels are bound by them."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """Results below 2^-126 are 0; ``tl.exp`` keeps them, for three instructions more."""
+    """Returns e^x; results below 2^-126 are 0. ``tl.exp`` keeps them, for three more instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def reciprocal(x, EXACT: tl.constexpr):
-    """1 / x of x > 0. The square of a reciprocal root is two instructions, a division five; it is off by 2^-22, which
-    numbers of 16 bits do not show: EXACT is for those of 32."""
+    """Returns 1 / x for x > 0. A division takes five instructions, the square of a reciprocal root two; its error of 2^-22
+    disappears when a result is rounded to 16 bits: EXACT is for results of 32."""
     if EXACT:
         y = 1.0 / x
     else:
@@ -24,4 +24,5 @@ def reciprocal(x, EXACT: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, EXACT: tl.constexpr):
+    """Returns 1 / (1 + e^-x); EXACT as for ``reciprocal``."""
     return reciprocal(1.0 + exp(-x), EXACT)

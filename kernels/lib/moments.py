@@ -1,29 +1,33 @@
-"""Means and sums of squared distances without cancellation: one value after the other, lanes merged, means corrected."""
+"""Moments without cancellation: mean and m2 = Σ (x − mean)², accumulated by lane, lanes merged, means corrected.
+
+A lane accumulates distances from a ``shift`` near its values: ``sums`` = Σ (x − shift), ``squares`` = Σ (x − shift)². Every
+STEPS values ``rebased`` moves the shift to the mean so far. Lanes, then blocks, are merged with Chan's formula.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-STEPS = tl.constexpr(32)  # values of a lane between two calls of ``rebased``
+STEPS = tl.constexpr(32)  # values that a lane accumulates between two calls of ``rebased``
 
 
 def rounds(dtype: torch.dtype, count: int) -> bool:
-    """Whether the fp32 sum of ``count`` equal values can be a rounded one, and their mean another value: numbers of 11 bits
-    (fp16) have exact sums up to 2^13 of them, of 8 bits (bf16) up to 2^16."""
+    """Returns whether the fp32 sum of ``count`` equal values may be rounded, so that their mean differs from them: values of
+    11 bits (fp16) have exact sums up to 2^13 of them, values of 8 bits (bf16) up to 2^16."""
     return count > 2 ** (24 - {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24))
 
 
 @triton.jit
 def shifted(sums, squares, x, shift, live):
-    """One more value in each live lane, as its distance from ``shift``: three instructions, Welford's update takes eight."""
-    apart = tl.where(live, x - shift, 0.0)
-    return sums + apart, squares + apart * apart
+    """Returns sums and squares after one more value in each live lane. Takes three instructions, Welford's update eight."""
+    distance = tl.where(live, x - shift, 0.0)
+    return sums + distance, squares + distance * distance
 
 
 @triton.jit
 def rebased(sums, squares, shift, count):
-    """The same moments about the mean of the ``count`` values that each lane has seen: sums, squares (now m2) and shift
-    (now the mean). Between two calls the squares grow by STEPS values, so what cancels here is bounded by that."""
+    """Returns sums (0), squares (m2) and shift (the mean) of the ``count`` values of each lane, after moving the shift to
+    their mean. The cancellation in m2 is bounded, as squares grow by STEPS values between two calls."""
     move = sums / tl.maximum(count, 1.0)
     squares = tl.maximum(squares - sums * move, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.zeros_like(sums), squares, shift + move
@@ -31,34 +35,34 @@ def rebased(sums, squares, shift, count):
 
 @triton.jit
 def seen(length, LANES: tl.constexpr):
-    """How many of ``length`` values each lane has seen."""
+    """Returns how many of ``length`` values each lane has accumulated."""
     return tl.maximum((length - tl.arange(0, LANES) + LANES - 1) // LANES, 0).to(tl.float32)
 
 
 @triton.jit
 def merge(mean, m2, count, axis: tl.constexpr):
-    """Chan's formula along an axis: lanes that have seen ``count`` values each -> total count, mean and m2."""
+    """Returns count, mean and m2 over an axis of lanes with those of each lane, by Chan's formula."""
     total = tl.sum(count, axis)
-    at_least_one = tl.maximum(total, 1.0)
-    middle = tl.div_rn(tl.sum(mean * count, axis), at_least_one)
-    apart = mean - tl.expand_dims(middle, axis)
-    m2, off = corrected(tl.sum(m2 + apart * apart * count, axis), tl.sum(apart * count, axis), at_least_one)
-    return total, middle + off, m2
+    divisor = tl.maximum(total, 1.0)
+    rounded = tl.div_rn(tl.sum(mean * count, axis), divisor)
+    delta = mean - tl.expand_dims(rounded, axis)
+    m2, error = corrected(tl.sum(m2 + delta * delta * count, axis), tl.sum(delta * count, axis), divisor)
+    return total, rounded + error, m2
 
 
 @triton.jit
-def joined(count, mean, m2, n, middle, spread):
-    """Chan's formula for two: moments of ``count`` values and of ``n`` more. The share of the first n is 1, exactly: a
-    rounded product would move their mean."""
-    both = count + n
-    share = tl.div_rn(n, tl.maximum(both, 1.0))
-    apart = middle - mean
-    return both, mean + apart * share, m2 + spread + apart * apart * count * share
+def joined(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
+    """Returns count, mean and m2 of the values of a and b together, by Chan's formula. For count_a = 0 the share of b is
+    exactly 1: a rounded product would move mean_b."""
+    count = count_a + count_b
+    share = tl.div_rn(count_b, tl.maximum(count, 1.0))
+    delta = mean_b - mean_a
+    return count, mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share
 
 
 @triton.jit
 def corrected(squares, sums, count):
-    """Squares and sums of distances from a rounded mean -> m2, and what that mean is off by. Equal values have a distance
-    of their own otherwise, and 1 / sqrt(var + eps) makes it large. Chan, Golub and LeVeque 1983, equation 1.7."""
-    off = tl.div_rn(sums, count)
-    return tl.maximum(squares - off * sums, 0.0, propagate_nan=tl.PropagateNan.ALL), off
+    """Returns m2 and the error of a rounded mean, from ``squares`` and ``sums`` of the distances from it. Uncorrected, equal
+    values have a variance, and 1 / sqrt(var + eps) amplifies it. Chan, Golub and LeVeque 1983, equation 1.7."""
+    error = tl.div_rn(sums, count)
+    return tl.maximum(squares - error * sums, 0.0, propagate_nan=tl.PropagateNan.ALL), error

@@ -1,38 +1,51 @@
-"""Logits of a linear layer, one chunk of rows at a time: loss, entropy and all gradients while a chunk is there.
+"""Logits of a linear layer, one chunk of rows at a time: loss, entropy and all gradients while the chunk exists.
 
-    l = x · Wᵀ + b, rounded to x's dtype;  loss, entropy, dl as in logit_rows
-    dx = dl · W      dW = Σ_chunks dlᵀ · x      db = Σ_rows dl
+    l  = x · Wᵀ + b, rounded to x's dtype        W = lm_head;  loss, entropy and dl of l: formulas in ``logit_rows``
+    dx = dl · W
+    dW = Σ_chunks dlᵀ · x
+    db = Σ_rows dl
 
-What linear_cross_entropy and token_log_probs are made of. On a GPU dW of up to four chunks is rounded after each; of more,
-and in fp16 without headroom, it is accumulated in fp32 and rounded once, as on a CPU.
-
-Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 where it is accumulated so.
-Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here with few large chunks, so that
-           the matrix products stay efficient, and fp32 accumulation.
+Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss, entropy: (m).
+Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32; loss and entropy in fp32. On a GPU dW of up to four chunks is rounded
+           after each chunk; dW of more chunks, and of fp16 without headroom, is accumulated in fp32 and rounded once, as
+           on a CPU.
+Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 where it is accumulated in it.
+Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here in few large chunks, so that the
+           matrix products stay efficient, and accumulated in fp32.
 """
 
 import torch
 
 from fx_fusion.graph.dtypes import on_tensor_cores
-from fx_fusion.kernels.lib.launch import cdiv
+from fx_fusion.kernels.lib.integers import cdiv
+from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.kernels.logits.logit_rows import launch_rows
-from fx_fusion.ops.fused_op import interpreting
+from fx_fusion.ops.on_cpu import interpreting
 
-# Every chunk reads and writes dW: 4096 rows of it (1 GiB at 128256 classes) make that some 2 % of its products, or 5 % in
-# fp32. A sum that is rounded to 16 bits four times on its way is off by 1.6 roundings in the mean, where one is off by one.
+# Every chunk reads and writes dW: with 4096 rows (1 GiB at 128256 classes) that is some 2 % of the time of its products, 5 %
+# in fp32. A sum rounded to 16 bits four times is off by 1.6 roundings in the mean, a sum rounded once by one.
 _ROUNDED_CHUNKS = 4
-# So: a fourth of all logits, within these bounds.
+# Bytes of a chunk, at least and at most: a fourth of all logits within these bounds.
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
 _FLOAT32_ROWS = 2048  # products of 1024 rows cost 3 % more
-_FLOAT32_WHOLE = 7 << 27  # logits in one piece: in two, 4096 x 768 x 51864 takes 3 % longer than Inductor
+_FLOAT32_WHOLE = 7 << 27  # bytes of logits in one chunk: in two, 4096 x 768 x 51864 takes 3 % longer than Inductor
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
 # Classes are padded to this where 16 bytes don't divide a row: tensor cores take four times as long there.
 _CLASS_MULTIPLE = 64
 
 
-def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
-    """Rows so that a chunk of logits fits the budget, in float32 2048 at least. Chunks of equal size rather than a small
-    last one; where they are many, powers of two, which fill the waves of all products (3328 rows for 4096 cost 6 %)."""
+@planner
+def chunk_plan(m: int, v: int, itemsize: int, device: str) -> Plan:
+    """Choose by ``m`` rows of ``v`` logits of ``itemsize`` bytes and the type of the device: ``rows`` so that a chunk fits
+    the budget of bytes, in float32 at least 2048. Chunks of equal size rather than a small last one; where they are many,
+    powers of two, which fill the waves of all products (3328 rows instead of 4096 cost 6 %).
+
+    Returns ``rows`` of a chunk and ``rounded_chunks``, up to which dW is rounded to 16 bits after each. Measured on an H200
+    (``python -m bench.tune chunks``)."""
+    return Plan(rows=_rows_of_a_chunk(m, v, itemsize, device), rounded_chunks=_ROUNDED_CHUNKS)
+
+
+def _rows_of_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     row = max(1, v * itemsize)
     least, most = _CHUNK_BYTES[device]
     if itemsize == 4 and device == "cuda" and m * row <= _FLOAT32_WHOLE:
@@ -49,33 +62,34 @@ def rows_in_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
 
 
 def each_chunk(
-    x, weight, bias, target, class_weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None
 ):  # fmt: skip
-    """Fill ``loss`` (and ``entropy``); return the gradients of x, weight, bias that are needed (None for the others), that
-    of weight times ``headroom``."""
-    m, v = x.shape[0], weight.shape[0]
+    """Fill ``loss`` (and ``entropy``); return dx, dW, db where ``needs`` says so, else None. dW is multiplied by
+    ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale."""
+    m, v = x.shape[0], lm_head.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
-    step = rows_in_a_chunk(m, v, x.element_size(), x.device.type)
-    # Without headroom a part of an fp16 sum could overflow where the whole doesn't.
-    rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= _ROUNDED_CHUNKS
-    weight, bias = _padded(weight), None if bias is None else _padded(bias)
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    buffer = torch.empty(step, weight.shape[0], dtype=x.dtype, device=x.device)
+    plan = chunk_plan(m, v, x.element_size(), x.device.type)
+    step = plan.rows
+    # Without headroom a partial sum in fp16 could overflow where the whole sum doesn't.
+    rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= plan.rounded_chunks
+    lm_head, bias = _padded(lm_head), None if bias is None else _padded(bias)
+    weight = None if weight is None else weight.contiguous()
+    buffer = torch.empty(step, lm_head.shape[0], dtype=x.dtype, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
-    dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if needs_dw and m == 0 else None
+    dw = torch.zeros(lm_head.shape, dtype=torch.float32, device=x.device) if needs_dw and m == 0 else None
     db = torch.zeros(v, dtype=torch.float32, device=x.device) if needs_db else None
     for start in range(0, m, step):
         rows = slice(start, min(m, start + step))
         x_rows, logits = x[rows], buffer[: min(m, start + step) - start]
         if bias is None:
-            torch.mm(x_rows, weight.t(), out=logits)
+            torch.mm(x_rows, lm_head.t(), out=logits)
         else:
-            torch.addmm(bias, x_rows, weight.t(), out=logits)
+            torch.addmm(bias, x_rows, lm_head.t(), out=logits)
         upstream, h, dh = (None if t is None else t[rows] for t in (dloss, entropy, dentropy))
-        _rows(logits, v, target[rows], class_weight, options, loss[rows], upstream, gradient, h, dh)
+        _rows(logits, v, target[rows], weight, options, loss[rows], upstream, gradient, h, dh)
         if dx is not None:
-            torch.mm(logits, weight, out=dx[rows])
+            torch.mm(logits, lm_head, out=dx[rows])
         if needs_dw:
             dw = _accumulate(dw, logits, x_rows if headroom is None else x_rows * headroom, rounded)
         if db is not None:
@@ -83,18 +97,19 @@ def each_chunk(
     return dx, None if dw is None else dw[:v], db
 
 
-def _padded(weight):
-    """Rows of zeros behind the classes, so that rows of logits and all products are aligned; columns of logits that
-    belong to them stay zero, and so do their gradients."""
-    v = weight.shape[0]
-    if v * weight.element_size() % 16 == 0 or not (weight.is_cuda or interpreting()) or not on_tensor_cores(weight.dtype):
-        return weight
+def _padded(classes):
+    """Returns ``classes`` (lm_head or bias), with rows of zeros behind the last class where a row of logits would be
+    unaligned. The columns of logits for these rows are padding: their gradients are zero."""
+    v = classes.shape[0]
+    aligned = v * classes.element_size() % 16 == 0
+    if aligned or not (classes.is_cuda or interpreting()) or not on_tensor_cores(classes.dtype):
+        return classes
     more = cdiv(v, _CLASS_MULTIPLE) * _CLASS_MULTIPLE - v
-    return torch.nn.functional.pad(weight, (0, 0, 0, more) if weight.dim() == 2 else (0, more))
+    return torch.nn.functional.pad(classes, (0, 0, 0, more) if classes.dim() == 2 else (0, more))
 
 
 def _accumulate(dw, dlogits, x, rounded: bool):
-    """``dw + dlogitsᵀ · x``, in place, in fp32 or ``rounded`` to the dtype of the operands."""
+    """Returns dw + dlogitsᵀ · x, in place, in fp32 or ``rounded`` to the dtype of the operands."""
     if dlogits.dtype == torch.float32:
         return torch.mm(dlogits.t(), x) if dw is None else dw.addmm_(dlogits.t(), x)
     if dlogits.is_cuda and rounded:
@@ -107,50 +122,41 @@ def _accumulate(dw, dlogits, x, rounded: bool):
     return product if dw is None else dw.add_(product)
 
 
-def _rows(logits, v, target, class_weight, options, loss, dloss, gradient, entropy, dentropy):
-    """Loss of one chunk over the first ``v`` columns; with ``gradient`` the chunk is overwritten by dloss/dlogits."""
+def _rows(logits, v, target, weight, options, loss, dloss, gradient, entropy, dentropy):
+    """Fill ``loss`` of one chunk, over its first ``v`` columns; with ``gradient`` overwrite the chunk by dl."""
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
         launch_rows(
-            logits,
-            target,
-            class_weight,
-            *options,
-            classes=v,
-            loss=loss,
-            stats=stats,
-            dloss=dloss,
-            dlogits=logits if gradient else None,
-            entropy=entropy,
-            dentropy=dentropy,
-        )
+            logits, target, weight, *options, classes=v, loss=loss, stats=stats, dloss=dloss,
+            dlogits=logits if gradient else None, entropy=entropy, dentropy=dentropy,
+        )  # fmt: skip
         return
     ignore_index, smoothing, softcap, scale = options
     z = logits.float() * scale if scale != 1 else logits.float()
-    bent = torch.tanh(z / softcap) if softcap else None
-    z = z if bent is None else softcap * bent
+    ratio = torch.tanh(z / softcap) if softcap else None
+    z = z if ratio is None else softcap * ratio
     top = z.amax(1)
     total = (z - top[:, None]).exp_().sum(1)
     counts = target != ignore_index
     index = torch.where(counts, target, 0)  # an index error for a target out of range, as in PyTorch
-    w = None if class_weight is None else class_weight.float()
+    w = None if weight is None else weight.float()
     w_target = torch.ones_like(top) if w is None else w[index]
     row_loss = w_target * (total.log() + (top - z.gather(1, index[:, None])[:, 0]))
     w_sum = float(v) if w is None else w.sum()
     if smoothing:
-        spread = (top + total.log()) * w_sum - (z.sum(1) if w is None else z @ w)
-        row_loss = (1 - smoothing) * row_loss + smoothing / v * spread
+        over_classes = (top + total.log()) * w_sum - (z.sum(1) if w is None else z @ w)  # Σ_c w_c (lse − z_c)
+        row_loss = (1 - smoothing) * row_loss + smoothing / v * over_classes
     loss.copy_(torch.where(counts, row_loss, 0))
     if not gradient:
         return
-    hit = (1 - smoothing) * w_target
-    both = hit + smoothing / v * w_sum if smoothing else hit  # a weight of inf is none of an unsmoothed row's
-    dz = z.sub_(top[:, None]).exp_().mul_((both / total)[:, None])
-    dz.scatter_add_(1, index[:, None], -hit[:, None])
+    q_target = (1 - smoothing) * w_target
+    q_sum = q_target + smoothing / v * w_sum if smoothing else q_target  # without smoothing w_sum may be inf: not 0 · inf
+    dz = z.sub_(top[:, None]).exp_().mul_((q_sum / total)[:, None])
+    dz.scatter_add_(1, index[:, None], -q_target[:, None])
     if smoothing:
         dz -= smoothing / v * (1.0 if w is None else w)
-    if bent is not None:
-        dz *= 1 - bent * bent
+    if ratio is not None:
+        dz *= 1 - ratio * ratio
     factor = counts * scale if dloss is None else counts * dloss * scale
     # where, not a product: an ignored row has no gradient even if its probabilities are NaN.
     logits.copy_(torch.where(counts[:, None], dz.mul_(factor[:, None]), 0))

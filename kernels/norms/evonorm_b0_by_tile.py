@@ -1,36 +1,40 @@
 """EvoNorm-B0 of images of any size and layout, in tiles: moments, statistics, results; partial sums, their sums, gradients.
-Where the parts of a channel are few, every program merges them itself: two launches each way instead of three."""
+Where a channel has few parts (images x splits), every program merges them itself: two launches each way instead of three.
+
+In the code: rq = r q and q_rq = (1 − r) q, both without the factor −w until they are summed."""
 
 import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.lib.image_tiles import Tiles, lie_last, multiple, offset, place
-from fx_fusion.kernels.lib.launch import cdiv, column_sums, launch, next_power_of_2
+from fx_fusion.kernels.lib.column_sums import column_sums
+from fx_fusion.kernels.lib.divisibility import multiple
+from fx_fusion.kernels.lib.image_tiles import Tiles, layout_flags, offset, tile_of_program
+from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.moments import joined, merge
-from fx_fusion.kernels.norms.evonorm_b0_math import gradients, over_larger
-
-_FEW = 512  # parts of the channels of a tile: 128 images of 8 channels (1024) cost 5 %
+from fx_fusion.kernels.lib.plan import Plan, planner
+from fx_fusion.kernels.norms.evonorm_b0_math import denominator, gradients
+from fx_fusion.ops.launch import launch
 
 
 @triton.jit
 def _of_images(parts_ptr, image, c, live, channels, size, part, splits, all_parts):
-    """Mean and m2 of channels of images, from those of their splits."""
+    """Returns mean and m2 of channels ``c`` of ``image``, merged from those of its splits."""
     at = image * splits * channels + c
     means = tl.load(parts_ptr + at, live, 0.0)
     m2s = tl.load(parts_ptr + all_parts + at, live, 0.0)
     count = tl.minimum(part, size).to(tl.float32)
     for split in range(1, splits):
-        n = tl.minimum(part, size - split * part).to(tl.float32)
+        count_b = tl.minimum(part, size - split * part).to(tl.float32)
         at += channels
-        middle, spread = tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0)
-        count, means, m2s = joined(count, means, m2s, n, middle, spread)
+        mean_b, m2_b = tl.load(parts_ptr + at, live, 0.0), tl.load(parts_ptr + all_parts + at, live, 0.0)
+        count, means, m2s = joined(count, means, m2s, count_b, mean_b, m2_b)
     return means, m2s
 
 
 @triton.jit
 def _of_batch(parts_ptr, c, images, channels, size, part, splits, all_parts, ROWS: tl.constexpr):
-    """Mean and variance of channels ``c``, (1, BC), over the batch, from at most ROWS parts."""
+    """Returns mean and variance over the batch of channels ``c``: (1, BC), merged from at most ROWS parts of each."""
     row = tl.arange(0, ROWS)[:, None]
     live = (row < images * splits) & (c < channels)
     count = tl.where(live, tl.minimum(part, size - row % splits * part), 0).to(tl.float32)
@@ -41,7 +45,7 @@ def _of_batch(parts_ptr, c, images, channels, size, part, splits, all_parts, ROW
 
 @triton.jit
 def _column(sums_ptr, c, rows, channels, ROWS: tl.constexpr):
-    """The sum over ``rows`` of columns ``c``, (1, BC)."""
+    """Returns the sum over ``rows`` (at most ROWS) of the columns ``c``: (1, BC)."""
     row = tl.arange(0, ROWS)[:, None]
     return tl.sum(tl.load(sums_ptr + row * channels + c, (row < rows) & (c < channels), 0.0), 0)[None, :]
 
@@ -51,7 +55,7 @@ def _statistics_kernel(
     parts_ptr, running_ptr, var_ptr, images_ptr, batch_ptr, images, channels, size, part, splits, all_parts, eps,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and standard deviation of each channel, in each image and over the batch."""
+    """Store mean_nc and I_nc in ``images``, mean_c and L_c in ``batch``, and the variance of BC channels in ``var``."""
     eps = tl.cast(eps, tl.float32)
     length = tl.cast(size, tl.float32)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -66,8 +70,8 @@ def _statistics_kernel(
         at = image * channels + c[None, :]
         tl.store(images_ptr + at, means, live)
         tl.store(images_ptr + (images + image) * channels + c[None, :], tl.sqrt_rn(m2s / length + eps), live)
-        n, middle, spread = merge(means, m2s, tl.where(live, length, 0.0), 0)
-        total, mean, m2 = joined(total, mean, m2, n, middle, spread)
+        count_b, mean_b, m2_b = merge(means, m2s, tl.where(live, length, 0.0), 0)
+        total, mean, m2 = joined(total, mean, m2, count_b, mean_b, m2_b)
     var = m2 / tl.maximum(total, 1.0)
     tl.store(var_ptr + c, var, live_c)
     if RUNNING:
@@ -83,30 +87,30 @@ def _result_kernel(
     RUNNING: tl.constexpr, ROWS: tl.constexpr, X_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: how many parts to merge for the statistics; 0 where they are there."""
+    """Store y of a tile. ROWS: the program merges at most so many parts and stores the statistics; 0: it loads them."""
     channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    block, split, image = place(channels, splits, BC)
+    block, split, image = tile_of_program(channels, splits, BC)
     c = block * BC + tl.arange(0, BC)[None, :]
     live_c = c < channels
     at = image * channels + c
     if ROWS:
         eps = tl.cast(eps, tl.float32)
-        mean, m2 = _of_images(parts_ptr, image, c, live_c, channels, size, part, splits, all_parts)
-        deviation = tl.sqrt_rn(m2 / tl.cast(size, tl.float32) + eps)
-        mean_of_batch, var = _of_batch(parts_ptr, c, images, channels, size, part, splits, all_parts, ROWS)
-        used = tl.load(running_ptr + c, live_c, 1.0).to(tl.float32) if RUNNING else var
-        least = tl.sqrt_rn(used + eps)
+        mean_nc, m2 = _of_images(parts_ptr, image, c, live_c, channels, size, part, splits, all_parts)
+        I_nc = tl.sqrt_rn(m2 / tl.cast(size, tl.float32) + eps)
+        mean_c, var = _of_batch(parts_ptr, c, images, channels, size, part, splits, all_parts, ROWS)
+        var_of_L = tl.load(running_ptr + c, live_c, 1.0).to(tl.float32) if RUNNING else var
+        L_c = tl.sqrt_rn(var_of_L + eps)
         if split == 0:
-            tl.store(images_ptr + at, mean, live_c)
-            tl.store(images_ptr + (images + image) * channels + c, deviation, live_c)
+            tl.store(images_ptr + at, mean_nc, live_c)
+            tl.store(images_ptr + (images + image) * channels + c, I_nc, live_c)
             if image == 0:
                 tl.store(var_ptr + c, var, live_c)
-                tl.store(batch_ptr + c, mean_of_batch, live_c)
-                tl.store(batch_ptr + channels + c, least, live_c)
+                tl.store(batch_ptr + c, mean_c, live_c)
+                tl.store(batch_ptr + channels + c, L_c, live_c)
     else:
-        deviation = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
-        least = tl.load(batch_ptr + channels + c, live_c, 1.0)
+        I_nc = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
+        L_c = tl.load(batch_ptr + channels + c, live_c, 1.0)
     w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
     b = tl.load(b_ptr + c, live_c, 0.0).to(tl.float32)
     v = tl.load(v_ptr + c, live_c, 0.0).to(tl.float32)
@@ -117,8 +121,8 @@ def _result_kernel(
         s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
-        _, inverse = over_larger(x, v, deviation, least, EXACT)
-        y = (x * inverse * w + b).to(y_ptr.dtype.element_ty)
+        _, inv_d = denominator(x, v, I_nc, L_c, EXACT)
+        y = (x * inv_d * w + b).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + base + offset(c, s, channels, size, OUT_LAST), y, mask)
 
 
@@ -128,76 +132,77 @@ def _sums_kernel(
     X_LAST: tl.constexpr, DY_LAST: tl.constexpr,
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """``sums_ptr``: db, dw, dv, (1 − r) q and r q of each channel over a split."""
+    """Store the sums of db, dw, dv, (1 − r) q and r q of each channel over a split in ``sums``."""
     all_parts = tl.cast(all_parts, tl.int64)  # times four
     channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    block, split, image = place(channels, splits, BC)
+    block, split, image = tile_of_program(channels, splits, BC)
     c_row = block * BC + tl.arange(0, BC)
     c = c_row[None, :]
     live_c = c < channels
     v = tl.load(v_ptr + c, live_c, 0.0).to(tl.float32)
-    deviation = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
-    least = tl.load(batch_ptr + channels + c, live_c, 1.0)
+    I_nc = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
+    L_c = tl.load(batch_ptr + channels + c, live_c, 1.0)
     base = image * channels * size
     c = c.to(OFFSET)
     dbs = tl.zeros((BS, BC), tl.float32)
     dws = tl.zeros((BS, BC), tl.float32)
     dvs = tl.zeros((BS, BC), tl.float32)
-    wins = tl.zeros((BS, BC), tl.float32)
-    losses = tl.zeros((BS, BC), tl.float32)
+    rqs = tl.zeros((BS, BC), tl.float32)
+    q_rqs = tl.zeros((BS, BC), tl.float32)
     end = tl.minimum(size, (split + 1) * part)
     for s0 in tl.range(split * part, end, BS, num_stages=3):
         s = (s0 + tl.arange(0, BS)[:, None]).to(OFFSET)
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
-        _, dw, q, won = gradients(x, dy, v, deviation, least, EXACT)
+        _, dw, q, rq = gradients(x, dy, v, I_nc, L_c, EXACT)
         dbs += dy
         dws += dw
-        dvs += won * x
-        wins += won
-        losses += q - won
+        dvs += rq * x
+        rqs += rq
+        q_rqs += q - rq
     at = sums_ptr + (image * splits + split) * channels + c_row
     live = c_row < channels
-    less = -tl.load(w_ptr + c_row, live, 0.0).to(tl.float32)
+    minus_w = -tl.load(w_ptr + c_row, live, 0.0).to(tl.float32)
     tl.store(at, tl.sum(dbs, 0), live)
     tl.store(at + all_parts, tl.sum(dws, 0), live)
-    tl.store(at + 2 * all_parts, tl.sum(dvs, 0) * less, live)
-    tl.store(at + 3 * all_parts, tl.sum(losses, 0) * less, live)
-    tl.store(at + 4 * all_parts, tl.sum(wins, 0) * less, live)
+    tl.store(at + 2 * all_parts, tl.sum(dvs, 0) * minus_w, live)
+    tl.store(at + 3 * all_parts, tl.sum(q_rqs, 0) * minus_w, live)
+    tl.store(at + 4 * all_parts, tl.sum(rqs, 0) * minus_w, live)
 
 
 @triton.jit
 def _gradient_kernel(
-    x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, sums_ptr, losses_ptr, dx_ptr, dw_ptr, db_ptr, dv_ptr,
+    x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, sums_ptr, q_rqs_ptr, dx_ptr, dw_ptr, db_ptr, dv_ptr,
     images, channels, size, part, splits, all_parts,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: how many parts to add up for dw, db, dv and ``losses_ptr``; 0 where that is done."""
+    """Store dx of a tile. ROWS: the program sums at most so many parts, and the first one stores dw, db and dv; 0: it loads
+    the sums of (1 − r) q from ``q_rqs_ptr``."""
     all_parts = tl.cast(all_parts, tl.int64)  # times four
     channels, size = multiple(channels, UNIT_C), multiple(size, UNIT_S)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    block, split, image = place(channels, splits, BC)
+    block, split, image = tile_of_program(channels, splits, BC)
     c = block * BC + tl.arange(0, BC)[None, :]
     live_c = c < channels
     w = tl.load(w_ptr + c, live_c, 0.0).to(tl.float32)
     v = tl.load(v_ptr + c, live_c, 0.0).to(tl.float32)
-    mean = tl.load(images_ptr + image * channels + c, live_c, 0.0)
-    deviation = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
-    least = tl.load(batch_ptr + channels + c, live_c, 1.0)
-    pull = tl.zeros_like(mean)
+    mean_nc = tl.load(images_ptr + image * channels + c, live_c, 0.0)
+    I_nc = tl.load(images_ptr + (images + image) * channels + c, live_c, 1.0)
+    L_c = tl.load(batch_ptr + channels + c, live_c, 1.0)
+    P_nc = tl.zeros_like(mean_nc)
     for i in range(splits):
-        pull += tl.load(sums_ptr + 4 * all_parts + (image * splits + i) * channels + c, live_c, 0.0)
-    pull = pull / (deviation * size)
+        P_nc += tl.load(sums_ptr + 4 * all_parts + (image * splits + i) * channels + c, live_c, 0.0)
+    P_nc = P_nc / (I_nc * size)
     if not RUNNING:
-        mean_of_batch = tl.load(batch_ptr + c, live_c, 0.0)
+        mean_c = tl.load(batch_ptr + c, live_c, 0.0)
         if ROWS:
-            losses = _column(sums_ptr + 3 * all_parts, c, images * splits, channels, ROWS)
+            q_rqs = _column(sums_ptr + 3 * all_parts, c, images * splits, channels, ROWS)
         else:
-            losses = tl.load(losses_ptr + c, live_c, 0.0)
-        push = losses / (least * size * images)
+            q_rqs = tl.load(q_rqs_ptr + c, live_c, 0.0)
+        Q_c = q_rqs / (L_c * size * images)
     if ROWS:
         if image * splits + split == 0:
             rows = images * splits
@@ -215,50 +220,56 @@ def _gradient_kernel(
         mask = live_c & (s < end)
         x = tl.load(x_ptr + base + offset(c, s, channels, size, X_LAST), mask, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + offset(c, s, channels, size, DY_LAST), mask, 0.0).to(tl.float32)
-        inverse, _, _, won = gradients(x, dy, v, deviation, least, EXACT)
-        dx = w * (dy * inverse - won * v) + (x - mean) * pull
+        inv_d, _, _, rq = gradients(x, dy, v, I_nc, L_c, EXACT)
+        dx = w * (dy * inv_d - rq * v) + (x - mean_nc) * P_nc
         if not RUNNING:
-            dx += (x - mean_of_batch) * push
+            dx += (x - mean_c) * Q_c
         tl.store(dx_ptr + base + offset(c, s, channels, size, OUT_LAST), dx.to(dx_ptr.dtype.element_ty), mask)
 
 
+@planner
+def merge_plan(tiles: Tiles) -> Plan:
+    """Choose by the parts of a channel and by the channels of a tile. Numbers: at most 512 parts in all; 1024 of them (128
+    images of 8 channels) cost 5 % on an H200.
+
+    Returns ROWS, the power of two of parts that every program merges itself; 0 where they are too many."""
+    rows = next_power_of_2(tiles.n * tiles.splits)
+    return Plan(ROWS=rows if rows * tiles.plan.BC <= 512 else 0)
+
+
 def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float) -> None:
+    """Fill y, var, images and batch."""
     tiles = Tiles(x)
-    parts, rows, shape = tiles.moments(x), _few(tiles), _shape(tiles)
-    running, use = var if running_var is None else running_var.contiguous(), {"RUNNING": running_var is not None}
+    parts, rows, shape = tiles.moments(x), merge_plan(tiles).ROWS, _shape(tiles)
+    running, flags = var if running_var is None else running_var.contiguous(), {"RUNNING": running_var is not None}
     if not rows:
         launch(
-            _statistics_kernel, (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, eps, ROWS=64, BC=8, **use
+            _statistics_kernel, (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, eps, ROWS=64, BC=8, **flags
         )  # fmt: skip
     launch(
         _result_kernel, tiles.grid, x, weight, bias, v, running, parts, y, var, images, batch, *shape, eps, ROWS=rows,
-        **use, **lie_last(x=x, out=y), **tiles.options,
+        **flags, **layout_flags(x=x, out=y), **tiles.constants,
     )  # fmt: skip
 
 
 def backward(dy, x, v, weight, bias, running_var, images, batch, dx):
-    """``-> (dv, dweight, dbias)``."""
+    """Fill dx; returns dv, dweight and dbias."""
     tiles = Tiles(x)
-    rows, shape = _few(tiles), _shape(tiles)
+    rows, shape = merge_plan(tiles).ROWS, _shape(tiles)
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
     tensors = x, dy, weight, v, images, batch, sums
-    launch(_sums_kernel, tiles.grid, *tensors, *shape, **lie_last(x=x, dy=dy), **tiles.options)
+    launch(_sums_kernel, tiles.grid, *tensors, *shape, **layout_flags(x=x, dy=dy), **tiles.constants)
     if rows:
-        dbias, dweight, dv, losses = *(torch.empty_like(t) for t in (bias, weight, v)), sums
+        dbias, dweight, dv, q_rqs = *(torch.empty_like(t) for t in (bias, weight, v)), sums
     else:
-        dbias, dweight, dv, losses = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
+        dbias, dweight, dv, q_rqs = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
     launch(
-        _gradient_kernel, tiles.grid, *tensors, losses, dx, dweight, dbias, dv, *shape, RUNNING=running_var is not None,
-        ROWS=rows, **lie_last(x=x, dy=dy, out=dx), **tiles.options,
+        _gradient_kernel, tiles.grid, *tensors, q_rqs, dx, dweight, dbias, dv, *shape, RUNNING=running_var is not None,
+        ROWS=rows, **layout_flags(x=x, dy=dy, out=dx), **tiles.constants,
     )  # fmt: skip
     return dv, dweight, dbias
 
 
-def _few(tiles: Tiles) -> int:
-    """How many parts of a channel a program merges itself; 0 where there are too many."""
-    rows = next_power_of_2(tiles.n * tiles.splits)
-    return rows if rows * tiles.bc <= _FEW else 0
-
-
 def _shape(tiles: Tiles) -> tuple[int, ...]:
+    """Returns the sizes that every kernel takes."""
     return tiles.n, tiles.c, tiles.size, tiles.part, tiles.splits, tiles.all_parts

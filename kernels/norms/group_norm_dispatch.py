@@ -26,39 +26,39 @@ Source     Wu and He 2018, arXiv:1803.08494; Liu et al. 2020, arXiv:2004.02967, 
 
 import torch
 
+from fx_fusion.kernels.lib.column_sums import column_sums
 from fx_fusion.kernels.lib.image_tiles import as_images, empty_images
-from fx_fusion.kernels.lib.launch import column_sums
 from fx_fusion.kernels.norms import norm_by_group, norm_by_tile
 from fx_fusion.kernels.norms.group_norm_math import Norm
+from fx_fusion.kernels.norms.group_plan import group_plan
 
-_WAYS = (norm_by_group, norm_by_tile)  # the first that has options for it; the last takes anything
 
-
-def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind: int, correction: int = 0):
-    """Fill y; ``-> stats``: (2, n·groups) fp32, means and rstds."""
+def norm_fwd(x, y, groups: int, weight, bias, v, eps: float, kind, correction: int = 0):
+    """Fill y; returns stats: (2, n · groups) fp32, means and rstds."""
     x = as_images(x)
     stats = torch.empty(2, x.shape[0] * groups, dtype=torch.float32, device=x.device)
     if x.numel():
         norm = Norm(x, groups, weight, bias, v, kind, correction)
-        way, options = _way(norm, x, y, backward=False)
-        way.forward(norm, x, y, stats, float(eps), options)
+        plan = group_plan(norm, x, y, backward=False)
+        if plan is None:
+            norm_by_tile.forward(norm, x, y, stats, float(eps))
+        else:
+            norm_by_group.forward(norm, x, y, stats, float(eps), plan)
     return stats
 
 
-def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind: int, correction: int = 0):
-    """``-> (dx, [dweight, dbias, dv])``: those of the parameters that there are."""
+def norm_bwd(dy, x, groups: int, weight, bias, v, stats, kind, correction: int = 0):
+    """Returns dx and [dweight, dbias] or [dweight, dbias, dv]; None for a parameter that is None."""
     dx = empty_images(x)
     x, dy = as_images(x), as_images(dy)
     norm = Norm(x, groups, weight, bias, v, kind, correction)
     if x.numel():
-        way, options = _way(norm, x, dy, backward=True)
-        sums = way.backward(norm, dy, x, stats, dx, options)
+        plan = group_plan(norm, x, dy, backward=True)
+        if plan is None:
+            sums = norm_by_tile.backward(norm, dy, x, stats, dx)
+        else:
+            sums = norm_by_group.backward(norm, dy, x, stats, dx, plan)
     else:
         sums = torch.zeros(norm.sums, 1, norm.c, dtype=torch.float32, device=x.device)
     dbias, dweight, *dv = column_sums(sums, [None if t is None else t.dtype for t in (bias, weight, v)[: norm.sums]])
     return dx, [dweight, dbias, *dv]
-
-
-def _way(norm: Norm, x, other, *, backward: bool):
-    found = ((way, way.options(norm, x, other, backward=backward)) for way in _WAYS)
-    return next((way, options) for way, options in found if options is not None)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.fusion.matcher import Match
-from fx_fusion.graph import signatures
-from fx_fusion.graph.normal_forms import inner_term
-from fx_fusion.graph.view import View, is_tensor, same_shape, value
+from fx_fusion.fusion.match import Match
+from fx_fusion.graph.forms import inner_term
+from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
-from fx_fusion.patterns.sites.loss import LossSite, find_losses, shaped_as
+from fx_fusion.patterns.sites.loss import LossSite, find_losses
+from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
@@ -43,7 +44,7 @@ def replaced(editor: Editor, site: LossSite, entropy: EntropySite, call: fx.Node
         result = editor.item(call, i, like=root)
         result = result if sign > 0 else editor.method("neg", (result,), like=root)
         result = shaped_as(editor, result, site, root)
-        made.append(editor.cast(result, value(root).dtype, like=root))
+        made.append(editor.cast(result, example(root).dtype, like=root))
     editor.check(roots, made)
     for root, result in zip(roots, made, strict=True):
         editor.replace(root, result)
@@ -77,7 +78,7 @@ def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
         if found is None or found[0] != {"p", "logits"} or not _is_over_classes(view, total, "logsumexp"):
             return None
         nodes = {node, total, expected, *found[1]}
-        fits = _same_rows(view, source_of(total), logits, nodes) and same_shape(value(total), value(expected))
+        fits = _same_rows(view, source_of(total), logits, nodes) and same_shape(example(total), example(expected))
         return EntropySite(node, 1, nodes) if fits else None
     found = _sum_of_products(view, node, logits)
     return EntropySite(node, -1, {node, *found[1]}) if found is not None and found[0] == {"p", "log_p"} else None
@@ -85,11 +86,11 @@ def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
 
 def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
     """Whether a node reduces the last dim of its input, without keeping it or changing the dtype."""
-    bound = signatures.bind(name, node.args, dict(node.kwargs)) if view.name(node) == name else None
+    bound = view.arguments_of(node, name)
     if bound is None or not is_tensor(bound["input"]) or bound["keepdim"] or bound.get("dtype") is not None:
         return False
     dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
-    return tuple(dims) in ((-1,), (value(bound["input"]).dim() - 1,))
+    return tuple(dims) in ((-1,), (example(bound["input"]).dim() - 1,))
 
 
 def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[str], set[fx.Node]] | None:
@@ -146,9 +147,9 @@ def _below_views(view: View, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
     """What a node is a view of whose last dim is the same: row after row they hold the same."""
     while view.name(node) in ("view", "reshape", "flatten"):
         source = source_of(node)
-        if source is None or value(source).dim() * value(node).dim() == 0:
+        if source is None or example(source).dim() * example(node).dim() == 0:
             break
-        if not statically_known_true(value(source).shape[-1] == value(node).shape[-1]):
+        if not statically_known_true(example(source).shape[-1] == example(node).shape[-1]):
             break
         nodes.add(node)
         node = source

@@ -17,7 +17,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import name, roundings
-from fx_fusion.graph.view import View, is_scalar, is_tensor, same_shape, value
+from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.terms import example, is_scalar, is_tensor, same_shape, same_sizes
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 
 _SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "view_as", "squeeze")
@@ -50,7 +52,7 @@ def affine_end(view: View, core: fx.Node, channels: Any) -> Affine:
     """The affine transform that is the only user of ``core``, computed in its dtype."""
     product = only_user(view, core, ("mul",))
     total = only_user(view, product, ("add",))
-    nodes, dtype = {product, total}, value(core).dtype
+    nodes, dtype = {product, total}, example(core).dtype
     weight = per_channel(view, other_operand(view, product, core), channels, dtype, nodes)
     bias = per_channel(view, other_operand(view, total, product), channels, dtype, nodes)
     computed_in(dtype, product, total)
@@ -60,21 +62,21 @@ def affine_end(view: View, core: fx.Node, channels: Any) -> Affine:
 def computed_in(dtype: torch.dtype, *nodes: fx.Node) -> None:
     """Raise NotThis unless these nodes have the dtype that the kernel computes them in."""
     for node in nodes:
-        if value(node).dtype != dtype:
-            found = name(value(node).dtype)
+        if example(node).dtype != dtype:
+            found = name(example(node).dtype)
             raise NotThis(node, f"{node.name} is computed in {found}; the kernel computes it in {name(dtype)}")
 
 
 def casts_to(dtype: torch.dtype, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """The nodes of the kernel's own dtype: of parameters and deviations, which it rounds too."""
-    return frozenset(n for n in nodes if value(n).dtype == dtype)
+    return frozenset(n for n in nodes if example(n).dtype == dtype)
 
 
 def rounded_once(path: Sequence[fx.Node], to: torch.dtype) -> None:
     """Raise NotThis unless the casts along ``path`` (from a value to where it is used) round to ``to`` and to nothing
     else."""
-    found = roundings([value(n).dtype for n in path])
-    if found != roundings([value(path[0]).dtype, to]):
+    found = roundings([example(n).dtype for n in path])
+    if found != roundings([example(path[0]).dtype, to]):
         extra = next((d for d in found if d != to), None)
         what = f"a cast rounds {path[0].name} to {name(extra)}" if extra else f"nothing rounds {path[0].name} to {name(to)}"
         raise NotThis(path[-1], f"{what}; the kernel {'does not' if extra else 'does'}")
@@ -99,7 +101,7 @@ def other_operand(view: View, node: fx.Node, one: fx.Node) -> Any:
 def per_channel(view: View, node: fx.Node, channels: Any, dtype: torch.dtype, nodes: set[fx.Node]) -> fx.Node:
     """The ``channels`` numbers behind a (1, c, 1, 1) view of them, a cast to ``dtype`` crossed; adds what it crosses and
     nobody else uses. What comes back has c elements, maybe with dims of size 1 around them."""
-    shape = value(node).shape
+    shape = example(node).shape
     at = len(shape) - 3
     if at < 0 or not all(statically_known_true(s == (channels if d == at else 1)) for d, s in enumerate(shape)):
         raise NotThis(node, f"{node.name} has shape {tuple(shape)}; expected one number a channel")
@@ -116,18 +118,18 @@ def _same_numbers(view: View, node: fx.Node) -> fx.Node | None:
     """What ``node`` is a cast of, or a view of that adds or drops dims of size 1 only."""
     below = view.transparent(node)
     if below is None and view.name(node) in _SHAPES and node.args and isinstance(node.args[0], fx.Node):
-        index = node.args[1] if view.name(node) == "getitem" else ()
-        items = index if isinstance(index, tuple) else (index,)
-        plain = all(i is None or i is Ellipsis or i == slice(None) for i in items)
-        plain = plain and is_tensor(node.args[0]) and not view.hides_gradient(node)
+        plain = is_tensor(node.args[0]) and not view.hides_gradient(node)
+        if plain and view.name(node) == "getitem":
+            index = index_of(node.args[1], example(node.args[0]).dim())
+            plain = index is not None and index.only_slices and not index.cuts
         below = node.args[0] if plain and _squeezed_alike(node.args[0], node) else None
     return below if isinstance(below, fx.Node) and is_tensor(below) else None
 
 
 def _squeezed_alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether the shapes differ by dims of size 1 only: then the order of the elements is the same."""
-    one, other = ([n for n in value(t).shape if not statically_known_true(n == 1)] for t in (a, b))
-    return len(one) == len(other) and all(statically_known_true(x == y) for x, y in zip(one, other, strict=True))
+    one, other = ([n for n in example(t).shape if not statically_known_true(n == 1)] for t in (a, b))
+    return same_sizes(one, other)
 
 
 def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
@@ -162,7 +164,7 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
     assert root is not None
     computed_in(torch.float32, var, total, root)
     rounded_once([var, *reversed(chain[chain.index(root) :])], torch.float32)
-    rounded_once([root, *reversed(chain[: chain.index(root)])], value(x).dtype)
+    rounded_once([root, *reversed(chain[: chain.index(root)])], example(x).dtype)
     reduced = term.operands[0]
     below, path = reduced, [reduced]
     while not view.same_value(below, x):
@@ -174,18 +176,18 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
         nodes.add(below)
         below = step
         path.append(below)
-    if rounds := roundings([value(n).dtype for n in reversed(path)]):
+    if rounds := roundings([example(n).dtype for n in reversed(path)]):
         raise NotThis(reduced, f"a cast rounds x to {name(rounds[0])} before its variance; the kernel does not")
     nodes.update(n for n in view.edge(below).crossed if len(n.users) == 1)
     groups = None
-    whole = value(x).shape
-    if not same_shape(value(reduced), value(x)):
-        shape = value(reduced).shape
+    whole = example(x).shape
+    if not same_shape(example(reduced), example(x)):
+        shape = example(reduced).shape
         groups = shape[1] if len(shape) > 2 else None
         fits = statically_known_true(shape[0] == whole[0]) and isinstance(groups, int)
         if not fits or dims != tuple(range(2 - len(shape), 0)):
             raise NotThis(var, f"the variance is over {dims} of {tuple(shape)}; expected whole groups of an image")
-    _ends_in_place(view, [var, *reversed(chain)], value(reduced).shape, dims, whole, groups)
+    _ends_in_place(view, [var, *reversed(chain)], example(reduced).shape, dims, whole, groups)
     return Deviation(x, var, eps, correction, groups, dims, nodes)
 
 
@@ -196,27 +198,23 @@ def _ends_in_place(view: View, path: list[fx.Node], reduced: Any, dims: Any, who
     kept = [1 if d - rank in dims else n for d, n in enumerate(reduced)]  # the shape with keepdim
     full = False
     for below, node in itertools.pairwise(path):
-        shape = value(node).shape
-        if same_shape(value(below), value(node)) and view.name(node) != "getitem":
+        shape = example(node).shape
+        if same_shape(example(below), example(node)) and view.name(node) != "getitem":
             continue
         if full:
-            laid_out = groups is not None and view.name(node) in ("view", "reshape") and _equal(shape, whole)
+            laid_out = groups is not None and view.name(node) in ("view", "reshape") and same_sizes(shape, whole)
             if not laid_out:
                 raise NotThis(node, f"{node.name} rearranges the deviations")
         elif view.name(node) in ("expand", "expand_as"):
-            aligned = [1] * (rank - value(below).dim()) + list(value(below).shape)
-            if not _equal(aligned, kept) or not _equal(shape, reduced):
-                raise NotThis(node, f"{node.name} expands {tuple(value(below).shape)} to {tuple(shape)}")
+            aligned = [1] * (rank - example(below).dim()) + list(example(below).shape)
+            if not same_sizes(aligned, kept) or not same_sizes(shape, reduced):
+                raise NotThis(node, f"{node.name} expands {tuple(example(below).shape)} to {tuple(shape)}")
             full = True
         elif _same_numbers(view, node) is None:
             raise NotThis(node, f"{node.name} rearranges the deviations")
-    last = list(value(path[-1]).shape)
+    last = list(example(path[-1]).shape)
     if full or groups is not None:
-        if not full or not _equal(last, whole):
+        if not full or not same_sizes(last, whole):
             raise NotThis(path[-1], f"the deviations of groups end as {tuple(last)}; expected the shape of x")
-    elif not _equal([1] * (rank - len(last)) + last, kept):
+    elif not same_sizes([1] * (rank - len(last)) + last, kept):
         raise NotThis(path[-1], f"the deviations end as {tuple(last)}, which does not stand for {tuple(kept)}")
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))

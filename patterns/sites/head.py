@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fx_fusion.fusion.matcher import NearMiss
-from fx_fusion.graph import signatures
+from fx_fusion.fusion.match import NearMiss
 from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
 from fx_fusion.graph.size_hints import elements, expected, trained
-from fx_fusion.graph.view import View, is_tensor, value
-from fx_fusion.patterns.sites.loss import Logits, LossSite, one_a_row, read_logits
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
+from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
+from fx_fusion.patterns.sites.rows import one_a_row
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -41,14 +42,14 @@ class Head:
 def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
     """The linear layer under a loss, or how far it got."""
     seen = read_logits(view, site, to_linear=True)
-    node, matched = seen.source, 1 + len(seen.nodes)
-    bound = signatures.bind("linear", node.args, dict(node.kwargs)) if view.name(node) == "linear" else None
-    if bound is None or not is_tensor(bound["weight"]) or value(bound["weight"]).dim() != 2:
+    node = seen.source
+    bound = view.arguments_of(node, "linear")
+    if bound is None or not is_tensor(bound["weight"]) or example(bound["weight"]).dim() != 2:
         found = "an input of this graph" if node.op == "placeholder" else view.term(node).op
         reason = seen.stopped or f"expected linear, found {found} ({node.name})"
-        return NearMiss(fusion, site.root, node, matched, matched + 1, reason)
+        return NearMiss(fusion, site.root, node, reason)
     if bound["bias"] is not None and seen.bias is not None:
-        return NearMiss(fusion, site.root, node, matched, matched + 1, "two biases follow each other")
+        return NearMiss(fusion, site.root, node, "two biases follow each other")
     return Head(bound["input"], bound["weight"], bound["bias"] if seen.bias is None else seen.bias, seen)
 
 
@@ -75,14 +76,14 @@ def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None)
 def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tuple[Any, Any, Any, Any]:
     """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
     linear = head.seen.source
-    dtype = value(linear).dtype  # under autocast not the dtype of its inputs
+    dtype = example(linear).dtype  # under autocast not the dtype of its inputs
     x, bias = head.x, head.bias
     for cut in reversed(head.seen.row_slices):
         x = editor.call(cut.target, (x, cut.args[1]), like=linear)
-    x = editor.method("reshape", (x, -1, value(head.lm_head).shape[1]), like=linear)
+    x = editor.method("reshape", (x, -1, example(head.lm_head).shape[1]), like=linear)
     x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, head.lm_head))
     if bias is not None:
-        if value(bias).dim() != 1:
+        if example(bias).dim() != 1:
             bias = editor.method("reshape", (bias, -1), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
     return x, lm_head, bias, one_a_row(editor, target, root)

@@ -14,12 +14,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.graph import signatures
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.view import Term, View, is_tensor, same_shape, value
+from fx_fusion.graph.forms import inner_term
+from fx_fusion.graph.indices import WHOLE, index_of
+from fx_fusion.graph.terms import Term, example, is_tensor, same_shape
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import source_of
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
-from fx_fusion.rewrite.editor import Editor
 
 
 @dataclass
@@ -59,7 +60,7 @@ def find_losses(view: View) -> Iterator[LossSite]:
     """Every cross-entropy of a graph, whatever its spelling."""
     for node in view.graph.nodes:
         name = view.name(node)
-        if name == "cross_entropy" or name == "nll_loss":
+        if name in ("cross_entropy", "nll_loss"):
             site = _of_call(view, node, name)
         elif name == "gather":
             site = _of_gather(view, node)
@@ -72,13 +73,13 @@ def find_losses(view: View) -> Iterator[LossSite]:
 
 
 def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
-    bound = signatures.bind(name, node.args, dict(node.kwargs))
+    bound = view.arguments(node)
     if bound is None or bound["size_average"] is not None or bound["reduce"] is not None:
         return None
     logits, target, weight = bound["input"], bound["target"], bound["weight"]
-    if not is_tensor(logits) or not is_tensor(target) or value(logits).dim() != 2 or value(target).dim() != 1:
+    if not is_tensor(logits) or not is_tensor(target) or example(logits).dim() != 2 or example(target).dim() != 1:
         return None
-    if value(target).dtype != torch.int64 or not isinstance(bound["ignore_index"], int):
+    if example(target).dtype != torch.int64 or not isinstance(bound["ignore_index"], int):
         return None
     nodes = {node}
     if name == "nll_loss":
@@ -94,22 +95,18 @@ def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
 
 
 def _log_softmax(view: View, operand: fx.Node) -> Term | None:
-    edge = view.edge(operand)
-    if not isinstance(edge.base, fx.Node) or edge.roundings:
-        return None
-    term = view.term(edge.base)
-    if term.op != "log_softmax" or term.attrs != (-1,):
-        return None
-    return Term(term.op, term.operands, term.attrs, (*edge.crossed, *term.nodes))
+    """The log_softmax over classes behind an operand, if no cast on the way rounds."""
+    term = inner_term(view, operand, "log_softmax")
+    return term if term is not None and term.attrs == (-1,) else None
 
 
 def _of_gather(view: View, node: fx.Node) -> LossSite | None:
     """``log_softmax(l).gather(-1, t.unsqueeze(-1))``, and what is done with it as far as it is -, mean or sum."""
-    bound = signatures.bind("gather", node.args, dict(node.kwargs))
+    bound = view.arguments(node)
     if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
         return None
     inner = _log_softmax(view, bound["input"])
-    rank = value(bound["input"]).dim()
+    rank = example(bound["input"]).dim()
     if inner is None or bound["dim"] not in (-1, rank - 1):
         return None
     target = _one_class_a_row(view, bound["index"], bound["input"])
@@ -125,7 +122,7 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
         if term.op == "neg" or view.name(above) in ("view", "reshape", "flatten", "squeeze"):
             sign = -sign if term.op == "neg" else sign
             continue
-        if term.op in ("mean", "sum") and value(above).dim() == 0:
+        if term.op in ("mean", "sum") and example(above).dim() == 0:
             site.root, site.reduction, site.sign, site.gathered = above, term.op, sign, False
             site.nodes.update(path)
             above_is_neg = len(above.users) == 1 and view.term(next(iter(above.users))).op == "neg"
@@ -142,9 +139,9 @@ def _one_class_a_row(view: View, index: fx.Node, logits: fx.Node) -> fx.Node | N
     if not isinstance(edge.base, fx.Node) or edge.roundings:
         return None
     term = view.term(edge.base)
-    if term.op != "unsqueeze" or term.attrs != (-1,) or value(term.operands[0]).dtype != torch.int64:
+    if term.op != "unsqueeze" or term.attrs != (-1,) or example(term.operands[0]).dtype != torch.int64:
         return None
-    return term.operands[0] if same_shape(value(index)[..., 0], value(logits)[..., 0]) else None
+    return term.operands[0] if same_shape(example(index)[..., 0], example(logits)[..., 0]) else None
 
 
 def _of_difference(view: View, node: fx.Node) -> LossSite | None:
@@ -153,23 +150,23 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
     if term.op != "sub" or not all(isinstance(o, fx.Node) and is_tensor(o) for o in term.operands):
         return None
     chosen, total = term.operands
-    bound = signatures.bind("logsumexp", total.args, dict(total.kwargs)) if view.name(total) == "logsumexp" else None
+    bound = view.arguments_of(total, "logsumexp")
     squeezed = chosen
     below = source_of(chosen) if view.name(chosen) == "squeeze" else None
-    if below is not None and value(below).dim() and same_shape(value(chosen), value(below)[..., 0]):
+    if below is not None and example(below).dim() and same_shape(example(chosen), example(below)[..., 0]):
         chosen = below
-    taken = signatures.bind("gather", chosen.args, dict(chosen.kwargs)) if view.name(chosen) == "gather" else None
+    taken = view.arguments_of(chosen, "gather")
     if bound is None or taken is None or not is_tensor(taken["index"]):
         return None
-    logits, rank = taken["input"], value(taken["input"]).dim()
+    logits, rank = taken["input"], example(taken["input"]).dim()
     dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
     over_classes = taken["dim"] in (-1, rank - 1) and tuple(dims) in ((-1,), (rank - 1,))
-    if bound["input"] is not logits or not over_classes or value(squeezed).dim() != value(total).dim():
+    if bound["input"] is not logits or not over_classes or example(squeezed).dim() != example(total).dim():
         return None
     target = _one_class_a_row(view, taken["index"], logits)
     if target is None:
         return None
-    if not same_shape(value(node), value(squeezed)) or not same_shape(value(node), value(total)):
+    if not same_shape(example(node), example(squeezed)) or not same_shape(example(node), example(total)):
         return None
     nodes = {node, squeezed, chosen, total}
     return LossSite(node, logits, target, None, "none", NO_IGNORE, 0.0, nodes, -1, True)
@@ -193,31 +190,6 @@ def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
         seen.source = below
 
 
-def one_a_row(editor: Editor, target: fx.Node, root: fx.Node) -> fx.Node:
-    """A target (m) for a site's targets of any shape."""
-    return target if value(target).dim() == 1 else editor.method("reshape", (target, -1), like=root)
-
-
-def rows_of(editor: Editor, logits: fx.Node, target: fx.Node, root: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Logits (m, v) and a target (m) for logits and targets of any shape."""
-    shape = value(logits).shape
-    rows = logits if len(shape) == 2 else editor.method("reshape", (logits, -1, shape[-1]), like=root)
-    return rows, one_a_row(editor, target, root)
-
-
-def shaped_as(editor: Editor, losses: fx.Node, site: LossSite, root: fx.Node) -> fx.Node:
-    """One number a row (m), in the shape of ``root``. Read off the targets where it is theirs: a symbolic shape can't be
-    written into a graph."""
-    wanted, target = value(root), value(site.target)
-    if same_shape(wanted, value(losses)):
-        return losses
-    if wanted.dim() == target.dim() + 1 and same_shape(wanted[..., 0], target):
-        return editor.method("unsqueeze", (editor.method("view_as", (losses, site.target), like=root), -1), like=root)
-    if same_shape(wanted, target):
-        return editor.method("view_as", (losses, site.target), like=root)
-    return editor.method("view", (losses, tuple(wanted.shape)), like=root)
-
-
 def slice_below(view: View, seen: Logits) -> str | None:
     """Whether logits that stay are a slice: Inductor reads it where it lies, a kernel would need a copy of it."""
     if view.name(seen.source) != "getitem" or not is_tensor(seen.source.args[0]) or not seen.nodes:
@@ -230,21 +202,21 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
     name, term = view.name(node), view.term(node)
     below = view.transparent(node)
     if below is not None and is_tensor(below):
-        if value(node).dtype == torch.float64:
+        if example(node).dtype == torch.float64:
             seen.stopped = f"{node.name} is float64; the kernel computes in float32"
             return None
-        if not keeps_values(value(below).dtype, value(node).dtype):
-            seen.stopped = f"{node.name} rounds the logits to {value(node).dtype}"
+        if not keeps_values(example(below).dtype, example(node).dtype):
+            seen.stopped = f"{node.name} rounds the logits to {example(node).dtype}"
             return None
         return below, [node]
     if name in ("view", "reshape", "flatten", "contiguous"):
         below = source_of(node)
-        if below is None or not is_tensor(below) or value(below).dim() == 0 or value(node).dim() == 0:
+        if below is None or not is_tensor(below) or example(below).dim() == 0 or example(node).dim() == 0:
             return None
-        if not statically_known_true(value(below).shape[-1] == value(node).shape[-1]):
+        if not statically_known_true(example(below).shape[-1] == example(node).shape[-1]):
             seen.stopped = f"{node.name} changes the vocabulary dim"
             return None
-        if seen.row_slices and not same_shape(value(below), value(node)):
+        if seen.row_slices and not same_shape(example(below), example(node)):
             seen.stopped = f"{node.name} lays out the rows anew below the slice {seen.row_slices[-1].name}"
             return None
         return below, [node]
@@ -295,19 +267,16 @@ def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.
     for tensor, bias in (term.operands, term.operands[::-1]):
         if not is_tensor(tensor) or not is_tensor(bias) or view.term(view.edge(tensor).base).op != "linear":
             continue
-        shape = value(bias).shape
-        if value(tensor).dtype != value(node).dtype:
-            seen.stopped = f"{node.name} adds a bias in {value(node).dtype}"
+        shape = example(bias).shape
+        if example(tensor).dtype != example(node).dtype:
+            seen.stopped = f"{node.name} adds a bias in {example(node).dtype}"
             continue
-        if shape and shape[-1] == value(node).shape[-1] and all(s == 1 for s in shape[:-1]):
+        if shape and shape[-1] == example(node).shape[-1] and all(s == 1 for s in shape[:-1]):
             seen.bias = bias
             return tensor, [node]
     return None
 
 
 def _keeps_last_dim(node: fx.Node) -> bool:
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if not all(i is Ellipsis or isinstance(i, slice) for i in index):
-        return False
-    covers_all = Ellipsis in index or len(index) == value(node.args[0]).dim()
-    return not covers_all or index[-1] == slice(None)
+    index = index_of(node.args[1], example(node.args[0]).dim())
+    return index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
+
+from fx_fusion.torch_internals.fakes import expression_of, lower_bound
 
 DIMS = [sympy.Symbol(f"i{n}", integer=True, nonnegative=True) for n in range(8)]
 
@@ -21,6 +23,15 @@ class Opaque(Exception):
         self.node, self.reason = node, reason
 
 
+class Interpreter(Protocol):
+    """What a rule may ask the prover whose node it reads (``MaskProver``)."""
+
+    def name(self, node: fx.Node) -> str: ...
+    def at(self, operand: Any, node: fx.Node, dims: list[Any] | None = None) -> sympy.Basic: ...
+    def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic: ...
+    def anywhere(self, operand: fx.Node, node: fx.Node) -> sympy.Basic: ...
+
+
 def is_predicate(expression: sympy.Basic) -> bool:
     """Whether an expression is a condition. (A sympy Symbol counts as a Boolean, an index is none.)"""
     return isinstance(expression, Boolean) and not isinstance(expression, sympy.Symbol)
@@ -30,15 +41,15 @@ def size_of(size: Any) -> sympy.Expr:
     """The expression of a number. A symbol in it has the sign that its range in the ShapeEnv allows it at every call: a
     size is positive, an int argument or an ``.item()`` may be 0 or negative."""
     if isinstance(size, (torch.SymInt, torch.SymFloat)):
-        expression, shapes = size.node.expr, size.node.shape_env
-        return expression.subs({s: _with_its_sign(s, shapes) for s in expression.free_symbols})
+        expression = expression_of(size)
+        return expression.subs({s: _with_its_sign(s, size) for s in expression.free_symbols})
     return sympy.sympify(size)
 
 
-def _with_its_sign(symbol: sympy.Symbol, shapes: Any) -> sympy.Symbol:
+def _with_its_sign(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat) -> sympy.Symbol:
     if not symbol.is_integer:
         return sympy.Symbol(symbol.name, real=True)
-    lowest = shapes.bound_sympy(symbol).lower
+    lowest = lower_bound(number, symbol)
     if lowest >= 1:
         return sympy.Symbol(symbol.name, integer=True, positive=True)
     return sympy.Symbol(symbol.name, integer=True, nonnegative=True if lowest >= 0 else None)
@@ -70,14 +81,6 @@ def condition_for(parts: list[tuple[Any, Any]], wanted: Callable[[Any], bool]) -
             result = sympy.Or(result, sympy.And(condition, sympy.Not(earlier)))
         earlier = sympy.Or(earlier, condition)
     return result
-
-
-def op_name(node: fx.Node) -> str:
-    if node.op == "call_method":
-        return str(node.target).strip("_")
-    if node.op == "call_function":
-        return str(getattr(node.target, "__name__", "")).strip("_")
-    return ""
 
 
 def upper_bound(expression: sympy.Expr | None, sizes: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr | None:

@@ -21,7 +21,6 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.graph.bodies import Outside
 from fx_fusion.graph.masks.expressions import (
     DIMS,
     Opaque,
@@ -30,13 +29,13 @@ from fx_fusion.graph.masks.expressions import (
     at_most_zero,
     condition_for,
     is_predicate,
-    op_name,
     size_of,
     upper_bound,
 )
-from fx_fusion.graph.masks.rules import KEYWORDS, RULES, argument
+from fx_fusion.graph.masks.shape_rules import RULES
 from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
-from fx_fusion.graph.view import View, is_tensor, value
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import Outside, View, example
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,19 @@ class MaskProof:
     structure: Structure | None = None
 
 
-def prover_of(view: View) -> MaskProver:
-    """The prover of a graph: all who ask about its masks share what is known."""
-    if view.prover is None:
-        view.prover = MaskProver(view, may_assume=view.assumptions is not None and view.assumptions.allowed)
-    return view.prover
-
-
 class MaskProver:
-    """Proves masks of one graph. Each node is interpreted once."""
+    """Proves masks of one graph. Each node is interpreted once.
 
-    def __init__(self, view: View, *, may_assume: bool):
-        self.view, self.may_assume = view, may_assume
+    Args:
+        view: of the graph.
+        may_assume: whether a padding mask may be taken for all ones.
+        outer: the prover of the graph around this one, for a checkpointed body.
+    """
+
+    def __init__(self, view: View, *, may_assume: bool, outer: MaskProver | None = None):
+        self.view, self.may_assume, self.outer = view, may_assume, outer
         # How many graphs are around this one: two functions of one name would be the same to sympy.
-        self._depth: int = 0 if view.outside is None else prover_of(view.outside.view)._depth + 1
+        self._depth: int = 0 if outer is None else outer._depth + 1
         self._known: dict[fx.Node, sympy.Basic] = {}
         self._assumed: dict[fx.Node, set[fx.Node]] = {}
         self._proofs: dict[tuple[fx.Node, bool], MaskProof] = {}
@@ -83,15 +81,16 @@ class MaskProver:
             try:
                 self._proofs[key] = self._prove(mask, hides)
             except Opaque as opaque:
-                given = opaque.node is not None and opaque.node.op == "placeholder" and not value(opaque.node).requires_grad
-                kind = "learned" if value(mask).requires_grad else "input" if given else "unknown"
+                is_input = opaque.node is not None and opaque.node.op == "placeholder"
+                given = is_input and not example(opaque.node).requires_grad
+                kind = "learned" if example(mask).requires_grad else "input" if given else "unknown"
                 self._proofs[key] = MaskProof(kind, opaque.reason, opaque.node)
         return self._proofs[key]
 
     def _prove(self, mask: fx.Node, hides: bool) -> MaskProof:
         expression = self.expression(mask)
-        shape = value(mask).shape
-        predicate = _visible(expression, value(mask).dtype, mask)
+        shape = example(mask).shape
+        predicate = _visible(expression, example(mask).dtype, mask)
         predicate = sympy.Not(predicate) if hides else predicate
         rank = len(shape)
         q, k = (DIMS[rank - 2], DIMS[rank - 1]) if rank >= 2 else (None, DIMS[0])
@@ -119,7 +118,7 @@ class MaskProver:
         stack = [mask]
         while stack:
             node = stack.pop()
-            if node not in seen and op_name(node) in RULES:  # what a label comes from may draw random numbers
+            if node not in seen and self.name(node) in RULES:  # what a label comes from may draw random numbers
                 seen[node] = None
                 stack.extend(n for n in node.all_input_nodes if n in self._known)
         return tuple(seen)
@@ -141,29 +140,36 @@ class MaskProver:
         try:
             return self._interpret(node)
         except Opaque as opaque:
-            example = value(node)
-            if example.dtype not in (torch.int32, torch.int64) or example.dim() not in (1, 2):
+            tensor = example(node)
+            if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() not in (1, 2):
                 raise
             why = opaque
         function = sympy.Function(node.name + "'" * self._depth, integer=True)
         self._labels[function], self._why[function] = node, why
-        if op_name(node) == "cumsum" and node.args[0] in self._known and argument(node, 1, "dim") in (-1, example.dim() - 1):
-            self._runs[function] = counted_runs(self._known[node.args[0]], DIMS[: example.dim()])
-        return function(*DIMS[: example.dim()])
+        dims = DIMS[: tensor.dim()]
+        sums = self.view.arguments_of(node, "cumsum")
+        if sums is not None and sums["input"] in self._known and sums["dim"] in (-1, tensor.dim() - 1):
+            self._runs[function] = counted_runs(self._known[sums["input"]], dims)
+        return function(*dims)
 
     def _interpret(self, node: fx.Node) -> sympy.Basic:
         if node.op == "placeholder":
             return self._input(node)
-        rule = RULES.get(op_name(node))
+        rule, bound = RULES.get(self.name(node)), self.view.arguments(node)
         if rule is None:
-            raise Opaque(node, f"{node.name} ({op_name(node) or node.op}) is not a function of indices")
-        unread = set(node.kwargs) - KEYWORDS.get(op_name(node), set()) - {"device", "layout", "pin_memory", "requires_grad"}
-        if unread:
+            raise Opaque(node, f"{node.name} ({called(node)}) is not a function of indices")
+        if bound is None:
+            raise Opaque(node, f"{node.name} is called in an unusual way")
+        if unread := set(bound.get("keywords", ())) - _KEYWORDS:
             raise Opaque(node, f"{node.name} is given {', '.join(sorted(unread))} by keyword")
         try:
-            return rule(self, node)
+            return rule(self, node, bound)
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:  # an unusual call: not proved
             raise Opaque(node, f"{node.name} is called in an unusual way ({error})") from error
+
+    def name(self, node: fx.Node) -> str:
+        """The canonical name of the op that ``node`` calls, empty for anything else."""
+        return self.view.name(node) or ""
 
     def _writes(self, write: fx.Node, node: fx.Node) -> bool:
         return any(alias in self.view.effects.mutated(write) for alias in self.view.effects.aliases(node))
@@ -171,20 +177,21 @@ class MaskProver:
     def _input(self, node: fx.Node) -> sympy.Basic:
         if self.view.outside is not None:
             return self._from_outside(node, self.view.outside)
-        example = value(node)
-        is_mask = example.dim() == 2 and not example.dtype.is_complex
-        is_index = any(op_name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
-        if not (self.may_assume and is_mask and not is_index) or example.requires_grad:
+        tensor = example(node)
+        is_mask = tensor.dim() == 2 and not tensor.dtype.is_complex
+        is_index = any(self.name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
+        if not (self.may_assume and is_mask and not is_index) or tensor.requires_grad:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
         self._assumed[node] = {node}
-        return sympy.true if example.dtype == torch.bool else sympy.Integer(1)
+        return sympy.true if tensor.dtype == torch.bool else sympy.Integer(1)
 
     def _from_outside(self, node: fx.Node, outside: Outside) -> sympy.Basic:
         """An input of a checkpointed body is what the graph around it hands in."""
         operand = outside.operands[node]
         if not isinstance(operand, fx.Node) or not is_tensor(operand):
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
-        prover = prover_of(outside.view)
+        prover = self.outer
+        assert prover is not None, "the prover of a body is made with that of the graph around it"
         expression = prover.expression(operand)
         self._labels.update(prover._labels)
         self._why.update(prover._why)
@@ -198,21 +205,40 @@ class MaskProver:
             return sympy.true if operand else sympy.false
         if isinstance(operand, (int, float)):
             return sympy.sympify(operand)
-        example = value(operand)
-        if isinstance(example, (int, float, torch.SymInt, torch.SymFloat)):
-            return size_of(example)
+        tensor = example(operand)
+        if isinstance(tensor, (int, float, torch.SymInt, torch.SymFloat)):
+            return size_of(tensor)
         if not isinstance(operand, fx.Node) or not is_tensor(operand):
             raise Opaque(node, f"{node.name} has the operand {operand}")
-        inner = self.expression(operand)
-        self._assumed[node] |= self._assumed[operand]
-        dims = list(DIMS[: value(node).dim()]) if dims is None else dims
-        offset = len(dims) - example.dim()
-        is_one = [statically_known_true(n == 1) for n in example.shape]
-        changes = {DIMS[i]: sympy.Integer(0) if is_one[i] else dims[i + offset] for i in range(example.dim())}
+        inner = self.anywhere(operand, node)
+        dims = list(DIMS[: example(node).dim()]) if dims is None else dims
+        offset = len(dims) - tensor.dim()
+        is_one = [statically_known_true(n == 1) for n in tensor.shape]
+        changes = {DIMS[i]: sympy.Integer(0) if is_one[i] else dims[i + offset] for i in range(tensor.dim())}
         return inner.subs(changes, simultaneous=True)
 
+    def anywhere(self, operand: fx.Node, node: fx.Node) -> sympy.Basic:
+        """An operand of ``node`` over its own indices; what it assumes, ``node`` assumes."""
+        inner = self.expression(operand)
+        self._assumed[node] |= self._assumed[operand]
+        return inner
+
     def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic:
+        """``at`` with booleans as 0 and 1."""
         return as_number(self.at(operand, node))
+
+
+# Keywords of factories, casts and views that decide no value, or that a rule reads.
+_KEYWORDS = {
+    "dtype", "device", "layout", "pin_memory", "requires_grad", "copy", "non_blocking", "memory_format", "start", "end",
+    "step", "size", "shape", "dims",
+}  # fmt: skip
+
+
+def called(node: fx.Node) -> str:
+    """What a node calls, as the user wrote it."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).strip("_") if node.op in ("call_function", "call_method") and name else node.op
 
 
 def _visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boolean:

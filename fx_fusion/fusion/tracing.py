@@ -1,0 +1,29 @@
+"""Trace a pattern function into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from fx_fusion.torch_internals.containers import tree_map_only
+
+
+def trace(function: Callable[..., Any], parameters: Iterable[str], statics: Mapping[str, Any]) -> fx.Graph | None:
+    """The graph of ``function``, with a placeholder for each of ``parameters`` and ``statics`` as constants; None for a
+    spelling that does not have this variant (it returns NotImplemented)."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {name: fx.Proxy(graph.placeholder(name), tracer) for name in parameters}
+    result = function(**proxies, **statics)
+    if result is NotImplemented:
+        return None
+    graph.output(tree_map_only(fx.Proxy, lambda proxy: proxy.node, result))
+    return graph
+
+
+def results_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a traced function returns, as a tuple."""
+    result = next(n for n in graph.nodes if n.op == "output").args[0]
+    return result if isinstance(result, tuple) else (result,)

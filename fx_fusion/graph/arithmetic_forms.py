@@ -1,0 +1,139 @@
+"""Normal forms of arithmetic, reductions and activations."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.graph.dtypes import keeps_values
+from fx_fusion.graph.forms import Bound, Rules, inner_term
+from fx_fusion.graph.gelu import written_out_gelu
+from fx_fusion.graph.terms import Reader, Term, example, is_tensor, negative_dim
+
+RULES = Rules()
+
+
+@RULES.of("pow")
+def _pow(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x, exponent = bound["input"], bound["exponent"]
+    if exponent == 2:
+        return Term("square", (x,), (), (node,))
+    if exponent == 0.5:
+        return Term("sqrt", (x,), (), (node,))
+    if exponent == -0.5:
+        return Term("rsqrt", (x,), (), (node,))
+    return Term("pow", (x, exponent), (), (node,))
+
+
+@RULES.of("mul")
+def _mul(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    a, b = bound["input"], bound["other"]
+    if is_tensor(a) and is_tensor(b):
+        if view.same_source(a, b):
+            return Term("square", (a,), (), (node,))
+        for x, gate in ((a, b), (b, a)):
+            if (inner := inner_term(view, gate, "sigmoid")) is None:
+                continue
+            if view.same_source(x, inner.operands[0]):
+                return Term("silu", (x,), (), (node, *inner.nodes))
+            scaled = inner_term(view, inner.operands[0], "mul")
+            if scaled and 1.702 in scaled.operands:
+                other = scaled.operands[1] if scaled.operands[0] == 1.702 else scaled.operands[0]
+                if view.same_source(x, other):
+                    return Term("quick_gelu", (x,), (), (node, *inner.nodes, *scaled.nodes))
+    return written_out_gelu(view, node, a, b) or Term("mul", (a, b), (), (node,))
+
+
+@RULES.of("div")
+def _div(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    a, b = bound["input"], bound["other"]
+    if bound["rounding_mode"] is not None:
+        return None
+    root = inner_term(view, b, "sqrt") if is_tensor(b) else None
+    if root and isinstance(a, (int, float)) and a == 1:
+        return Term("rsqrt", root.operands, (), (node, *root.nodes))
+    if root and is_tensor(a):
+        return Term("mul", (a, Term("rsqrt", root.operands, (), root.nodes)), (), (node,))
+    if is_tensor(a) and (total := inner_term(view, a, "sum")) is not None and isinstance(b, int):
+        dims, _ = total.attrs
+        below = example(total.operands[0])
+        if len(dims) == 1 and statically_known_true(below.shape[dims[0]] == b):
+            return Term("mean", total.operands, total.attrs, (node, *total.nodes))
+    if is_tensor(a) and isinstance(b, int) and (square := inner_term(view, a, "square")) is not None:
+        norm = inner_term(view, square.operands[0], "vector_norm")
+        if norm is not None and statically_known_true(example(norm.operands[0]).shape[norm.attrs[0][0]] == b):
+            inside = Term("square", norm.operands, (), (*square.nodes, *norm.nodes))
+            return Term("mean", (inside,), norm.attrs, (node,))
+    return Term("div", (a, b), (), (node,))
+
+
+@RULES.of("reciprocal")
+def _reciprocal(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    root = inner_term(view, bound["input"], "sqrt")
+    if root:
+        return Term("rsqrt", root.operands, (), (node, *root.nodes))
+    return Term("reciprocal", (bound["input"],), (), (node,))
+
+
+@RULES.of("add", "sub")
+def _add(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    name = view.name(node)
+    if bound["alpha"] != 1 or name is None:
+        return None
+    return Term(name, (bound["input"], bound["other"]), (), (node,))
+
+
+@RULES.of("mean", "sum")
+def _reduce(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    dims, name, x = bound["dim"], view.name(node), bound["input"]
+    if not is_tensor(x) or example(x).dtype != example(node).dtype or name is None:
+        return None
+    rank = example(x).dim()
+    dims = tuple(range(-rank, 0)) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    return Term(name, (x,), (tuple(sorted(negative_dim(d, rank) for d in dims)), bool(bound["keepdim"])), (node,))
+
+
+@RULES.of("linalg_vector_norm", "norm")
+def _vector_norm(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    order = bound.get("ord", bound.get("p"))
+    dims, rank = bound["dim"], example(bound["input"]).dim()
+    if order not in (2, 2.0, "fro") or dims is None or bound["dtype"] not in (None, example(node).dtype):
+        return None
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    if len(dims) != 1:
+        return None
+    return Term(
+        "vector_norm", (bound["input"],), (tuple(negative_dim(d, rank) for d in dims), bool(bound["keepdim"])), (node,)
+    )
+
+
+@RULES.of("var")
+def _var(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    dims, unbiased, x = bound["dim"], bound["unbiased"], bound["input"]
+    if isinstance(dims, bool):  # torch.var(x, unbiased)
+        dims, unbiased = None, dims
+    correction = bound["correction"] if bound["correction"] is not None else 1 if unbiased is None else int(unbiased)
+    rank = example(x).dim()
+    dims = tuple(range(-rank, 0)) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    dims = tuple(sorted(negative_dim(d, rank) for d in dims))
+    return Term("var", (x,), (dims, bool(bound["keepdim"]), correction), (node,))
+
+
+@RULES.of("softmax", "log_softmax")
+def _softmax(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    dim, x, name = bound["dim"], bound["input"], view.name(node)
+    if not isinstance(dim, int) or not is_tensor(x) or name is None:
+        return None
+    if not keeps_values(example(x).dtype, example(node).dtype):
+        return None  # with a narrower dtype= it is a cast and a softmax
+    return Term(name, (x,), (negative_dim(dim, example(x).dim()),), (node,))
+
+
+@RULES.of("silu")
+def _silu(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    return Term("silu", (bound["input"],), (), (node,))
+
+
+@RULES.of("gelu")
+def _gelu(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    return Term(f"gelu_{bound['approximate']}", (bound["input"],), (), (node,))

@@ -1,0 +1,159 @@
+"""Normal forms of views, slices and pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fx_fusion.graph.forms import Bound, Rules, inner_term
+from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.terms import Reader, Term, example, is_tensor, negative_dim, same_sizes
+
+RULES = Rules()
+REDUCTIONS = ("mean", "sum")
+
+
+@RULES.of("unsqueeze")
+def _unsqueeze(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x, dim = bound["input"], bound["dim"]
+    if not isinstance(dim, int) or not is_tensor(x):
+        return None
+    dim = negative_dim(dim, example(x).dim() + 1)
+    for op in REDUCTIONS:
+        inner = inner_term(view, x, op) if dim == -1 else None
+        if inner and inner.attrs == ((-1,), False):
+            return Term(op, inner.operands, ((-1,), True), (node, *inner.nodes))
+    return Term("unsqueeze", (x,), (dim,), (node,))
+
+
+@RULES.of("cat", "stack")
+def _cat(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    tensors, dim, name = bound["tensors"], bound["dim"], view.name(node)
+    if not isinstance(tensors, tuple) or not isinstance(dim, int) or name is None:
+        return None
+    return Term(name, tensors, (negative_dim(dim, example(node).dim()),), (node,))
+
+
+@RULES.of("flatten")
+def _flatten(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x, rank = bound["input"], example(bound["input"]).dim()
+    start, end = negative_dim(bound["start_dim"], rank), negative_dim(bound["end_dim"], rank)
+    return Term("flatten", (x,), (start, end), (node,))
+
+
+@RULES.of("transpose")
+def _transpose(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    rank = example(node).dim()
+    return Term(
+        "transpose",
+        (bound["input"],),
+        tuple(sorted((negative_dim(bound["dim0"], rank), negative_dim(bound["dim1"], rank)))),
+        (node,),
+    )
+
+
+@RULES.of("narrow")
+def _narrow(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x, dim, start, length = bound["input"], bound["dim"], bound["start"], bound["length"]
+    if not isinstance(start, int) or not isinstance(length, int) or not isinstance(dim, int):
+        return None
+    if start < 0:  # counted from the end
+        size = example(x).shape[dim]
+        start += size if isinstance(size, int) else 0
+    return None if start < 0 else _piece(x, dim, start, start + length, 1, (node,))
+
+
+@RULES.of("getitem")
+def _getitem(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x, index = bound["input"], bound["index"]
+    if is_tensor(x):
+        return _index(node, x, index)
+    if isinstance(x, fx.Node) and isinstance(index, int):
+        return _piece_of_tuple(view, node, x, index)
+    return None
+
+
+def _index(node: fx.Node, x: fx.Node, index: Any) -> Term | None:
+    """``x[index]`` with one slice that cuts, or one new axis; other slices by literal."""
+    rank = example(x).dim()
+    read = index_of(index, rank)
+    if read is None or not read.only_slices:
+        return None
+    new_axes, cuts = read.new_axes, read.cuts
+    if len(new_axes) == 1 and not cuts:
+        return Term("unsqueeze", (x,), (negative_dim(new_axes[0], rank + 1),), (node,))
+    if len(cuts) == 1 and not new_axes:
+        dim, cut = cuts[0]
+        return _piece(x, dim, cut.start, cut.stop, cut.step or 1, (node,))
+    literal = tuple((i.start, i.stop, i.step) if isinstance(i, slice) else i for i in read.items)
+    return None if any(isinstance(b, fx.Node) for i in literal if i for b in i) else Term("index", (x,), literal, (node,))
+
+
+def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term | None:
+    name = view.name(x)
+    if name not in ("chunk", "split", "unbind"):
+        return None
+    bound = view.arguments(x)
+    if bound is None:
+        return None
+    tensor = bound["tensor"] if name == "split" else bound["input"]
+    dim = bound["dim"]
+    size = example(tensor).shape[dim]
+    index = index % len(example(x)) if isinstance(example(x), (tuple, list)) else index
+    if not isinstance(size, int) or not isinstance(dim, int):
+        return None
+    if name == "unbind":
+        return Term("select", (tensor,), (negative_dim(dim, example(tensor).dim()), index), (node, x))
+    if name == "chunk":
+        step = -(-size // bound["chunks"])
+        return _piece(tensor, dim, index * step, (index + 1) * step, 1, (node, x))
+    sizes = view.folded(bound["split_size_or_sections"])
+    if isinstance(sizes, int):
+        return _piece(tensor, dim, index * sizes, (index + 1) * sizes, 1, (node, x))
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    start = sum(sizes[:index])
+    return _piece(tensor, dim, start, start + sizes[index], 1, (node, x))
+
+
+def _piece(x: fx.Node, dim: int, start: Any, stop: Any, step: Any, nodes: tuple[fx.Node, ...]) -> Term | None:
+    """A cut along one dim: ``part i of k`` where it is one, whatever the size; else a slice with literal bounds."""
+    size = example(x).shape[dim]
+    dim = negative_dim(dim, example(x).dim())
+    if not isinstance(size, int) or not all(b is None or isinstance(b, int) for b in (start, stop, step)):
+        return None
+    start, stop, step = slice(start, stop, step).indices(size)
+    length = stop - start
+    if step == 1 and length > 0 and size % length == 0 and start % length == 0:
+        return Term("part", (x,), (dim, start // length, size // length), nodes)
+    if stop >= size:
+        return Term("slice", (x,), (dim, start, "end", step), nodes)
+    return Term("slice", (x,), (dim, start, stop, step), nodes)
+
+
+@RULES.of("unflatten")
+def _unflatten(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    return Term("view", (bound["input"],), ("shape",), (node,))
+
+
+@RULES.of("view", "reshape", "expand", "to", "type")
+def _shape(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    """A call whose shape is read off its example; ``reshape`` is ``view``."""
+    name, x = view.name(node), bound["input"]
+    if name is None:
+        return None
+    if is_tensor(x) and view.name(x) == "stack" and example(x).dim() > 1:
+        # Puts its members side by side in the last dim, whatever the call is named.
+        before, after = example(x).shape, example(node).shape
+        if same_sizes((*before[:-2], before[-2] * before[-1]), after):
+            return Term("flatten", (x,), (-2, -1), (node,))
+    return Term("view" if name == "reshape" else name, (x,), ("shape",), (node,))
+
+
+@RULES.of("permute")
+def _permute(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    dims = bound["dims"][0] if len(bound["dims"]) == 1 else bound["dims"] or bound["keywords"].get("dims")
+    if not isinstance(dims, tuple) or not all(isinstance(d, int) for d in dims):
+        return None
+    return Term("permute", (bound["input"],), tuple(negative_dim(d, example(node).dim()) for d in dims), (node,))

@@ -1,0 +1,82 @@
+"""Replace one match: by what its fusion emits, or by one call of its kernel."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fx_fusion.fusion.declaration import Fusion, Reason
+from fx_fusion.fusion.match import Match
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.ops.layouts import any_layout, channels_last, is_channels_last
+from fx_fusion.rewrite.editor import Editor, Mismatch
+
+
+def replace(fusion: Fusion, match: Match, editor: Editor) -> Reason:
+    """Replace one match; the reason if its replacement does not fit (nothing is changed then)."""
+    before = set(editor.graph.nodes)
+    try:
+        if fusion.emit is not None:
+            fusion.emit(editor, match)
+        else:
+            call_kernel(fusion, match, editor)
+    except Mismatch as mismatch:
+        for node in reversed(list(editor.graph.nodes)):
+            if node not in before and node.op != "placeholder":  # a body keeps the operand that it was given
+                editor.graph.erase_node(node)
+        return str(mismatch)
+    editor.erase(match.nodes)
+    return None
+
+
+def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
+    """One call of the kernel, where its last input exists and its first result is needed."""
+    kernel = fusion.kernel
+    assert kernel is not None, f"fusion {fusion.name} has neither a kernel nor emit"
+    bound = {**match.inputs, **match.statics}
+    with editor.graph.inserting_before(insertion_point(match, editor)):
+        for parameter, node in match.inputs.items():
+            if parameter in match.channels_last:
+                bound[parameter] = editor.call(channels_last, (node,), like=match.root)
+            elif is_tensor(node) and fusion.specs[parameter].squeezed and example(node).dim() > 1:
+                bound[parameter] = editor.method("reshape", (node, -1), like=match.root)
+        arguments = tuple(bound.get(parameter) for parameter in kernel.parameters)
+        call = editor.call(kernel.overload, arguments, like=match.root)
+        several = isinstance(example(call), (tuple, list))
+        results = [editor.item(call, i, like=o) if several else call for i, o in enumerate(match.outputs)]
+        new = [_as_the_graph_has_it(editor, node, o) for node, o in zip(results, match.outputs, strict=True)]
+        editor.check(match.outputs, new)
+    for output, node in zip(match.outputs, new, strict=True):
+        editor.replace(output, node)
+
+
+def _as_the_graph_has_it(editor: Editor, node: fx.Node, output: fx.Node) -> fx.Node:
+    """A result of a kernel in the shape and layout of what it replaces."""
+    if example(node).dim() < example(output).dim():
+        node = editor.method("view", (node, *example(output).shape), like=output)
+    if is_channels_last(example(node)) and example(output).is_contiguous():
+        # Inductor gives a result of the graph the strides it must have, but not a view of one that it was left to lay out.
+        kept = editor.view.effects.returned(output)
+        node = editor.method("contiguous", (node,), like=output) if kept else editor.call(any_layout, (node,), like=output)
+    return node
+
+
+def insertion_point(match: Match, editor: Editor) -> fx.Node:
+    """Before the first matched node that makes an output: nothing uses an output earlier. Every input must exist by
+    then; where one does not, the op goes right behind the last input, if no user of an output comes before that."""
+    order = editor.view.order
+    first = min(match.outputs, key=lambda n: order[n])
+    late = [n for n in match.operands.values() if isinstance(n, fx.Node) and order[n] > order[first]]
+    if not late:
+        return first
+    last = behind = max(late, key=lambda n: order[n])
+    region = editor.view.effects.region
+    while region.get(behind) != region[match.root]:  # what is made in a no_grad or autocast block is read outside of it
+        behind = behind.next
+        if behind.op == "output":
+            raise Mismatch(f"{last.name} is made in another grad-mode or autocast region")
+    at = order[behind]
+    for output in match.outputs:
+        for user in output.users:
+            if user not in match.nodes and order.get(user, at + 1) <= at:
+                raise Mismatch(f"{last.name} does not exist yet where {user.name} needs a result")
+    return behind.next

@@ -1,0 +1,137 @@
+"""How deferred outputs are computed: from what, whether that is still what it was, and all of a family at once."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fx_fusion.errors import StaleTensorError
+from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.torch_internals.dispatch import saved_tensor_hooks_are_enabled, version_of, without_torch_function
+from fx_fusion.torch_internals.fakes import FakeTensor
+
+
+def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Keep what is computed inside away from ambient hooks on saved tensors. ``checkpoint`` counts what a function saves;
+    what is computed once, or while a graph is compiled, is not saved again when the function runs again."""
+    if not saved_tensor_hooks_are_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+class Recipe:
+    """How outputs that share memory are computed, from what, and whether that is still what it was.
+
+    Args:
+        module: returns a tuple with one tensor for each of ``names``.
+        operands: its arguments.
+        names: of the outputs, as the graph calls them.
+        autocast: device type, dtype, and whether autocast is on where the graph computes them.
+        grad: whether the graph computes them with gradients.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., tuple[Tensor, ...]],
+        operands: Sequence[Any],
+        names: Sequence[str],
+        autocast: tuple[str, torch.dtype, bool],
+        grad: bool,
+    ):
+        self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
+        self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.versions = [_version(o) for o in self.operands]
+        self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
+        self.stepped = False  # whether an optimizer has changed an operand since
+        self._values: tuple[Tensor, ...] | None = None
+        _WAITING.add(self)
+
+    def device(self) -> torch.device:
+        return next(o.device for o in self.operands if isinstance(o, Tensor))
+
+    def is_traced(self) -> bool:
+        """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
+        return any(isinstance(o, FakeTensor) for o in self.operands)
+
+    def metas(self) -> tuple[Tensor, ...]:
+        """Shape, stride and dtype of the results, by running the module on meta tensors."""
+        metas = [torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands]
+        with torch.no_grad(), self._autocast():
+            return self.module(*metas)
+
+    def check(self) -> None:
+        """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through
+        ``.data``, goes unnoticed.)"""
+        changed = [o for o, version in zip(self.operands, self.versions, strict=True) if _version(o) != version]
+        if not changed and not self.stepped:
+            return
+        name = self.names[0]
+        which = "an optimizer step changed one"
+        if changed:
+            which = f"one of shape {tuple(changed[0].shape)} was changed in place"
+        raise StaleTensorError(
+            f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
+            f'{which}. Read {name} before an optimizer step, or compile with options={{"defer_outputs": False}}.'
+        )
+
+    def values(self) -> tuple[Tensor, ...]:
+        """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
+        if self._values is None:
+            self.check()
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
+                self._values = self.module(*self.operands)
+        return self._values
+
+    def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The same computation on other operands (leaves, to differentiate it)."""
+        self.check()
+        with self._autocast():
+            return self.module(*operands)
+
+    def settle(self) -> None:
+        """Compute every tensor of the family that is alive."""
+        with without_torch_function(), without_saved_tensor_hooks():
+            for member in self._members():
+                if member._value is None:
+                    member._value = member.source.compute()
+                    member._history = member._value.grad_fn
+            for member in self._members():  # what they were computed from is theirs no more
+                member._source = None
+        self._values = None
+        _WAITING.discard(self)
+
+    def _members(self) -> list[Any]:
+        return [tensor for reference in self.family if (tensor := reference()) is not None]
+
+    def _autocast(self) -> Any:
+        device, dtype, enabled = self.autocast
+        if not enabled and autocast_dtype(device) is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=dtype, enabled=enabled)
+
+
+_WAITING: weakref.WeakSet[Recipe] = weakref.WeakSet()  # recipes that nobody has read yet
+
+
+def _notice_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write to parameters without telling their version counters."""
+    if not _WAITING:
+        return
+    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for recipe in list(_WAITING):
+        recipe.stepped = recipe.stepped or any(id(operand) in changed for operand in recipe.operands)
+
+
+register_optimizer_step_post_hook(_notice_step)
+
+
+def _version(operand: Any) -> tuple[int, int] | None:
+    if not isinstance(operand, Tensor) or operand.is_inference() or isinstance(operand, FakeTensor):
+        return None
+    return version_of(operand), operand.data_ptr()  # another pointer: ``.data`` was replaced

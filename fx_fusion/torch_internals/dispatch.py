@@ -1,0 +1,98 @@
+"""The dispatcher and autograd, below their public interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def autograd_inside_an_op() -> Iterator[None]:
+    """Switch autograd on again inside the body of an op, which the dispatcher runs below it. Gone: raises when the op runs,
+    on CPU tensors only."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    for key in (torch._C.DispatchKey.AutogradCUDA, torch._C.DispatchKey.ADInplaceOrView):
+        keys = keys | torch._C.DispatchKeySet(key)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - keys
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another."""
+    return tensor._is_view()
+
+
+def parameter_names(overload: Any) -> list[str]:
+    """The names of an op's parameters, in order."""
+    return [argument.name for argument in overload._schema.arguments]
+
+
+def optional_parameters(overload: Any) -> list[str]:
+    """The names of the parameters that may be None."""
+    return [argument.name for argument in overload._schema.arguments if str(argument.type).startswith("Optional")]
+
+
+def result_names(overload: Any) -> list[str]:
+    """The names of an op's results, in order."""
+    return [result.name for result in overload._schema.returns]
+
+
+def schema_of(overload: Any) -> str:
+    """The schema of an op as text."""
+    return str(overload._schema)
+
+
+def computation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elementwise ops compute on tensors of ``dtype``. Gone: float32 for 16-bit floats."""
+    try:
+        from torch._prims_common import get_computation_dtype
+    except ImportError:
+        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return get_computation_dtype(dtype)
+
+
+def foreach(name: str) -> Any:
+    """``torch._foreach_<name>``, None where this torch has no such op."""
+    return getattr(torch, f"_foreach_{name}", None)
+
+
+def saved_tensor_hooks_are_enabled() -> bool:
+    """Whether hooks on saved tensors may be set. Gone: True."""
+    enabled = getattr(getattr(torch._C, "_autograd", None), "_saved_tensors_hooks_is_enabled", None)
+    return True if enabled is None else enabled()
+
+
+# -- tensors without memory --------------------------------------------------------------------------------------------
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """A context in which ``__torch_function__`` of subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def wrapper(kind: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of class ``kind`` with the shape, strides and dtype of ``like``, and no memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
+    )
+
+
+def throw_on_data_ptr(tensor: Tensor) -> None:
+    """Make code in C++ that asks for the memory of a tensor that has none get an error. Gone: it gets a null pointer."""
+    throw = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+    if throw is not None:
+        throw(tensor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; -1 for an inference tensor, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def has_backward_hooks(tensor: Tensor) -> bool:
+    """Whether the user registered hooks on a tensor's gradient."""
+    return bool(tensor._backward_hooks)

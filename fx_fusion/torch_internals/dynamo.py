@@ -1,0 +1,73 @@
+"""Dynamo: its control flow, the compilation that is running, why a graph ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import fx
+
+try:
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    CONTROL_FLOW: tuple[type[BaseException], ...] = (RestartAnalysis, SkipFrame)
+except ImportError:  # a restart is then taken for a failure: the graph is compiled without rewrites
+    CONTROL_FLOW = ()
+
+
+def current_compile_id() -> tuple[str, int]:
+    """The id of the code that is being compiled, and Dynamo's attempt at it. Gone: ``("", 0)``, and the report keeps graphs
+    of attempts that were given up."""
+    context: Any = getattr(getattr(torch, "_guards", None), "CompileContext", None)
+    trace = context.current_trace_id() if hasattr(context, "current_trace_id") else None
+    return ("", 0) if trace is None else (str(trace.compile_id), trace.attempt)
+
+
+def is_compiling() -> bool:
+    """Whether Dynamo or a backend is at work in this thread. Gone: only where Dynamo is."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    context = getattr(getattr(torch, "_guards", None), "CompileContext", None)
+    return context is not None and context.current_compile_id() is not None
+
+
+_breaks_before: ContextVar[Counter[str]] = ContextVar("graph breaks before", default=Counter())  # noqa: B039  never written to
+
+
+def why_it_ends(gm: fx.GraphModule) -> str:
+    """One line on the graph break behind a captured graph: Dynamo's reason, where, and its first hint. Empty where the graph
+    ends because the function returns. Gone: empty."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    now = _graph_breaks()
+    before = _breaks_before.get()
+    # Dynamo counts breaks by their text; a reset of the counters starts anew.
+    new = now - before if all(now[text] >= count for text, count in before.items()) else now
+    _breaks_before.set(now)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return ""
+    text = next(iter(new), "") or str(getattr(reason, "reason", ""))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    hint = next((line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), "")
+    stack = getattr(reason, "user_stack", None)
+    at = f" at {stack[-1].filename.rsplit('/', 1)[-1]}:{stack[-1].lineno}" if stack else ""
+    return f"graph break{at}: {lines[0] if lines else 'no reason given'}.{' ' + hint if hint else ''}"
+
+
+def _graph_breaks() -> Counter[str]:
+    try:
+        from torch._dynamo.utils import counters
+    except ImportError:
+        return Counter()
+    return Counter(counters["graph_break"])
+
+
+def publish_artifact(name: str, payload: Any) -> None:
+    """Add an artifact to the structured trace (``TORCH_TRACE``, read by tlparse); ``payload`` returns its text.
+    Gone: nothing is added."""
+    try:
+        from torch._logging import trace_structured
+    except ImportError:
+        return
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)

@@ -1,0 +1,71 @@
+"""Fake tensors and symbolic numbers: what Dynamo traced a graph with."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "example_of", "fake_mode_of", "hint_of", "lower_bound", "set_example", "storage_of",
+    "unset_fake_temporarily", "without_guards",
+]  # fmt: skip
+
+_EXAMPLE = "example_value"
+
+
+def example_of(node: fx.Node) -> Any:
+    """The example value that Dynamo traced ``node`` with: a fake tensor, a number, a tuple of them; None for none.
+    Gone: AOTAutograd's key ``val`` is read; without that too, no node is a tensor and nothing is fused."""
+    meta = node.meta
+    return meta[_EXAMPLE] if _EXAMPLE in meta else meta.get("val")
+
+
+def set_example(node: fx.Node, example: Any) -> None:
+    """Give ``node`` an example value, where ``example_of`` looks for it."""
+    node.meta[_EXAMPLE] = example
+
+
+def fake_mode_of(tensor: Any) -> FakeTensorMode | None:
+    """The mode of a fake tensor, None for anything else."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def without_guards(mode: FakeTensorMode | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which comparisons of symbolic sizes add no guard to the compilation.
+    Gone: guards are added, and a graph may be compiled again where it need not be."""
+    suppress = getattr(getattr(mode, "shape_env", None), "suppress_guards", None)
+    return contextlib.nullcontext() if suppress is None else suppress()
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """An identity of the memory behind a strided tensor, the same for all of its views; None where there is none (a wrapper
+    subclass). Gone: raises AttributeError, and the graph goes to Inductor unchanged."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # wrapper subclasses own no storage
+        return None
+
+
+def hint_of(number: Any) -> Any:
+    """The value that a symbolic number had when the graph was captured, None where it had none; a plain number is its own.
+    Gone: None, and cost rules take the size for infinite."""
+    return getattr(number.node, "hint", None) if isinstance(number, (torch.SymInt, torch.SymFloat)) else number
+
+
+def lower_bound(number: torch.SymInt | torch.SymFloat, symbol: Any) -> Any:
+    """The least value that the ShapeEnv of ``number`` allows ``symbol``, a sympy symbol in its expression.
+    Gone: minus infinity, and masks that need the sign of a size are not proved."""
+    bounds = getattr(number.node.shape_env, "bound_sympy", None)
+    return -math.inf if bounds is None else bounds(symbol).lower
+
+
+def expression_of(number: torch.SymInt | torch.SymFloat) -> Any:
+    """The sympy expression of a symbolic number. Gone: raises AttributeError, and the mask that reads it is not proved."""
+    return number.node.expr

@@ -1,0 +1,27 @@
+"""The operator below ``torch.nn.attention.flex_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What the operator's lowering expects to be told. Every query sees itself, but not in every block that is visited.
+_OPTIONS = {
+    "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
+    "OUTPUT_MAX": False,
+}  # fmt: skip
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Tensor], blocks: tuple[Any, ...], scale: float,
+    mask_operands: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Attention over a block mask, by the operator that AOTAutograd and Inductor know; the public function compiles itself
+    where nothing is being compiled. Gone: raises when the replacement is made, and the graph goes to Inductor unchanged."""
+    from torch._higher_order_ops.flex_attention import flex_attention as operator
+
+    options = {**_OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled()}
+    return operator(query, key, value, score, blocks, scale, options, (), tuple(mask_operands))[0]

@@ -1,0 +1,130 @@
+"""Inductor: options, caches, compiling, and its own choice of layouts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config as config
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+_PASS_SLOT = "post_grad_custom_pre_pass"
+_CACHEABLE = "unsafe_marked_cacheable_functions"
+
+
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile a graph with Inductor under these changes to its configuration."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+
+
+def compile_with(
+    mode: str | None, options: Mapping[str, Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:  # fmt: skip
+    """Compile a graph as ``torch.compile(mode=mode, options=options)`` would."""
+    return torch._TorchCompileInductorWrapper(mode, dict(options), None)(gm, example_inputs)
+
+
+def modes() -> tuple[str, ...]:
+    """The names that ``torch.compile(mode=...)`` takes. Gone: those of torch 2.11."""
+    modes = getattr(torch._inductor, "list_mode_options", None)
+    known = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs") if modes is None else tuple(modes())
+    return ("default", *(m for m in known if m != "default"))
+
+
+def option_names() -> frozenset[str]:
+    """The names of Inductor's options. Gone: those of its configuration's attributes."""
+    names = getattr(config, "get_config_copy", lambda: vars(config))()
+    return frozenset(names)
+
+
+def configuration(mode: str | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What Inductor's own wrapper makes of a mode and options, their types checked. Gone: the options as they are, and the
+    mode is Inductor's to read."""
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    return dict(options) if wrapper is None else wrapper(mode, dict(options), None).config
+
+
+def captures_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor will capture CUDA graphs under these options."""
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def reset() -> None:
+    """Do what ``torch.compile``'s reset does for Inductor (CUDA-graph trees). Gone: nothing."""
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is not None:
+        wrapper(None, None, None).reset()
+
+
+def without_caches() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no compile cache is read or written. Gone: raises, and the graph goes to Inductor unchanged."""
+    return config.patch(force_disable_caches=True)
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
+    """A context in which AOTAutograd lets no backward overwrite the tensors that it is given. Gone: raises, and the graph
+    goes to Inductor unchanged."""
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
+# -- the cache key -----------------------------------------------------------------------------------------------------
+class KeyPass(CustomGraphPass):
+    """A graph pass that changes nothing; its uuid is part of the key of both compile caches."""
+
+    def __init__(self, key: str):
+        self.key = key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        return
+
+    def uuid(self) -> Any:
+        return self.key
+
+
+class UsersPassAndKey(CustomGraphPass):
+    """The user's own pass, whose key is ours too."""
+
+    def __init__(self, users: CustomGraphPass, key: str):
+        self.users, self.key = users, key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.users(graph)
+
+    def uuid(self) -> Any:
+        theirs = self.users.uuid()
+        return None if theirs is None else (theirs, self.key)
+
+
+def with_key(options: Mapping[str, Any], key: str, functions: Mapping[str, str]) -> dict[str, Any]:
+    """Inductor's options with ``key`` in the keys of the compile caches.
+
+    Args:
+        functions: qualified names of plain functions that graphs call, and what identifies their code.
+
+    Gone (either option): raises AttributeError, and the graph goes to Inductor unchanged."""
+    patches = dict(options)
+    users = patches.get(_PASS_SLOT, getattr(config, _PASS_SLOT))
+    known = dict(patches.get(_CACHEABLE, getattr(config, _CACHEABLE)) or {})
+    patches[_CACHEABLE] = {**known, **functions}
+    if users is None:
+        patches[_PASS_SLOT] = KeyPass(key)
+    elif isinstance(users, CustomGraphPass):
+        patches[_PASS_SLOT] = UsersPassAndKey(users, key)
+    return patches
+
+
+# -- layouts -------------------------------------------------------------------------------------------------------------
+def optimizes_layouts() -> bool:
+    """Whether Inductor may lay out convolutions channels last. Gone: False, and norms between them stay channels first."""
+    return bool(getattr(config, "layout_optimization", False))
+
+
+def forces_layouts() -> bool:
+    """Whether Inductor lays out every convolution channels last. Gone: False."""
+    return bool(getattr(config, "force_layout_optimization", False))

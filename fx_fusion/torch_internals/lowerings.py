@@ -1,0 +1,70 @@
+"""How Inductor lowers ops of ours: as calls, or from its IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+def register(overloads: Iterable[Any], own: Mapping[Any, Callable[..., Any]]) -> None:
+    """Register each op without a lowering: with the one in ``own``, or as a call that Inductor leaves as it is, exactly as
+    Inductor does by itself when it first meets one. Only, torch 2.11 then formats a log line with all operands, each printed
+    with all of its operands: the time for that line doubles with every layer of a model (16 layers of a Llama: no end in
+    sight). Gone: raises, and the graph goes to Inductor unchanged."""
+    from torch._inductor.lowering import lowerings, make_fallback, register_lowering, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for overload in overloads:
+        if overload in lowerings:
+            continue
+        if overload in own:
+            register_lowering(overload, type_promotion_kind=None)(own[overload])
+        else:
+            tag = get_layout_constraint_tag(overload, with_default=True)
+            make_fallback(overload, layout_constraint=tag_to_layout_constraint(tag), warn=False)
+
+
+def lower_channels_last(x: Any) -> Any:
+    """The lowering of ``channels_last(x)``: x itself where it lies so, else a copy. Gone: raises while Inductor compiles,
+    and the graph goes to it unchanged."""
+    from torch._inductor.ir import ExternKernel, as_storage_and_layout
+    from torch._inductor.virtualized import V
+
+    rank = len(x.get_size())
+    order = [rank - 1, 0, *range(rank - 2, 0, -1)]
+    laid_out = ExternKernel.require_stride_order(x, order)
+    kept = any(user.op == "output" for user in V.current_node.users)
+    if kept and as_storage_and_layout(laid_out)[0].get_name() in V.graph.graph_inputs:
+        # Saved for the backward, and the caller may write to it meanwhile.
+        return ExternKernel.require_stride_order(ExternKernel.copy_input(x), order)
+    return laid_out
+
+
+def trace_instead(
+    overload: Any,
+    applies: Callable[[tuple[Any, ...]], bool],
+    launcher: Callable[..., Any],
+    refusal: type[Exception],
+    library: Any,
+) -> None:
+    """Let AOTAutograd trace ``launcher`` where a call of ``overload`` has operands to which it ``applies``; where the
+    launcher raises ``refusal``, the call stays.
+
+    Gone: raises at import of the op."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    parameters = overload._schema.arguments
+
+    def decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        operands = (*args, *(kwargs[a.name] for a in parameters[len(args) :] if a.name in kwargs))
+        if len(operands) == len(parameters) and applies(operands):
+            try:
+                with mode:
+                    return launcher(*operands)
+            except refusal:  # what was traced so far is dead code
+                pass
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+
+    torch.library.register_torch_dispatch(overload, FunctionalTensorMode, decompose, lib=library)

@@ -1,0 +1,148 @@
+"""FX nodes and what they call: schemas, regions, higher-order ops."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+        "irshift", "setitem", "delitem",
+    )
+)  # fmt: skip
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Whether a node was erased from its graph. Gone: looked for in the graph, which is slower."""
+    erased = getattr(node, "_erased", None)
+    return erased if erased is not None else node not in node.graph.nodes
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node this name, or one made of it where another node has it. Gone: it keeps its name, and the graph diff of the
+    report shows more changed lines."""
+    change = getattr(node, "_rename", None)
+    if change is not None:
+        change(name)
+
+
+def take_name(node: fx.Node, other: fx.Node) -> None:
+    """Give ``node`` the name of ``other``, whose own gets the ending ``_unfused``. Gone: see ``rename``."""
+    name = other.name
+    rename(other, f"{name}_unfused")
+    used = getattr(getattr(node.graph, "_graph_namespace", None), "_used_names", None)
+    if used is not None:
+        used.discard(name)  # a graph never frees a name by itself
+    rename(node, name)
+
+
+def empty_like(graph: fx.Graph) -> fx.Graph:
+    """An empty graph for the tracer of another. Gone: for the default tracer."""
+    return fx.Graph(tracer_cls=getattr(graph, "_tracer_cls", None))
+
+
+def take_codegen(graph: fx.Graph, source: fx.Graph) -> None:
+    """Let a graph take its arguments and return its results as ``source`` does. Gone: raises AttributeError, and the graph
+    goes to Inductor unchanged."""
+    graph.set_codegen(source._codegen)
+
+
+def namespaces() -> tuple[Any, ...]:
+    """The modules in which torch's functions stand. Gone: functions that only ``torch._C._nn`` has are unknown."""
+    private = getattr(torch._C, "_nn", None)
+    return tuple(n for n in (torch, F, private, torch.special, getattr(torch, "functional", None)) if n is not None)
+
+
+# -- what a call writes to -----------------------------------------------------------------------------------------
+def schemas_of(target: Any) -> list[Any] | None:
+    """The schemas of an operator (all overloads of a packet); None for a function without one."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    return None
+
+
+def written_parameters(schema: Any) -> Iterator[tuple[int, str]]:
+    """Position and name of each parameter that an operator writes to."""
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield i, argument.name
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a node calls an operator of the dispatcher (``torch.ops...``)."""
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a node calls a higher-order operator, which takes graphs as operands."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+# Higher-order operators that write to no operand but through a graph of theirs. What stands nowhere is taken to write.
+_WRITE_BY_BODY_ONLY = frozenset((
+    "associative_scan", "autograd_function_apply", "base_hop", "cond", "flex_attention", "foreach_map", "hints_wrapper",
+    "inductor_compiled_code", "inline_asm_elementwise", "invoke_quant", "invoke_subgraph", "local_map_hop", "map_impl",
+    "out_dtype", "scan", "strict_mode", "tag_activation_checkpoint", "while_loop", "wrap", "wrap_activation_checkpoint",
+    "wrap_with_autocast", "wrap_with_set_grad_enabled",
+))  # fmt: skip
+
+
+def may_write_to_operands(target: Any) -> bool:
+    """Whether a higher-order operator may write to its operands itself, not through the graphs that it is given."""
+    return target.name() not in _WRITE_BY_BODY_ONLY
+
+
+def checkpoint_operator() -> Any:
+    """The higher-order operator that runs a checkpointed function. Gone: None, and masks made outside of checkpointed
+    functions are not proved inside."""
+    return getattr(torch.ops.higher_order, "tag_activation_checkpoint", None)
+
+
+def namespace_of(target: Any) -> str:
+    """The namespace of an operator, or the top-level package of a function; empty for anything else."""
+    return getattr(target, "namespace", "") or getattr(target, "__module__", "").split(".")[0]
+
+
+def takes_inplace(function: Callable[..., Any]) -> int | None:
+    """The position of a parameter ``inplace``, None where there is none."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
+
+
+# -- regions ---------------------------------------------------------------------------------------------------------
+SET_GRAD, ENTER_AUTOCAST, ENTER_OTHER, EXIT = "set grad", "enter autocast", "enter", "exit"
+
+
+def region_change(node: fx.Node) -> str | None:
+    """How a node changes grad mode, autocast, inference mode or functorch's level: one of the constants above, or None.
+
+    Dynamo writes these as calls of private functions, told apart by their names. Gone: what enters or exits something else
+    is a region of its own, in which nothing is fused; another name that speaks of grad mode or autocast raises
+    RuntimeError, and the graph goes to Inductor unchanged."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    if not name.startswith("_"):
+        return None
+    if name == "_set_grad_enabled":
+        return SET_GRAD
+    if name == "_enter_autocast":
+        return ENTER_AUTOCAST
+    if name.startswith(("_enter", "_push")) or name.endswith("_increment_nesting"):
+        return ENTER_OTHER
+    if name.startswith(("_exit", "_pop")) or name.endswith("_decrement_nesting"):
+        return EXIT
+    if "grad_enabled" in name or "autocast" in name:
+        raise RuntimeError(f"the graph calls {name}, which may change grad mode or autocast")
+    return None
