@@ -4,14 +4,17 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-gpu bench coverage clean
+.PHONY: demo test test-all lint test-gpu bench coverage clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m fx_fusion demo
 
+# Minutes: without the tests that are marked slow. Two workers, a file on one of them.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest tests
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_layouts.py tests/test_hostile.py
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m "not slow"
+
+test-all: $(VENV)/ready
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -26,10 +29,13 @@ $(VENV)/ready: pyproject.toml
 	@$(BIN)/python -c "from fx_fusion.doctor import cpp_compiler as c; c() or print('no C++ compiler: Inductor on CPU needs g++ or clang++ (Debian, Ubuntu: apt-get install g++)')"
 	touch $@
 
+ON_GPU := $(addprefix tests/fusions/test_,every_fusion.py layouts.py group_norm.py group_norm_swish.py evonorm_s0.py evonorm_b0.py) \
+	tests/kernels tests/system/test_training.py tests/gpu
+
 # On a machine with a GPU, in its own environment: nothing is downloaded.
 test-gpu:
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	$(PYTHON) -m pytest tests/test_fusions.py tests/test_kernels.py tests/test_layouts.py tests/test_images.py tests/test_training.py tests/gpu -m "gpu or not slow"
+	$(PYTHON) -m pytest $(ON_GPU) -m "gpu or not slow"
 
 bench:
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .

@@ -1,12 +1,30 @@
+"""One process runs references and kernels: without a GPU every kernel is made for Triton's interpreter, and a test with the
+marker ``kernel`` runs them; the others run the references, which is faster. TRITON_INTERPRET=1 makes all run the kernels."""
+
 import os
 
 import pytest
 import torch
 
-from fx_fusion.ops.fused_op import interpreting
+NO_GPU = not torch.cuda.is_available()
+GIVEN = os.environ.get("TRITON_INTERPRET")
+if NO_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton  # noqa: E402
+import triton.experimental.gluon  # noqa: E402  the first launch would import it
+
+from fx_fusion.fusion.registry import all_fusions  # noqa: E402
+from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu  # noqa: E402
+
+all_fusions()  # imports the kernels
+if NO_GPU:
+    if GIVEN is None:
+        del os.environ["TRITON_INTERPRET"]  # it was for the imports; processes that tests start choose for themselves
+    assert not isinstance(triton.language.sum, triton.JITFunction), "triton was imported before conftest.py"
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # MKL chooses a function's kernel at its first call; two threads at once there can get one of low accuracy for a call
 # (github.com/pytorch/pytorch/issues/188792). One element is one thread's.
 for function in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh, torch.sin, torch.cos, torch.erf, torch.expm1):
@@ -33,6 +51,16 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def kernels(request):
+    """Tests with the marker ``kernel`` run the kernels of ops on CPU tensors."""
+    if request.node.get_closest_marker("kernel") is None or not NO_GPU:
+        yield
+    else:
+        with kernels_on_cpu(True):
+            yield
+
+
 @pytest.fixture
 def device():
-    return "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
+    return "cpu" if NO_GPU or interpreting() else "cuda"

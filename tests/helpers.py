@@ -1,5 +1,6 @@
 """What several test files need: compile without Inductor, tiny models."""
 
+import pytest
 import torch
 
 import fx_fusion
@@ -24,20 +25,17 @@ def as_eager(function, *args):
     return report
 
 
+def slow_but(fast, values):
+    """Parameters of which only those in ``fast`` run under ``make test``; the others under ``make test-all``."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def statuses(report, fusion):
     return [s.status for s in report.sites if s.fusion == fusion]
 
 
 def reasons(report, fusion):
     return " | ".join(s.reason for s in report.sites if s.fusion == fusion)
-
-
-def shape_of_variant(fusion, inputs, statics):
-    """RoPE tables with half the columns for the styles that share an angle between the members of a pair."""
-    if statics.get("style") == "even_odd_to_halves":
-        half = inputs["q"].shape[-1] // 2
-        inputs = {**inputs, "cos": inputs["cos"][..., :half], "sin": inputs["sin"][..., :half]}
-    return inputs
 
 
 def tiny_llama(dtype=torch.float32, **changes):

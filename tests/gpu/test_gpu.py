@@ -1,5 +1,6 @@
 """What only a GPU can show: offsets beyond 2^31, the device guard, CUDA graphs, real sizes."""
 
+import contextlib
 import functools
 
 import pytest
@@ -14,12 +15,13 @@ from fx_fusion.fusion.declaration import case
 from fx_fusion.fusion.pattern import reference_of
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.embedding import embedding
+from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
-from fx_fusion.kernels.logits import logit_chunks
+from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.testing import Run, make_inputs, rewriting_backend, run, run_oracle, worst_excess
-from tests.test_optimizer import train
+from tests.system.test_optimizer import train
 from tests.zoo import batch, build
 
 pytestmark = pytest.mark.gpu
@@ -180,15 +182,13 @@ TRACED = (
 
 
 @pytest.mark.parametrize("name", [*TRACED, "evonorm_b0 by tile"])
-def test_inductor_sees_the_kernels(name, monkeypatch):
+def test_inductor_sees_the_kernels(name):
     """No call into Python, no clone of an operand: the launches are the only kernels, but for a few of Inductor's."""
     from torch._inductor.utils import run_and_get_code
 
-    from fx_fusion.kernels.norms import evonorm_b0_by_channel
+    from fx_fusion.kernels.norms.evonorm_b0_by_channel import channel_plan
 
-    if name.endswith(" by tile"):
-        name = name.removesuffix(" by tile")
-        monkeypatch.setattr(evonorm_b0_by_channel, "options", lambda *_, **__: None)
+    name, _, by_tile = name.partition(" ")
     fusion = registry.fusion_named(name)
     statics = fusion.variants[0]
     case = next(c for c in fusion.cases if c.name in ("odd", "two_elements"))
@@ -196,7 +196,8 @@ def test_inductor_sees_the_kernels(name, monkeypatch):
     function = functools.partial(fusion.pattern, **statics)
     options = {"select": "always", "strict": True, "fusions": [name]}
     compiled = torch.compile(function, backend="fx_fusion", options=options, dynamic=False)
-    _, code = run_and_get_code(run, compiled, inputs)
+    with channel_plan.instead(None) if by_tile else contextlib.nullcontext():
+        _, code = run_and_get_code(run, compiled, inputs)
     assert not any("torch.ops.fx_fusion" in c for c in code)
     assert not any("clone" in c for c in code)
 
@@ -205,7 +206,7 @@ def test_inductor_sees_the_kernels(name, monkeypatch):
 def test_channels_last_images_are_copied_nowhere(name):
     """A kernel that writes to a tensor which Inductor takes to be used elsewhere gets a copy of it."""
     fusion = registry.fusion_named(name)
-    sizes, order = ({"m": 1024}, "b ... c") if "m" in fusion.dims() else ({"h": 32, "w": 32}, "b h w c")
+    sizes, order = ({"m": 1024}, "b ... c") if "m" in fusion.dims else ({"h": 32, "w": 32}, "b h w c")
     images = case(
         "last", b=8, c=320, scalars={"groups": 32} if "groups" in fusion.inputs else {}, order={"x": order}, **sizes
     )
@@ -286,10 +287,9 @@ def test_attention_with_a_causal_mask_is_cudnns():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunks", [1, 2, 4, 6])
-def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype, monkeypatch):
+def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype):
     """Up to four chunks dW is rounded to 16 bits after each: still twice the error of eager at most."""
     m, h, v = 1536, 256, 4096
-    monkeypatch.setitem(logit_chunks._CHUNK_BYTES, "cuda", (m // chunks * v * 2,) * 2)
     x, weight = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, h), (v, h)))
     inputs = {"x": x / 16, "weight": weight, "target": torch.randint(0, v, (m,), device="cuda")}
 
@@ -300,7 +300,9 @@ def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype, monkeypatc
     def eager(x, weight, target):
         return F.cross_entropy((x @ weight.t()).float() if x.dtype != torch.float64 else x @ weight.t(), target)
 
-    name, used = worst_excess(run(fused, inputs), run(eager, inputs), run_oracle(eager, inputs), dtype)
+    with chunk_plan.instead(Plan(rows=m // chunks, rounded_chunks=4)):
+        ours = run(fused, inputs)
+    name, used = worst_excess(ours, run(eager, inputs), run_oracle(eager, inputs), dtype)
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 

@@ -1,0 +1,37 @@
+"""Rules of cost that read sizes."""
+
+import torch
+
+x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+
+def test_auto_keeps_what_is_too_small_for_an_op():
+    """The cost rules read sizes, also symbolic ones, and add no guard."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    from fx_fusion.fusion.registry import fusion_named
+    from fx_fusion.graph.size_hints import elements
+
+    norm, loss = fusion_named("rms_norm").why_keep, fusion_named("cross_entropy").why_keep
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    few, many = (mode.from_tensor(torch.empty(n, 3), symbolic_context=context).shape[0] for n in (64, 16384))
+    assert isinstance(few, torch.SymInt)
+    with mode:
+        small, large, static = (torch.empty(n, 2048, device="cuda") for n in (few, many, 64))
+        assert "below 2^24" in norm(small, None, 1e-6, 0.0, True)
+        assert norm(large, None, 1e-6, 0.0, True) is None
+        assert norm(static, None, 1e-6, 0.0, True) is None  # Inductor launches the kernels itself
+        assert "classes" in loss(torch.empty(2**20, 1000, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)
+        assert loss(torch.empty(8192, 128256, device="cuda"), None, None, -100, 0.0, 0.0, 1.0) is None
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(elements(i) for i in inputs if isinstance(i, torch.Tensor))
+        return gm.forward
+
+    run = torch.compile(lambda x: x + 1, backend=backend, dynamic=True)
+    for n in (5, 7, 9):
+        run(torch.ones(n, 3))
+    assert seen == [15], "one graph for all lengths: reading a size as a hint guards nothing"

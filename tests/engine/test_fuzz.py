@@ -1,0 +1,76 @@
+"""A fixed part of what ``python -m tests.fuzz`` runs: some seeds of every family, with the mutations that they draw."""
+
+from collections import Counter
+
+import pytest
+
+from tests.fuzz import fuzzed
+from tests.fuzz.judge import judge
+from tests.fuzz.program import Input, Program, script
+from tests.fuzz.programs import families
+from tests.helpers import slow_but
+
+FIRST, PROGRAMS = 2000 * len(families()), 7  # of each family
+LEAST = {  # about half of what fuses: a fuzzer that fuses nothing tests nothing
+    "norms": {"add_layer_norm": 1, "add_rms_norm": 2, "layer_norm": 1},
+    "gated_norms": {"gated_rms_norm": 2, "rms_norm": 1},
+    "images": {"group_norm": 2, "group_norm_swish": 1},
+    "evonorms": {"evonorm_b0": 2, "evonorm_s0": 1},
+    "glus": {"geglu": 2, "swiglu": 1},
+    "embeddings": {"embedding": 3},
+    "ropes": {"rope": 3},
+    "complex_ropes": {"complex_rope": 4},
+    "written_out": {"attention": 4},
+    "masked": {"causal_mask": 1, "block_sparse_attention": 1},
+    "grouped": {"causal_mask": 2, "repeat_kv": 5},
+    "losses": {"cross_entropy": 2},
+    "heads": {"cross_entropy": 2},
+    "policies": {"token_log_probs": 1, "log_probs_entropy": 2},
+    "modules": {"embedding": 3, "rms_norm": 5, "linear_cross_entropy": 1},
+    "blocks": {"add_layer_norm": 5, "geglu": 2, "swiglu": 1, "linear_cross_entropy": 1},
+}
+
+
+FAST = [name for name in families() if name.split()[1] in ("norms", "glus", "ropes", "losses", "grouped", "images")]
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, families()))
+def test_programs_near_the_patterns(name):
+    place, fused, judged = list(families()).index(name), Counter(), 0
+    for n in range(PROGRAMS):
+        program = fuzzed(FIRST + n * len(families()) + place)
+        rest = "eager" if n % 3 else "aot_eager"
+        verdict = judge(program, rest)
+        assert not verdict.failure, f"{verdict.failure}\n\n{script(program, rest)}\n{verdict.report}"
+        judged += verdict.judged
+        fused += verdict.fused
+    assert judged >= 3 * PROGRAMS // 2, "most programs raise in eager: they test nothing"
+    missing = {f: (fused[f], n) for f, n in LEAST[name.split()[1]].items() if fused[f] < n}
+    assert not missing, f"fused, and expected: {missing}"
+
+
+def _scaled_gradient(y):
+    return y.detach() + (y - y.detach()) * 1.01
+
+
+WRONG = {
+    "number": lambda args, y, z: (y * 1.0001, z),
+    "gradient": lambda args, y, z: (_scaled_gradient(y), z),
+    "no_gradient": lambda args, y, z: (y.detach(), z.detach()),
+    "alias": lambda args, y, z: (y, z.clone()),
+    "dtype": lambda args, y, z: (y.double(), z),
+    "layout": lambda args, y, z: (y.mT.contiguous().mT, z),
+    "argument": lambda args, y, z: (y, z, [a.detach().add_(1) for a in args if a.is_floating_point()])[:2],
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "nothing"])
+def test_what_the_judge_sees(name, monkeypatch):
+    def backend(gm, inputs):
+        return lambda *args: WRONG[name](args, *gm(*args)) if name in WRONG else gm(*args)
+
+    program = Program(0, "by hand", statements=["y = x.sin() * 2", "z = y.view(-1)"], outputs=["y", "z"])
+    program.inputs["x"] = Input("torch.randn(3, 4, generator=g)", "made")
+    monkeypatch.setattr("tests.fuzz.judge.ours", lambda rest: backend)
+    verdict = judge(program)
+    assert bool(verdict.failure) == (name in WRONG), verdict.failure

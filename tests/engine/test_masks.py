@@ -1,0 +1,160 @@
+"""What is proved of masks: their structure, across bodies, sizes, ints and dtypes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fx_fusion
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import reasons, rewritten
+
+S = 11
+q, k, v = (torch.randn(2, 3, S, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+
+def attend(mask_of):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(q.shape[-2], k.shape[-2]))
+
+
+# Neither causal nor nothing: of other masks only the structure is known.
+STRUCTURED = {
+    "one_ahead": (lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None] + 1, "-1 <= q - k"),
+    "window": (
+        lambda n, m: (
+            (torch.arange(m)[None] <= torch.arange(n)[:, None]) & (torch.arange(m)[None] > torch.arange(n)[:, None] - 4)
+        ),
+        "causal window of 4",
+    ),
+    "anticausal": (lambda n, m: torch.arange(m)[None] >= torch.arange(n)[:, None], "q - k <= 0"),
+    "transposed": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]).t(), "q - k <= 0"),
+    "tril_diagonal": (lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(2), "-2 <= q - k"),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_structured(name):
+    mask_of, structure = STRUCTURED[name]
+    function = attend(mask_of)
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(causal_mask=0, block_sparse_attention=0)
+    assert structure in reasons(report, "block_sparse_attention")
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def checkpointed(mask_of, body=None):
+    """Attention in a checkpointed body, under a mask that is made outside of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    def inside(q, k, v, mask):
+        if body is not None:
+            mask = body(mask)
+        return F.scaled_dot_product_attention(q.sin(), k, v, attn_mask=mask)
+
+    def function(q, k, v, padding):
+        mask = mask_of(padding)
+        first = checkpoint(inside, q, k, v, mask, use_reentrant=False)
+        return checkpoint(inside, first, k, v, mask, use_reentrant=False)
+
+    return function
+
+
+def causal_and_padding(padding):
+    i = torch.arange(S)
+    return (i[None, :] <= i[:, None])[None, None] & padding[:, None, None, :].bool()
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["ones", "padded"])
+def test_a_mask_from_outside_of_a_checkpointed_body(full):
+    function = checkpointed(causal_and_padding)
+    padding = torch.ones(2, S, dtype=torch.int64)
+    leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+    if not full:
+        padding[0, 7:] = 0
+    with fx_fusion.recording() as report:
+        result = torch.compile(function, backend=rewriting_backend(), dynamic=False)(*leaves[0], padding)
+    assert report.count("causal_mask") >= 2, str(report)
+    assert report.graphs[0].assumes == ("padding is all ones",)
+    expected = function(*leaves[1], padding)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    for out in (result, expected):
+        out.square().sum().backward()
+    for ours, theirs in zip(*leaves, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "body"),
+    [
+        (lambda padding: causal_and_padding(padding).logical_xor(padding[:, None, :, None] == 3), None),
+        (lambda padding: (torch.arange(S)[None] <= torch.arange(S)[:, None])[None, None], lambda mask: mask.logical_xor(mask[..., :1])),
+    ],
+    ids=["data", "changed_inside"],
+)  # fmt: skip
+def test_what_is_not_proved_in_a_checkpointed_body(mask_of, body):
+    function = checkpointed(mask_of, body)
+    padding = torch.ones(2, S, dtype=torch.int64)
+    with fx_fusion.recording() as report:
+        result = torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False)(q, k, v, padding)
+    assert report.count("causal_mask") == 0
+    torch.testing.assert_close(result, function(q, k, v, padding), rtol=1e-5, atol=1e-5)
+
+
+INTS = {
+    "offset": (lambda n, q: torch.arange(6)[None, :] + n >= 0 * torch.arange(6)[:, None], (4, 6, -3, 0)),
+    "diagonal": (lambda n, q: torch.ones(6, 6, dtype=torch.bool).tril(n + 5), (4, 6, -5)),
+    "window": (lambda n, q: (torch.arange(6)[None] <= torch.arange(6)[:, None]) & (torch.arange(6)[None] + n >= 0), (4, 6, -2)),
+    "product": (lambda n, q: torch.arange(6)[None, :] * n >= 0 * torch.arange(6)[:, None], (2, 3, -1)),
+    "item": (lambda n, q: (torch.arange(6) + n.item() >= 1)[None].expand(6, 6), (torch.tensor(3), torch.tensor(0))),
+    "slice": (lambda n, q: (torch.arange(12)[n:][:6] + n >= 6)[None].expand(6, 6), (6, 5, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written_out", [False, True], ids=["called", "written_out"])
+@pytest.mark.parametrize("name", INTS)
+def test_an_int_that_may_be_zero_or_negative(name, written_out):
+    """A Python int (symbolic from its second value on) or an ``.item()``: what is proved has to hold at every call."""
+    mask_of, values = INTS[name]
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+
+    def attention(q, k, v, n):
+        if written_out:
+            return torch.softmax((q @ k.mT / 2).masked_fill(~mask_of(n, q), float("-inf")), -1) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(n, q))
+
+    compiled = torch.compile(attention, backend=rewriting_backend())
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), fx_fusion.recording() as report:
+        for n in values:
+            torch.testing.assert_close(compiled(q, k, v, n), attention(q, k, v, n), equal_nan=True)
+    # The first graph is of a constant, or (an ``.item()``) of a symbol that nothing is known of.
+    assert report.count("attention" if written_out else "causal_mask") == (name != "item"), str(report)
+
+
+STORED = {
+    "truncated": lambda n: torch.full((n, n), 0.5, dtype=torch.long) > 0,
+    "rounded to nothing": lambda n: torch.full((n, n), 1e-8, dtype=torch.float16) > 0,
+    "another reading": lambda n: torch.ones(n, n, dtype=torch.int32).view(torch.float32) > 0.5,
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_a_dtype_holds_counts(name):
+    def attention(q):
+        n = q.shape[2]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=STORED[name](n) | torch.ones(n, n, dtype=torch.bool).tril())
+
+    found, report = rewritten(attention, q)
+    report.assert_fused(causal_mask=int(name != "another reading"))
+    torch.testing.assert_close(found, attention(q))
+
+
+def test_proofs_are_forgotten_with_their_graph():
+    import gc
+
+    from fx_fusion.graph.masks.prover import MaskProver
+
+    for _ in range(3):
+        torch._dynamo.reset()
+        rewritten(attend(lambda n, m: torch.ones(n, m, dtype=torch.bool).tril()), q, k, v)
+    torch._dynamo.reset()
+    gc.collect()
+    assert sum(type(item) is MaskProver for item in gc.get_objects()) <= 2

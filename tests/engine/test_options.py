@@ -1,0 +1,49 @@
+"""Options: names, modes, what goes through to Inductor."""
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.options import parse
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import tiny_llama, tokens
+
+
+def test_fuel_stops_after_n_replacements(monkeypatch):
+    model, ids = tiny_llama(), tokens()
+    for fuel in (0, 1, 5):
+        monkeypatch.setenv("FX_FUSION_FUEL", str(fuel))
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            out = torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids)
+        assert sum(s.status == "fused" for s in report.sites) == fuel
+        torch.testing.assert_close(out.loss, model(input_ids=ids, labels=ids).loss)
+    monkeypatch.setenv("FX_FUSION_FUEL", "many")
+    with pytest.raises(fx_fusion.OptionError, match="FX_FUSION_FUEL='many' must be a number"):
+        parse(None, None)
+
+
+@pytest.mark.parametrize(("options", "fragment"), [
+    ({"slect": "always"}, "Did you mean 'select'"),
+    ({"nonsense": 1}, "Valid: select, fusions, defer_outputs, speculate, strict"),
+    ({"select": "allways"}, "Did you mean 'always'"),
+    ({"fusions": ["rmsnorm"]}, "Did you mean 'rms_norm'"),
+    ({"fusions": ["-swigloo"]}, "Did you mean 'swiglu'"),
+    ({"strict": 1}, "must be a bool"),
+    ({"fusions": "rms_norm"}, "must be a list"),
+])  # fmt: skip
+def test_unknown_options_are_named(options, fragment):
+    with pytest.raises(fx_fusion.OptionError, match=fragment):
+        parse(None, options)
+
+
+def test_modes_and_options_of_inductor_pass_through():
+    assert parse("reduce-overhead", None).inductor == {"triton.cudagraphs": True}
+    parsed = parse("max-autotune-no-cudagraphs", {"select": "always", "shape_padding": True, "epilogue-fusion": False})
+    assert parsed.inductor["max_autotune"] is True
+    assert parsed.inductor["shape_padding"] is True
+    assert parsed.inductor["epilogue_fusion"] is False
+    with pytest.raises(fx_fusion.OptionError, match="Did you mean 'max-autotune'"):
+        parse("max-autotun", None)
+    with pytest.raises(RuntimeError, match="Unexpected type"):
+        parse(None, {"shape_padding": "yes"})

@@ -1,0 +1,131 @@
+"""The report: table, diff, JSON, counts, what is said of breaks, and whose it is."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fx_fusion
+from fx_fusion.report import trace as debug
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import rewritten, tiny_llama, tokens
+
+
+def silu_mlp(x, w):
+    return F.silu(x @ w) * (x @ w.t())
+
+
+x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+
+def test_table_diff_json_and_counts():
+    model, ids = tiny_llama(), tokens()
+    with fx_fusion.recording() as report:
+        torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids)
+    text = str(report)
+    assert "modeling_llama.py:" in text
+    assert "model.layers.{0-1}.mlp" in text
+    assert report.count("swiglu", "fused") == 2
+    report.assert_fused(swiglu=2, rope=2, linear_cross_entropy=1)
+    with pytest.raises(AssertionError, match="swiglu: 2 fused, 7 expected"):
+        report.assert_fused(swiglu=7)
+    site = next(s for s in report.sites if s.fusion == "swiglu")
+    assert (site.status, site.reason, site.module) == ("fused", "", "model.layers.0.mlp")
+    assert site.location.startswith("modeling_llama.py:")
+    assert site.shapes == {"gate": "float32[2, 16, 128]", "up": "float32[2, 16, 128]"}
+    data = json.loads(report.to_json())
+    assert data["counts"]["fused/swiglu"] == 2
+    assert data["sites"][0].keys() >= {"fusion", "status", "reason", "module", "location", "shapes"}
+    removed = [line for line in report.diff().splitlines() if line.startswith("-q_embed")]
+    added = [line for line in report.diff().splitlines() if line.startswith("+q_embed")]
+    assert removed
+    assert added, "the node that takes the place of another keeps its name"
+
+
+def test_statuses_on_cpu():
+    _, report = rewritten(silu_mlp, x, w, options={"select": "auto"})
+    assert [(s.fusion, s.status) for s in report.sites] == [("swiglu", "kept")]
+    assert "CPU" in report.sites[0].reason
+    _, report = rewritten(silu_mlp, x, w, options={"select": "never"})
+    assert report.sites[0].status == "kept"
+    _, report = rewritten(silu_mlp, x, w, options={"fusions": ["-swiglu"]})
+    assert report.count("swish") == 1, "the smaller fusion takes its place"
+
+
+def test_debug_prints_and_writes(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FX_FUSION_DEBUG", "1")
+    _, report = rewritten(silu_mlp, x, w)
+    assert "swiglu" in capsys.readouterr().out
+    (file,) = (tmp_path / "fx_fusion_debug").glob("*.diff")
+    assert "fx_fusion.swiglu" in file.read_text()
+
+
+def test_artifacts_reach_the_structured_trace(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        debug,
+        "publish_artifact",
+        lambda name, payload: seen.update({name: payload()}),
+    )
+    rewritten(silu_mlp, x, w)
+    assert seen.keys() == {"fx_fusion_report", "fx_fusion_diff", "fx_fusion_json"}
+    assert "swiglu" in seen["fx_fusion_report"]
+
+
+def test_a_graph_break_before_the_loss_is_named_with_its_remedy():
+    """A logger between lm_head and loss: the loss fires alone, and the report says what broke the graph, where, and how
+    to mend it."""
+    from tests.zoo import batch, build
+
+    model = build("GPT2")
+    model.loss_type = None  # transformers warns through its logger
+    with fx_fusion.recording() as report:
+        torch.compile(model, backend=rewriting_backend())(**batch())
+    report.assert_fused(cross_entropy=1, linear_cross_entropy=0)
+    broken = [g.broke for g in report.graphs if g.broke]
+    assert len(broken) == 1
+    assert broken[0].startswith("graph break at modeling_gpt2.py:")
+    assert "torch._dynamo.config.ignore_logg" in broken[0]
+    assert broken[0] in str(report)
+    near = next(s for s in report.sites if s.fusion == "linear_cross_entropy")
+    assert "expected linear, found an input of this graph" in near.reason
+
+
+def test_graphs_that_return_do_not_end_at_a_break():
+    with fx_fusion.recording() as report:
+        torch.compile(silu_mlp, backend=rewriting_backend())(x, w)
+    assert [g.broke for g in report.graphs] == [""]
+
+
+def test_a_name_that_nobody_has_is_an_error():
+    """A typo in an assertion of somebody's CI would pass for ever."""
+    with fx_fusion.recording() as report:
+        rewritten(silu_mlp, x, w)
+    with pytest.raises(ValueError, match="Did you mean 'rms_norm'"):
+        report.assert_fused(rmsnorm=0)
+    with pytest.raises(ValueError, match="Did you mean 'fused'"):
+        report.count("rms_norm", "fussed")
+
+
+def test_threads_record_what_is_theirs():
+    import threading
+
+    seen = {}
+
+    def work(name, function):
+        with fx_fusion.recording() as report:
+            barrier.wait()
+            torch.compile(function, backend=rewriting_backend())(x, w)
+            barrier.wait()
+        seen[name] = report
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=given) for given in (("mlp", silu_mlp), ("norm", lambda x, w: F.layer_norm(x, (8,))))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {s.fusion for s in seen["mlp"].sites} == {"swiglu"}
+    assert {s.fusion for s in seen["norm"].sites} == {"layer_norm"}

@@ -1,0 +1,213 @@
+"""A padding mask assumed to be all ones: never a wrong result, whatever comes."""
+
+import copy
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.runtime.speculate import AllOnes
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import tiny_llama, tokens
+
+ids = tokens()
+ones = torch.ones(2, 16, dtype=torch.long)
+padded = torch.tensor([[1] * 16, [1] * 10 + [0] * 6])
+left_padded = padded.flip(1)
+
+
+def models(**options):
+    eager = tiny_llama()
+    ours = copy.deepcopy(eager)
+    return eager, ours, torch.compile(ours, backend=rewriting_backend(**options))
+
+
+def same_step(eager, ours, compiled, mask):
+    labels = ids.masked_fill(mask == 0, -100)
+    expected = eager(input_ids=ids, attention_mask=mask, labels=labels).loss
+    loss = compiled(input_ids=ids, attention_mask=mask, labels=labels).loss
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_padded_batches_in_the_middle_of_training_and_accumulation():
+    eager, ours, compiled = models()
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3) for m in (eager, ours)]
+    with fx_fusion.recording() as report:
+        for mask in (ones, ones.clone(), padded, left_padded, ones, padded.bool().long()):
+            same_step(eager, ours, compiled, mask)  # gradients accumulate over the calls
+    assert report.count("causal_mask") == 2
+    assert any("all ones" in a for g in report.graphs for a in g.assumes)
+    for optimizer in optimizers:
+        optimizer.step()
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    same_step(eager, ours, compiled, ones)
+
+
+def test_the_padded_batch_first():
+    same_step(*models(), padded)
+
+
+def test_a_boolean_mask():
+    eager, ours, compiled = models()
+    same_step(eager, ours, compiled, ones.bool())
+    same_step(eager, ours, compiled, padded.bool())
+
+
+def test_a_mask_changed_in_place_is_read_again():
+    eager, ours, compiled = models()
+    mask = ones.clone()
+    same_step(eager, ours, compiled, mask)
+    mask[1, 10:] = 0
+    same_step(eager, ours, compiled, mask)
+    mask.fill_(1)
+    same_step(eager, ours, compiled, mask)
+
+
+def test_a_mask_of_twos_is_not_ones():
+    check = AllOnes()
+    assert not check(ones * 2)
+    assert check(ones)
+    assert check(ones.bool())
+    assert not check(ones.float() * 0.5)
+
+
+def test_the_same_tensor_is_read_once_on_a_gpu_and_always_on_a_cpu(device):
+    check, mask, other = AllOnes(), ones.clone().to(device), padded.to(device)
+    for _ in range(5):
+        assert check(mask)
+    assert check.checks == (1 if device == "cuda" else 5)
+    assert not check(other)
+    mask[0, 0] = 0
+    assert not check(mask)
+
+
+def test_memory_shared_with_numpy():
+    check, array = AllOnes(), ones.numpy().copy()
+    mask = torch.from_numpy(array)
+    assert check(mask)
+    array[0, 0] = 0
+    assert not check(mask)
+
+
+def test_switched_off():
+    eager, ours, compiled = models(speculate=False)
+    with fx_fusion.recording() as report:
+        same_step(eager, ours, compiled, ones)
+    report.assert_fused(causal_mask=0)
+    assert not report.graphs[0].assumes
+
+
+def test_evaluation_under_inference_mode():
+    eager, ours, compiled = models()
+    with torch.inference_mode():
+        for mask in (ones, padded, ones):
+            expected, out = (m(input_ids=ids, attention_mask=mask) for m in (eager, compiled))
+            torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_symbolic_lengths():
+    eager, ours, _ = models()
+    compiled = torch.compile(ours, backend=rewriting_backend(), dynamic=True)
+    for length, mask in ((16, ones), (12, padded), (9, ones), (16, padded)):
+        cut = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length], "labels": ids[:, :length]}
+        torch.testing.assert_close(compiled(**cut).loss, eager(**cut).loss)
+
+
+@pytest.mark.parametrize("masks", [(ones, padded, ones, left_padded), pytest.param((padded, ones), marks=pytest.mark.slow)], ids=["ones_first", "padded_first"])
+def test_through_inductor(masks):
+    """Both versions are compiled, fused and in the report, which counts how often each was called."""
+    eager = tiny_llama(num_hidden_layers=1, vocab_size=5000)
+    ours = copy.deepcopy(eager)
+    compiled = torch.compile(ours, backend="fx_fusion", options={"strict": True})
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with fx_fusion.recording() as report:
+        for mask in masks:
+            same_step(eager, ours, compiled, mask)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    fast, exact = report.graphs
+    assert exact.instead_of == fast.index
+    assert exact.nodes_after < exact.nodes_before
+    assert {s.graph for s in report.sites if s.fusion == "linear_cross_entropy"} == {fast.index, exact.index}
+    assert report.count("causal_mask") == 1
+    assert report.count("linear_cross_entropy") == 2
+    held = sum(mask is ones for mask in masks)
+    assert (fast.calls.assumed, fast.calls.otherwise) == (held, len(masks) - held)
+    assert f"held in {held} of {len(masks)} calls" in str(report)
+    assert f"graph {fast.index} without its assumption" in str(report)
+
+
+def test_a_padded_batch_long_after_the_recording():
+    """The first step is recorded, padding comes later: the report still gets the second version."""
+    eager, ours, compiled = models()
+    with fx_fusion.recording() as report:
+        same_step(eager, ours, compiled, ones)
+    assert len(report.graphs) == 1
+    same_step(eager, ours, compiled, padded)
+    assert [g.instead_of for g in report.graphs] == [None, report.graphs[0].index]
+    with fx_fusion.recording() as later:
+        same_step(eager, ours, compiled, padded)
+    assert not later.graphs, "compiled once"
+
+
+def test_more_padded_graphs_than_dynamo_recompiles_a_function():
+    """Every graph has a version of its own: none counts as another's recompilation, or takes its sizes for changing ones."""
+
+    def attention(q, mask):
+        visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+
+    import types
+
+    with fx_fusion.recording() as report:
+        for n in range(4, 16):
+            own = types.FunctionType(attention.__code__.replace(co_name=f"attention_{n}"), attention.__globals__)
+            q, mask = torch.randn(2, 1, n, 8), torch.ones(2, n, dtype=torch.long)
+            mask[0, 2:] = 0
+            torch.testing.assert_close(torch.compile(own, backend=rewriting_backend())(q, mask), attention(q, mask))
+    exact = [g for g in report.graphs if g.instead_of is not None]
+    assert len(exact) == 12
+    assert not any("s" in line.split("[")[1].split("]")[0] for g in exact for line in g.before.splitlines() if ": float32[" in line)
+
+
+def test_a_stance_that_refuses_recompilations():
+    """Serving: warmed up without padding. The padded version is compiled late, and is no recompilation of the user's."""
+    eager, ours, compiled = models()
+    same_step(eager, ours, compiled, ones)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        same_step(eager, ours, compiled, padded)
+        with pytest.raises(RuntimeError, match="recompile"):
+            compiled(input_ids=ids[:, :7], attention_mask=ones[:, :7], labels=ids[:, :7])
+
+
+def test_marked_dims_and_the_first_batch_padded():
+    """The sizes come in as numbers beside tensors that are marked: they are symbolic in both versions."""
+
+    def attention(x, mask):
+        q = x.view(x.shape[0], x.shape[1], 2, 8).transpose(1, 2)
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+
+    compiled = torch.compile(attention, backend=rewriting_backend())
+    for length in (8, 11, 9):
+        x, mask = torch.randn(3, length, 16), torch.ones(3, length, dtype=torch.long)
+        mask[0, 5:] = 0
+        for tensor in (x, mask):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        torch.testing.assert_close(compiled(x, mask), attention(x, mask))
+
+
+def test_padded_batches_of_many_lengths():
+    """Compiled for the first length, and for any length from the second on: never once a length, never in eager."""
+    eager, ours, compiled = models()
+    with fx_fusion.recording() as report:
+        for length in (16, 12, 9, 14, 7, 11, 13, 8, 10, 15, 6):
+            cut = {"input_ids": ids[:, :length], "attention_mask": padded.flip(1)[:, :length], "labels": ids[:, :length]}
+            torch.testing.assert_close(compiled(**cut).loss, eager(**cut).loss)
+    assert sum(g.instead_of is not None for g in report.graphs) <= 3
+    assert sum(g.calls.otherwise for g in report.graphs) == 11

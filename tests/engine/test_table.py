@@ -1,0 +1,148 @@
+"""Tables of a GPU: what was measured, and which cell speaks for a site."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.fewest import fewest_bytes
+from bench.table import cells
+from bench.worst import decided
+from fx_fusion.cost import table as tables
+from fx_fusion.fusion.declaration import case
+from fx_fusion.fusion.dims import parse
+from fx_fusion.fusion.pattern import reference_of
+from fx_fusion.fusion.registry import all_fusions, fusion_named
+from fx_fusion.testing import make_inputs
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_shipped_tables_are_readable_and_name_fusions():
+    files = list(tables._FOLDER.glob("*.json"))
+    assert files
+    for file in files:
+        found = json.loads(file.read_text())
+        assert tables.slug(found["environment"]["gpu"]) == file.stem
+        for cell in found["cells"]:
+            made = tables.Cell(**cell)
+            assert made.ours > 0
+            assert made.inductor > 0
+            assert set(made.sizes) <= set(fusion_named(made.fusion).dims)
+
+
+def test_every_formula_is_a_number_of_bytes():
+    for fusion in all_fusions():
+        if fusion.traffic is not None:
+            sizes = {**dict.fromkeys(fusion.dims, 4096), "bytes": 2}
+            ours, theirs = (tables.evaluate(f, sizes) for f in fusion.traffic)
+            assert 0 < ours <= theirs, fusion.name
+
+
+def test_the_nearest_cell_decides():
+    known = (
+        tables.Cell("rms_norm", 2, False, "... n", {"m": 128, "n": 768}, 2.0, 1.0),
+        tables.Cell("rms_norm", 2, False, "... n", {"m": 65536, "n": 4096}, 1.0, 2.0),
+    )
+    where = 2, False, "... n"
+    assert tables.nearest_of(known, *where, {"m": 100.0, "n": 1000.0}, {}) is known[0]
+    assert tables.nearest_of(known, *where, {"m": 10000.0, "n": 4096.0}, {}) is known[1]
+    assert tables.nearest_of(known, 4, False, "... n", {"m": 100.0, "n": 1000.0}, {}) is None, "of another width"
+    assert tables.nearest_of(known, 2, True, "... n", {"m": 100.0, "n": 1000.0}, {}) is None, "of both passes"
+
+
+def test_the_shipped_table_is_of_the_shipped_measurements_and_no_cell_is_slow():
+    """``auto`` fuses where the cell says so: nowhere below 0.97 of Inductor's speed."""
+    rows = [json.loads(line) for line in (ROOT / "bench/results/grid.jsonl").read_text().splitlines()]
+    shipped = json.loads((tables._FOLDER / "nvidia_h200.json").read_text())["cells"]
+    assert json.loads(json.dumps(cells(rows))) == shipped
+    speeds = list(decided(rows, [tables.Cell(**cell) for cell in shipped]))
+    assert len(speeds) > 2000
+    assert min(speeds)[0] >= 0.97
+    assert max(row["share"] for row in rows if row.get("provider") == "fx_fusion") < 1.06, "below the fewest bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "forward", "both"),
+    [
+        ("rms_norm", {"m": 8, "n": 64}, 2 * 8 * 64 + 64, 5 * 8 * 64),
+        ("add_rms_norm", {"m": 8, "n": 64}, 4 * 8 * 64 + 64, 8 * 8 * 64),
+        ("gated_rms_norm", {"m": 8, "n": 64}, 3 * 8 * 64 + 64, 8 * 8 * 64),
+        ("swiglu", {"m": 8, "n": 64}, 3 * 8 * 64, 8 * 8 * 64),
+        ("swish", {"m": 8, "n": 64}, 2 * 8 * 64, 5 * 8 * 64),
+        ("embedding", {"m": 8, "n": 4, "v": 10**5}, 2 * 8 * 4 + 8 * 2, 3 * 8 * 4 + 10**5 * 4),
+        ("embedding", {"m": 8, "n": 64, "v": 1}, (1 + 8) * 64 + 8 * 2, (1 + 2 * 8) * 64 + 64),
+        ("cross_entropy", {"m": 8, "v": 64}, 8 * 64 + 8 * 2 + 8, 3 * 8 * 64),
+    ],
+)
+def test_the_fewest_bytes(name, sizes, forward, both):
+    """In float32 numbers (an id is two)."""
+    fusion = fusion_named(name)
+    statics = fusion.variants[0]
+    inputs = make_inputs(fusion, case("some", **sizes), statics, torch.float32, "cpu")
+    given = {
+        n: t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in inputs.items()
+    }
+    out = reference_of(fusion, statics)(**given)
+    found = fewest_bytes(fusion, sizes, torch.float32, given, out if isinstance(out, tuple) else (out,))
+    assert found["forward"] == 4 * forward
+    assert found["forward+backward"] == 4 * both
+
+
+def test_a_cell_of_a_variant_speaks_for_that_variant_only():
+    halves = tables.Cell("rope", 2, False, "b h s d", {"s": 2048}, 2.0, 1.0)
+    pairs = tables.Cell("rope", 2, False, "b h s d", {"s": 2048}, 1.0, 2.0, {"style": "rotate_every_two"})
+    where = 2, False, "b h s d", {"s": 2048.0}
+    assert tables.nearest_of((halves, pairs), *where, {"style": "rotate_half", "out": "input"}) is halves
+    assert tables.nearest_of((halves, pairs), *where, {"style": "rotate_every_two", "out": "input"}) is pairs
+
+
+def test_of_both_16_bit_dtypes_the_table_has_the_one_that_says_more_for_inductor():
+    row = {"fusion": "rms_norm", "case": "a", "mode": "forward", "layout": "... n", "sizes": {"m": 1, "n": 8}}
+    times = {"bfloat16": (1.0, 1.1), "float16": (1.0, 0.9), "float32": (1.0, 5.0)}
+    rows = [
+        {**row, "dtype": dtype, "provider": provider, "ms": ms}
+        for dtype, both in times.items()
+        for provider, ms in zip(("fx_fusion", "inductor"), both, strict=True)
+    ]
+    assert [(c["itemsize"], c["inductor"]) for c in cells(rows)] == [(2, 0.9), (4, 5.0)]
+
+
+def test_a_cell_of_each_measured_fusion_pays_where_it_was_fastest():
+    """What the table is for: some cells say fuse, some say keep."""
+    cells = tables._table("NVIDIA H200")
+    fused = {c.fusion for c in cells if c.ours <= c.inductor}
+    kept = {c.fusion for c in cells if c.ours > c.inductor}
+    assert {"evonorm_s0", "group_norm_swish", "layer_norm", "attention", "embedding"} <= fused
+    assert "swiglu" in kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "spec", "layout"),
+    [
+        ((2, 8, 5, 5), (0, 1, 2, 3), "b c ...", "b c ..."),
+        ((2, 8, 5, 5), (0, 2, 3, 1), "b c ...", "b ... c"),
+        ((2, 8, 5, 5), (0, 2, 3, 1), "b c h w", "b h w c"),
+        ((2, 8, 5, 16), (0, 2, 1, 3), "b h s d", "b s h d"),
+        ((2, 5, 16), (1, 0, 2), "... n", "... n"),
+    ],
+)
+def test_layouts_are_named_by_the_dims_of_the_declaration(shape, order, spec, layout):
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    tensor = torch.empty([shape[d] for d in order]).permute(back)
+    assert tuple(tensor.shape) == shape
+    assert parse("a fusion", "x", spec).layout(tensor.stride()) == layout
+
+
+@pytest.mark.parametrize("fusion", all_fusions(), ids=lambda fusion: fusion.name)
+def test_sites_can_be_compared_with_what_was_measured(fusion):
+    """Cells have the dims of what was measured; a site lacks those that a table of it may have one of."""
+    case = next((c for c in fusion.cases if c.name == "odd"), fusion.cases[0])
+    given = make_inputs(fusion, case, fusion.variants[0], torch.float32, "cpu")
+    sizes = tables.sizes_of(fusion, {n: t for n, t in given.items() if isinstance(t, torch.Tensor)})
+    measured = list(tables.cells_of("NVIDIA H200", fusion.name))
+    assert measured or fusion.traffic or fusion.name == "linear_cross_entropy", "nothing decides about an unmeasured fusion without traffic"
+    for cell in measured:
+        assert set(sizes) & set(cell.sizes), "nothing to compare"
+        assert cell.distance({**sizes, **{d: 2.0 * n for d, n in cell.sizes.items() if d in sizes}}) > 0

@@ -1,0 +1,130 @@
+"""Fusions with operands and upstream gradients that lie in memory in other ways, and with nothing in them.
+
+A site may be declined where the kernel does not take what it is given; the numbers are eager's either way. Runs the kernels.
+"""
+
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.fusion.registry import all_fusions
+from fx_fusion.testing import eager_nearby, gradients_for, run, run_oracle, worst_excess
+from tests.cases import compiled, setting
+
+pytestmark = pytest.mark.kernel
+
+FUSIONS = pytest.mark.parametrize(
+    "fusion",
+    [f for f in all_fusions() if f.name != "block_sparse_attention"],  # its kernels are Inductor's own
+    ids=lambda fusion: fusion.name,
+)
+VARIANTS = pytest.mark.parametrize(
+    ("fusion", "variant"),
+    [(f, i) for f in all_fusions() if f.name != "block_sparse_attention" for i in range(len(f.variants))],
+    ids=lambda given: str(getattr(given, "name", given)),
+)
+
+
+def every_other(tensor):
+    """Each element is the second of two."""
+    return torch.stack((torch.zeros_like(tensor), tensor), -1)[..., 1]
+
+
+def turned(tensor):
+    """The last dim is the outermost in memory."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+LAYOUTS = {f.__name__: f for f in (every_other, turned)}
+
+
+def check(fusion, function, inputs, dys):
+    """Numbers by the accuracy rule; the report."""
+    frozen = fusion.frozen
+    with fx_fusion.recording() as report:
+        found = run(compiled(fusion, function), inputs, dys, frozen)
+    assert report.sites, "nothing is said of the site"
+    eager, exact = run(function, inputs, dys, frozen), run_oracle(function, inputs, dys, frozen)
+    name, used = worst_excess(found, eager, exact, torch.float32)
+    if used > 1:  # perhaps for elements that are nearly tied
+        name, used = worst_excess(found, eager_nearby(function, inputs, exact, dys, frozen), exact, torch.float32)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+    return report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@VARIANTS
+def test_operands_and_gradients_in_any_layout(fusion, variant, layout, device):
+    lay = LAYOUTS[layout]
+    function, inputs = setting(fusion, device, variant)
+
+    def moved(**inputs):
+        return function(**{n: lay(t) if isinstance(t, torch.Tensor) and t.dim() else t for n, t in inputs.items()})
+
+    try:
+        outs = moved(**inputs)
+    except RuntimeError as error:
+        if "must have a last dimension with stride 1" not in str(error):  # of complex numbers
+            raise
+        pytest.skip(f"eager: {error}")
+    dys = gradients_for(outs if isinstance(outs, tuple) else (outs,))
+    check(fusion, moved, inputs, [lay(dy) if dy.dim() else dy for dy in dys])
+
+
+@pytest.mark.parametrize("layout", ["every_other", "column", "expanded"])
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_weights_of_classes_in_any_layout(name, layout, device):
+    """Every other one of more weights, a column of a table, one weight for all: the site fuses, the numbers are eager's."""
+    fusion = next(f for f in all_fusions() if f.name == name)
+    function, inputs = setting(fusion, device, variant=3)
+    assert inputs["weight"] is not None
+    if layout == "expanded":
+        inputs["weight"] = inputs["weight"][:1] * 0 + 0.7
+
+    def call(**given):
+        w = given.pop("weight")
+        classes = given["logits"].shape[-1] if name == "cross_entropy" else given["lm_head"].shape[0]
+        if layout == "every_other":
+            w = torch.stack((w, torch.full_like(w, 9.0)), -1).view(-1)[::2]
+        elif layout == "column":
+            w = torch.stack((w, torch.full_like(w, 9.0)), -1)[:, 0]
+        else:
+            w = w.expand(classes)
+        return function(weight=w, **given)
+
+    outs = call(**dict(inputs))
+    report = check(fusion, call, inputs, gradients_for(outs if isinstance(outs, tuple) else (outs,)))
+    assert report.count(name) == 1, str(report)
+
+
+@FUSIONS
+def test_a_gradient_that_is_one_number_expanded(fusion, device):
+    """What ``y.sum().backward()`` hands to the last op."""
+    function, inputs = setting(fusion, device)
+    outs = function(**inputs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    report = check(fusion, function, inputs, [torch.full((), 0.5, device=device).expand(o.shape) for o in outs])
+    assert report.count(fusion.name) == (fusion.name not in ("dense_mask", *(["repeat_kv"] if device == "cuda" else []))), (
+        f"float32 is theirs only: {report}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fusion", "dim"),
+    [(f, dim) for f in all_fusions() if f.name != "block_sparse_attention" for dim in ("m", "b") if dim in f.dims],
+    ids=lambda given: str(getattr(given, "name", given)),
+)
+def test_nothing(fusion, dim, device):
+    """No rows, images, positions, heads or channels: what eager makes of that, gradients of parameters included."""
+    function, inputs = setting(fusion, device, **{dim: 0})
+    try:
+        expected = run(function, inputs, frozen=fusion.frozen)
+    except RuntimeError as error:
+        if "cannot reshape tensor of 0 elements" not in str(error):  # with -1 for a size
+            raise
+        pytest.skip(f"eager: {error}")
+    found = run(compiled(fusion, function), inputs, frozen=fusion.frozen)
+    for name, value in expected.values.items():
+        made, empty = found.values[name], value.isnan()  # sums over nothing are 0; PyTorch's GroupNorm has NaN for some
+        torch.testing.assert_close(torch.where(empty, made.nan_to_num(), made), value.nan_to_num())

@@ -1,0 +1,45 @@
+"""Heads of keys and values that are repeated for attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import reasons, rewritten
+
+S = 11
+q, k, v = (torch.randn(2, 3, S, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+def test_repeated_heads(dynamic):
+    few_k, few_v = k[:, :1], v[:, :1]
+    wide = q.repeat(1, 2, 1, 1)
+
+    def expand(x, n=6):
+        b, h, s, d = x.shape
+        return x[:, :, None, :, :].expand(b, h, n, s, d).reshape(b, h * n, s, d)
+
+    for repeat in (expand, lambda x: x.repeat_interleave(6, dim=1)):
+        function = lambda q, k, v, repeat=repeat: F.scaled_dot_product_attention(q, repeat(k), repeat(v))  # noqa: E731
+        result, report = rewritten(function, wide, few_k, few_v, dynamic=dynamic)
+        report.assert_fused(repeat_kv=1)
+        torch.testing.assert_close(result, function(wide, few_k, few_v), rtol=1e-5, atol=1e-5)
+        torch._dynamo.reset()
+
+
+def test_heads_in_another_order_are_not_grouped_heads():
+    few = k[:, :3]
+    wide = q.repeat(1, 2, 1, 1)
+    tiled = lambda x: x[:, None].expand(2, 2, 3, S, 8).reshape(2, 6, S, 8)  # noqa: E731  (a b c a b c, not a a b b c c)
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, tiled(k), tiled(v))  # noqa: E731
+    result, report = rewritten(function, wide, few, few)
+    report.assert_fused(repeat_kv=0)
+    torch.testing.assert_close(result, function(wide, few, few))
+
+
+def test_only_keys_repeated():
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(3, dim=1), v)  # noqa: E731
+    result, report = rewritten(function, q, k[:, :1], v)
+    report.assert_fused(repeat_kv=0)
+    assert "not repeated alike" in reasons(report, "repeat_kv")
+    torch.testing.assert_close(result, function(q, k[:, :1], v))

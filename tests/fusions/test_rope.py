@@ -1,0 +1,144 @@
+"""RoPE: spellings, and what only looks like it."""
+
+import pytest
+import torch
+
+from fx_fusion.testing import Run, worst_excess
+from tests.helpers import reasons, rewritten
+
+B, H, G, S, D = 2, 4, 2, 5, 8
+q, k = torch.randn(B, S, H, D).transpose(1, 2), torch.randn(B, S, G, D).transpose(1, 2)
+angles = torch.outer(torch.arange(S).float(), 1.0 / 100 ** (torch.arange(0, D, 2) / D))
+cos, sin = torch.cat([angles, angles], -1).cos()[None], torch.cat([angles, angles], -1).sin()[None]
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_half_chunked(x):
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def every_two(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def every_two_reshaped(x):
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+
+
+def tables_of_positions_alone(q, k, cos, sin):
+    """As timm writes it: (s, d), broadcast over batch and heads."""
+    c, s = cos[0], sin[0]
+    return q * c + every_two_reshaped(q) * s, k * c + every_two_reshaped(k) * s
+
+
+def partial(q, k, cos, sin):
+    """As transformers writes it: both are rotated, then both are put together."""
+    c, s = cos[:, None, :, : D // 2], sin[:, None, :, : D // 2]
+    (qr, qp), (kr, kp) = ((x[..., : D // 2], x[..., D // 2 :]) for x in (q, k))
+    qr, kr = (x * c + rotate_half(x) * s for x in (qr, kr))
+    return torch.cat([qr, qp], dim=-1), torch.cat([kr, kp], dim=-1)
+
+
+def with_rotation(turn, dim=1):
+    def function(q, k, cos, sin):
+        c, s = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        return q * c + turn(q) * s, (k * c) + (turn(k) * s)
+
+    return function
+
+
+def explicit_halves(q, k, cos, sin):
+    c, s = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    out = []
+    for x in (q, k):
+        first, second = torch.chunk(x, 2, dim=-1)
+        out.append(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+    return tuple(out)
+
+
+def even_odd(q, k, cos, sin):
+    c, s = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    out = []
+    for x in (q, k):
+        e, o = x[..., 0::2], x[..., 1::2]
+        out.append(torch.cat((e * c - o * s, o * c + e * s), dim=-1))
+    return tuple(out)
+
+
+ROPES = {
+    "slices": with_rotation(rotate_half), "chunks": with_rotation(rotate_half_chunked), "every_two": with_rotation(every_two),
+    "reversed": with_rotation(lambda x: torch.cat((x[..., D // 2 :], -x[..., : D // 2]), dim=-1)),
+    "explicit_halves": explicit_halves, "even_odd_to_halves": even_odd,
+    "indexed_axis": lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(q) * sin[:, None], k * cos[:, None] + rotate_half(k) * sin[:, None]),
+    "cast_back": lambda q, k, cos, sin: tuple((x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]).to(x.dtype) for x in (q, k)),
+    "partial": partial,
+    "tables_of_positions_alone": tables_of_positions_alone,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_takes_queries_and_keys_together(name, dtype):
+    function = ROPES[name]
+    leaves = [[t.detach().to(dtype).requires_grad_() for t in (q, k)] for _ in range(2)]
+    tables = (cos.to(dtype), sin.to(dtype)) if name != "cast_back" else (cos, sin)
+    result, report = rewritten(function, *leaves[0], *tables)
+    report.assert_fused(rope=1)
+    assert set(next(s for s in report.sites if s.fusion == "rope").shapes) == {"q", "k", "cos", "sin"}
+    expected = function(*leaves[1], *tables)
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.stride() == theirs.stride()
+    exact_leaves = [t.detach().to(dtype).double().requires_grad_() for t in (q, k)]
+    exact = function(*exact_leaves, *(t.double() for t in tables))
+    runs = []
+    for outs, inputs in ((result, leaves[0]), (expected, leaves[1]), (exact, exact_leaves)):
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+        runs.append(Run({"q": outs[0].detach(), "k": outs[1].detach(), "dq": inputs[0].grad, "dk": inputs[1].grad}))
+    worst, used = worst_excess(*runs, dtype)
+    assert used <= 1, (worst, used)
+
+
+def test_heads_behind_positions():
+    function = with_rotation(rotate_half, dim=2)
+    args = (q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    result, report = rewritten(function, *args)
+    report.assert_fused(rope=1)
+    for ours, theirs in zip(result, function(*args), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tables_that_need_a_gradient_are_left_alone():
+    table = cos.clone().requires_grad_()
+    result, report = rewritten(with_rotation(rotate_half), q, k, table, sin)
+    report.assert_fused(rope=0)
+    assert "needs a gradient" in reasons(report, "rope")
+
+
+def test_keys_made_from_rotated_queries_are_rotated_later():
+    def chained(q, cos, sin):
+        c, s = cos[:, None], sin[:, None]
+        first = q * c + rotate_half(q) * s
+        second = torch.tanh(first)
+        return first, second * c + rotate_half(second) * s
+
+    result, report = rewritten(chained, q, cos, sin)
+    report.assert_fused(rope=2)
+    for ours, theirs in zip(result, chained(q, cos, sin), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_other_rotations_are_not_rope():
+    quarter = with_rotation(lambda x: torch.cat((-x[..., 2:], x[..., :2]), dim=-1))
+    both_negative = with_rotation(lambda x: torch.cat((-x[..., D // 2 :], -x[..., : D // 2]), dim=-1))
+    of_another = lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(k[:, :1]) * sin[:, None], k)  # noqa: E731
+    for function in (quarter, both_negative, of_another):
+        result, report = rewritten(function, q, k, cos, sin)
+        report.assert_fused(rope=0)
+        for ours, theirs in zip(result, function(q, k, cos, sin), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        torch._dynamo.reset()

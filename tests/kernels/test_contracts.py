@@ -1,0 +1,61 @@
+"""What every op promises to torch.library: its schema, its gradient, and what the fake says of its results."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fx_fusion.fusion.registry import all_fusions
+from fx_fusion.ops import library
+from fx_fusion.ops.layouts import any_layout, channels_last, copied
+from tests.cases import calls_of
+
+pytestmark = pytest.mark.kernel
+
+OPS = set(library.names())
+WITH_OPS = [f for f in all_fusions() if f.name in OPS]
+REST = {  # ops that are no fusion's
+    "channels_last": lambda: (channels_last, (torch.randn(2, 3, 4, 5),)),
+    "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
+    "copied": lambda: (copied, (torch.randn(3, 4).mT,)),
+}
+
+
+def test_every_op_is_checked_here():
+    of_fusions = {name for f in WITH_OPS for name in (f.name, f"{f.name}_bwd")}
+    assert OPS - of_fusions == {*REST, "linear_cross_entropy_rows_bwd"}, "an op that no fusion is named as goes into REST"
+
+
+def check(op, args):
+    tests = ["test_schema", "test_faketensor"]
+    if not op._opname.endswith("_bwd"):
+        tests.append("test_autograd_registration")
+        args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    opcheck(op, tuple(args), test_utils=tests)
+
+
+@pytest.mark.parametrize("fusion", WITH_OPS, ids=lambda fusion: fusion.name)
+def test_ops_of_a_fusion(fusion, device):
+    """The forward and the backward of every variant, each way of calling them once."""
+    rows = {"m": 3} if "m" in fusion.dims else {}
+    seen = {}
+    for variant in range(len(fusion.variants)):
+        for op, args in calls_of(fusion, variant, device, **rows):
+            how = tuple((a.shape, a.dtype, a.stride()) if isinstance(a, torch.Tensor) else repr(a) for a in args)
+            seen.setdefault((op, how), args)
+    expected = {name for name in (fusion.name, f"{fusion.name}_bwd") if name in OPS}
+    assert {op._opname for op, _ in seen} >= expected
+    for (op, _), args in seen.items():
+        check(op, args)
+
+
+@pytest.mark.parametrize("name", REST)
+def test_ops_of_no_fusion(name):
+    check(*REST[name]())
+
+
+def test_the_backward_of_a_loss_a_row():
+    """Is called where no gradient of the head is kept, behind ``reduction="none"``."""
+    fusion = next(f for f in all_fusions() if f.name == "linear_cross_entropy")
+    variant = next(i for i, v in enumerate(fusion.variants) if v.get("reduction") == "none")
+    calls = calls_of(fusion, variant, "cpu", m=3)
+    assert "linear_cross_entropy_rows_bwd" in {op._opname for op, _ in calls}

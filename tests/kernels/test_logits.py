@@ -1,0 +1,136 @@
+"""Kernels over rows of logits: targets and values at the edges, chunks, loss and gradient in one launch."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fx_fusion.kernels.cross_entropy import cross_entropy
+from fx_fusion.kernels.lib.plan import Plan
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits.logit_chunks import chunk_plan
+from fx_fusion.kernels.logits.logit_plan import logit_rows_plan
+from fx_fusion.kernels.logits.logit_rows import launch_rows
+
+pytestmark = pytest.mark.kernel
+
+
+def test_a_target_out_of_range_is_never_a_number(device):
+    logits, target = torch.randn(3, 9, device=device, requires_grad=True), torch.tensor([1, 9, 2], device=device)
+    loss = cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
+    assert loss.isnan().tolist() == [False, True, False]
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert gradient.isnan().all(1).tolist() == [False, True, False], "no step is made with it"
+    assert gradient.isnan().any(1).tolist() == [False, True, False]
+
+
+def test_rows_of_infinities(device):
+    logits = torch.randn(3, 9, device=device)
+    logits[1, :] = float("-inf")
+    logits[2, 4:] = float("-inf")
+    target = torch.tensor([1, 0, 2], device=device)
+    loss = cross_entropy(logits, target, None, -100, 0.0, 0.0, 1.0)
+    expected = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("v", [1, 3, 7, 9, 15, 17, 31, 4099])
+def test_rows_that_start_anywhere(v, dtype, device):
+    """Rows of odd length: each starts at another offset from a multiple of 16 bytes; targets at both ends of them."""
+    m = 18
+    logits = torch.randn(m, v, device=device).to(dtype).requires_grad_()
+    target = torch.tensor([0, v - 1, v // 2] * (m // 3), device=device)
+    target[4] = -100
+    weight = torch.rand(v, device=device)
+    dloss = torch.randn(m, device=device)
+    loss = cross_entropy(logits, target, weight, -100, 0.1, 0.0, 1.0)
+    (dlogits,) = torch.autograd.grad(loss, logits, dloss)
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, target, weight.double(), label_smoothing=0.1, reduction="none")
+    (gradient,) = torch.autograd.grad(expected, exact, dloss.double())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(dlogits.double(), gradient, rtol=eps, atol=1e-6)
+
+
+def test_chunks_are_few_and_equal():
+    assert chunk_plan(16384, 128256, 2, "cuda").rows == 4096, "a fourth of all rows"
+    assert chunk_plan(8192, 128256, 2, "cuda").rows == 2048
+    assert chunk_plan(32768, 151936, 2, "cuda").rows == 4096, "1.16 GiB"
+    assert chunk_plan(16384, 32000, 2, "cuda").rows == 8192, "0.5 GiB"
+    assert chunk_plan(4096, 32000, 2, "cuda").rows == 4096
+    for m, v in ((16383, 128256), (12285, 128256), (8190, 151936), (8191, 262144)):
+        assert -(-m // chunk_plan(m, v, 2, "cuda").rows) == 4, "more would be summed in float32"
+    assert chunk_plan(20481, 151936, 2, "cuda").rows == 4352, "no chunk of one row behind five of 4096"
+    assert chunk_plan(2048, 128256, 4, "cuda").rows == 2048, "products in float32 are not cut below that"
+    assert chunk_plan(3, 10, 4, "cpu").rows == 3
+    assert chunk_plan(0, 10, 4, "cpu").rows == 1
+    for m in (1, 255, 1000, 5000, 16383):
+        rows = chunk_plan(m, 151936, 2, "cuda").rows
+        assert rows * 151936 * 2 <= (5 << 28) + 256 * 151936 * 2
+
+
+@pytest.mark.parametrize("stages", [None, 1, 3])
+@pytest.mark.parametrize("columns", [1, 300, 4104])
+@pytest.mark.parametrize(("smoothing", "softcap", "padded"), [(0.0, 0.0, False), (0.1, 5.0, False), (0.0, 0.0, True)])
+def test_loss_and_gradient_in_one_launch(columns, stages, smoothing, softcap, padded, device):
+    """Over the logits themselves, which are walked back in ``stages``; entropies too; a row is ignored, classes may be
+    padded."""
+    logits = torch.randn(5, (columns + 7) // 8 * 8 + 8 if padded else columns, device=device) * 3
+    target = torch.randint(0, columns, (5,), device=device)
+    target[2] = -100
+    upstream, of_entropy = torch.randn(5, device=device), torch.randn(5, device=device)
+    of_entropy[2] = 0  # an ignored row is not read
+    exact = logits[:, :columns].double().requires_grad_()
+    z = softcap * torch.tanh(exact * 0.5 / softcap) if softcap else exact * 0.5
+    expected = F.cross_entropy(z, target, ignore_index=-100, reduction="none", label_smoothing=smoothing)
+    log_p = z.log_softmax(-1)
+    expected_entropy = -(log_p.exp() * log_p).sum(-1)
+    ((expected * upstream).sum() + (expected_entropy * of_entropy).sum()).backward()
+    loss, entropy, stats = torch.empty(5, device=device), torch.zeros(5, device=device), torch.empty(2, 5, device=device)
+    plan = Plan(BLOCK=512, EACH=8, num_warps=4, programs_per_sm=2, STAGES=stages) if stages else None
+    with logit_rows_plan.instead(plan) if plan else contextlib.nullcontext():
+        launch_rows(
+            logits, target, None, -100, smoothing, softcap, 0.5, classes=columns, loss=loss, stats=stats, dloss=upstream,
+            dlogits=logits, entropy=entropy, dentropy=of_entropy,
+        )  # fmt: skip
+    live = target != -100
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy[live].double(), expected_entropy.detach()[live], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :columns].double(), exact.grad, rtol=1e-5, atol=1e-5)
+    assert not logits[:, columns:].any()
+
+
+def test_no_classes_are_an_error(device):
+    """As in PyTorch, not whatever lies in the memory of the loss."""
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        cross_entropy(torch.randn(3, 0, device=device), torch.zeros(3, dtype=torch.long, device=device), None, -100, 0.0, 0.0, 1.0)
+    assert cross_entropy(torch.randn(0, 0, device=device), torch.zeros(0, dtype=torch.long, device=device), None, -100, 0.0, 0.0, 1.0).shape == (0,)
+
+
+@pytest.mark.parametrize(("weights", "scale", "smoothing"), [(1e5, 1.0, 0.0), (1e5, 1.0, 0.1), (1.0, 1e5, 0.0), (None, 1e5, 0.1), (1e-3, 1.0, 0.0)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_and_large_weights_of_classes_or_scales(weights, scale, smoothing, reduction, device):
+    """Inverse frequencies as weights: the chunk of dl would overflow, dx and dW of eager are finite for a mean."""
+    torch.manual_seed(0)
+    x, w = torch.randn(20, 16, device=device) * 1e-2, torch.randn(40, 16, device=device) * 1e-2
+    t = torch.randint(0, 40, (20,), device=device)
+    of_classes = None if weights is None else (torch.rand(40, device=device) + 0.5) * weights
+    if reduction == "sum":
+        of_classes = None if of_classes is None else of_classes / weights * 1e-4  # the sum itself has to fit
+        scale = min(scale, 1.0)
+    grads = []
+    for dtype in (torch.float16, torch.float64):
+        a, b = (p.half().to(dtype).requires_grad_() for p in (x, w))
+        if dtype == torch.float16:
+            loss = linear_cross_entropy(a, b, None, t, of_classes, reduction, -100, smoothing, 0.0, scale, [True, True, False])[0]
+        else:
+            logits = torch.nn.functional.linear(a, b).half().double() * scale
+            loss = F.cross_entropy(logits, t, None if of_classes is None else of_classes.double(), reduction=reduction, label_smoothing=smoothing)
+        grads.append(torch.autograd.grad(loss, [a, b]))
+    for ours, exact in zip(*grads, strict=True):
+        assert ours.isfinite().all() == exact.half().isfinite().all()
+        keep = exact.half().isfinite()
+        assert ((ours.double() - exact).abs()[keep] <= 4e-3 * exact.abs().max().clamp(max=65504) + 1e-7).all()

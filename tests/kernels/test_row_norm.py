@@ -1,0 +1,82 @@
+"""Norms over rows: layouts of operands and gradients, gradients that nobody wants."""
+
+import pytest
+import torch
+
+from fx_fusion.kernels.add_rms_norm import add_rms_norm
+from fx_fusion.kernels.rms_norm import rms_norm
+from fx_fusion.kernels.swiglu import swiglu
+from fx_fusion.kernels.swish import swish
+
+pytestmark = pytest.mark.kernel
+
+
+def reference_norm(x, weight, eps=1e-6):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+LAYOUTS = {
+    "transposed": lambda d: torch.randn(2, 5, 3, 24, device=d).transpose(1, 2),
+    "sliced": lambda d: torch.randn(4, 6, 48, device=d)[..., 3:27],
+    "columns_first": lambda d: torch.randn(24, 5, device=d).t(),
+    "columns_in_the_middle": lambda d: torch.randn(3, 24, 4, device=d).transpose(1, 2),
+    "rows_apart": lambda d: torch.randn(8, 24, device=d)[::2],
+    "expanded": lambda d: torch.randn(1, 24, device=d).expand(5, 24),
+    "one_row": lambda d: torch.randn(24, device=d),
+    "strided_columns": lambda d: torch.randn(4, 48, device=d)[:, ::2],
+    "empty": lambda d: torch.randn(0, 24, device=d),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_inputs_and_gradients(name, device):
+    x = LAYOUTS[name](device).requires_grad_()
+    weight = torch.randn(24, device=device, requires_grad=True)
+    y = rms_norm(x, weight, 1e-6, 0.0, False)
+    expected = reference_norm(x, weight)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for upstream in (
+        torch.ones((), device=device).expand(y.shape),
+        torch.randn(*y.shape[:-1], 48, device=device)[..., ::2],
+    ):
+        ours = torch.autograd.grad(y, (x, weight), upstream, retain_graph=True)
+        theirs = torch.autograd.grad(expected, (x, weight), upstream, retain_graph=True)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    gated = swiglu(x, x * 2)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(x) * x * 2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(swish(x), torch.nn.functional.silu(x), rtol=1e-5, atol=1e-5)
+
+
+def test_only_one_gradient_comes_back(device):
+    x, r = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(5, 24, device=device, requires_grad=True)
+    weight = torch.randn(24, device=device, requires_grad=True)
+    y, h = add_rms_norm(x, r, weight, 1e-6, 0.0, False)
+    (only_h,) = torch.autograd.grad(h.sum(), (x,), retain_graph=True)
+    torch.testing.assert_close(only_h, torch.ones_like(x))
+    only_y = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    expected = torch.autograd.grad(reference_norm(x + r, weight).sum(), (x, weight))
+    for a, b in zip(only_y, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_weight_costs_no_gradient(device):
+    x, weight = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(24, device=device)
+    rms_norm(x, weight, 1e-6, 0.0, True).sum().backward()
+    assert weight.grad is None
+    _, dweight = torch.ops.fx_fusion.rms_norm_bwd(
+        x.detach(), x.detach(), weight, torch.ones(5, device=device), 1e-6, 0.0, True, [True, False]
+    )
+    assert dweight.numel() == 0
+
+
+def test_saved_tensors_are_not_written_to(device):
+    x, weight = (
+        torch.randn(5, 24, device=device, requires_grad=True),
+        torch.randn(24, device=device, requires_grad=True),
+    )
+    y = rms_norm(x, weight, 1e-6, 0.0, False)
+    first = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    second = torch.autograd.grad(y.sum(), (x, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,0 +1,110 @@
+"""Masks with a structure for tests, and the kernel's way to attend under them, on a CPU."""
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fx_fusion.kernels.block_sparse_attention import BLOCK
+
+S = 600  # not a multiple of a block
+
+
+def positions(n):
+    return torch.arange(n)[:, None], torch.arange(n)[None, :]
+
+
+def window(n, size):
+    q, k = positions(n)
+    return (k <= q) & (k > q - size)
+
+
+def both_sides(n, size):
+    q, k = positions(n)
+    return (q - k).abs() <= size
+
+
+def chunks(n, size):
+    q, k = positions(n)
+    return (k <= q) & (q // size == k // size)
+
+
+def documents(ids):
+    q, k = positions(ids.shape[-1])
+    starts = torch.diff(ids, prepend=ids[:, :1] - 1) != 1
+    document = starts.cumsum(-1)
+    return ((k <= q) & (document[:, :, None] == document[:, None, :]))[:, None]
+
+
+def documents_by_position(ids):
+    """As transformers spells it: causal by the positions themselves."""
+    document = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return same & (ids[:, None, None, :] <= ids[:, None, :, None]) & (ids[:, None, None, :] > ids[:, None, :, None] - 64)
+
+
+IDS = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ((200, 400), (7, 293, 1, 299))])
+MASKS = {
+    "window": (lambda x: window(S, 37), "causal window of 37"),
+    "wide_window": (lambda x: window(S, 290), "causal window of 290"),
+    "additive_window": (lambda x: torch.zeros(S, S).masked_fill(~window(S, 37), float("-inf")), "causal window of 37"),
+    "both_sides": (lambda x: both_sides(S, 16), "window -16 <= q - k <= 16"),
+    "chunks": (lambda x: chunks(S, 130), "chunks of 130, causal"),
+    "documents": (documents, "documents of"),
+    "documents_by_position": (documents_by_position, "causal window of 64"),
+    "expanded": (lambda x: window(S, 37)[None, None].expand(2, 1, S, S), "causal window of 37"),
+}
+
+
+def attend(mask_of):
+    def function(query, key, value, ids):
+        mask = mask_of(ids)
+        if mask.is_floating_point():
+            mask = mask.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    return function
+
+
+def by_blocks(query, key, value, blocks, labels, low, high, scale):
+    """As the GPU's kernels do it, which eager FlexAttention does not: only listed blocks are visited, in whole ones the mask
+    is not asked, and both lists, of a query's and of a key's blocks, have to say the same."""
+    b, s = query.shape[0], query.shape[2]
+    n = -(-s // BLOCK)
+
+    def dense(count, columns):
+        assert count.shape[0] in (1, b)
+        row = torch.zeros(*columns.shape[:-1], n, dtype=torch.bool)
+        listed = torch.arange(n) < count[..., None]
+        row.scatter_(-1, columns.long(), listed)
+        return row
+
+    partly, wholly, partly_k, wholly_k = (dense(*blocks[i : i + 2]) for i in (0, 2, 4, 6))
+    if not isinstance(query, FakeTensor):
+        assert torch.equal(partly, partly_k.mT)
+        assert torch.equal(wholly, wholly_k.mT)
+    visible = torch.ones(1, 1, s, s, dtype=torch.bool)
+    q, k = positions(s)
+    if low is not None:
+        visible = visible & (q - k >= low)
+    if high is not None:
+        visible = visible & (q - k <= high)
+    for label in labels:
+        assert label.dim() == 1 or label.shape[0] == b
+        visible = visible & (label[..., :, None] == label[..., None, :]).view(-1, 1, s, s)
+    partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :s] for x in (partly, wholly))
+    mask = (wholly | (partly & visible)).expand(b, -1, s, s)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def tensors(h=4, g=4, s=S, d=16):
+    return {n: torch.randn(2, heads, s, d) for n, heads in (("query", h), ("key", g), ("value", g))}
+
+
+def by_label(label):
+    q, k = positions(label.shape[-1])
+    return (k <= q) & (label[..., :, None] == label[..., None, :])
+
+
+TWO = torch.stack([torch.arange(S) // 77, torch.arange(S) // 41])

@@ -1,0 +1,98 @@
+"""The compile caches of torch, across processes: they hit when nothing of ours changed, and miss when anything did."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys, torch, torch.nn.functional as F
+from torch._dynamo.utils import counters
+options = json.loads(sys.argv[1])
+torch.manual_seed(0)
+w = torch.randn(32, requires_grad=True)
+h = torch.randn(50, 32, requires_grad=True)
+t = torch.arange(8) % 50
+def f(x, w, h):
+    n = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+    return F.cross_entropy(F.linear(n, h), t)
+x = torch.randn(8, 32, requires_grad=True)
+torch.compile(f, backend="fx_fusion", options=options)(x, w, h).backward()
+found = dict(counters["aot_autograd"]), dict(counters["inductor"])
+print("RESULT", json.dumps([found[0].get("autograd_cache_hit", 0), found[0].get("autograd_cache_miss", 0),
+    found[0].get("autograd_cache_bypass", 0), found[1].get("fxgraph_cache_hit", 0), w.grad.abs().sum().item()]))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the package that a test may edit, and a cache folder of its own."""
+    for folder in ("fx_fusion", "patterns", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def run(checkout, options=None):
+    import json
+
+    environment = {
+        **os.environ, "PYTHONPATH": str(checkout), "TORCHINDUCTOR_CACHE_DIR": str(checkout / "cache"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+    (checkout / "script.py").write_text(SCRIPT)
+    given = json.dumps({"select": "always", "strict": True, **(options or {})})
+    done = subprocess.run(
+        [sys.executable, str(checkout / "script.py"), given],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=checkout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    hit, miss, bypass, fx_hit, gradient = json.loads(line[7:])
+    return {"hit": hit, "miss": miss, "bypass": bypass, "fx_hit": fx_hit, "gradient": gradient}
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_a_second_process_hits(checkout):
+    cold = run(checkout)
+    assert cold["bypass"] == 0, "every node of the rewritten graph is cacheable"
+    assert cold["miss"] == 1
+    warm = run(checkout)
+    assert (warm["hit"], warm["miss"]) == (1, 0)
+    assert warm["gradient"] == cold["gradient"]
+
+
+@pytest.mark.slow
+def test_misses(checkout):
+    cold = run(checkout)
+    assert run(checkout)["hit"] == 1
+    assert run(checkout, {"fusions": ["-rms_norm", "-add_rms_norm"]})["hit"] == 0, "another option"
+
+    edit(
+        checkout / "kernels" / "linear_cross_entropy.py",
+        "dx_factor, dw_factor = dloss.float() * factors[0],",
+        "dx_factor, dw_factor = 2 * dloss.float() * factors[0],",
+    )
+    doubled = run(checkout)
+    assert doubled["hit"] == 0, "another backward formula"
+    assert doubled["gradient"] == pytest.approx(2 * cold["gradient"], rel=1e-5)
+
+    edit(checkout / "kernels" / "norms" / "row_norm.py", "_WHOLE_ROW = 16384", "_WHOLE_ROW = 8192")
+    assert run(checkout)["hit"] == 0, "another kernel"
+    edit(checkout / "patterns" / "rms_norm.py", "# round_first: the", "# round_first: The")
+    assert run(checkout)["hit"] == 0, "another pattern"
+    edit(checkout / "fx_fusion" / "__init__.py", '__version__ = "', '__version__ = "9.')
+    assert run(checkout)["hit"] == 0, "another version"
+    assert run(checkout)["hit"] == 1

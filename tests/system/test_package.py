@@ -1,0 +1,111 @@
+"""The package as users get it: wheel, sdist, editable install, bare checkout; and nothing of ours shadows `kernels`."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+USE = "import fx_fusion.kernels.rms_norm, fx_fusion.patterns.rms_norm, fx_fusion.fusion.registry as r; print(len(r.all_fusions()))"
+
+
+def python(*arguments, cwd, **environment):
+    import os
+
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_bare_checkout(tmp_path):
+    assert (
+        int(
+            python(
+                "-S",
+                "-c",
+                f"import sys; sys.path[:0] = [{str(ROOT)!r}, *{[p for p in sys.path if p]!r}]; {USE}",
+                cwd=tmp_path,
+            )
+        )
+        >= 10
+    )
+
+
+def test_the_backend_needs_no_import(tmp_path):
+    code = "import torch; print(torch.compile(lambda x: x + 1, backend='fx_fusion')(torch.ones(1)).item())"
+    assert python("-c", code, cwd=tmp_path).strip() == "2.0"
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist(tmp_path):
+    pytest.importorskip("setuptools")
+    source = tmp_path / "source"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
+    python(
+        "-c",
+        f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r})); print(b.build_sdist({str(tmp_path)!r}))",
+        cwd=source,
+    )
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "fx_fusion/kernels/rms_norm.py" in names
+    assert "fx_fusion/patterns/rms_norm.py" in names
+    assert not any(n.startswith(("kernels/", "patterns/")) for n in names)
+    assert (
+        "[torch_dynamo_backends]"
+        in zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+    )
+    for archive in (wheel, sdist):
+        target = tmp_path / archive.suffix.strip(".")
+        python(
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            str(target),
+            str(archive),
+            cwd=tmp_path,
+        )
+        where = python("-c", f"import fx_fusion; print(fx_fusion.__file__); {USE}", cwd=tmp_path, PYTHONPATH=str(target))
+        assert str(target) in where.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_the_package_kernels_is_not_shadowed(tmp_path):
+    pytest.importorskip("kernels")
+    code = (
+        "import kernels, fx_fusion.kernels.rms_norm, fx_fusion, transformers; from transformers.integrations import hub_kernels;"
+        "print(kernels.__file__); from kernels import get_kernel"
+    )
+    for folder in (ROOT, tmp_path):
+        assert "site-packages" in python("-c", code, cwd=folder)
+
+
+def test_our_sources_are_imported_by_one_path_only():
+    """A second path to a kernel file would define its ops twice."""
+    for file in [
+        *ROOT.glob("fx_fusion/**/*.py"),
+        *ROOT.glob("kernels/**/*.py"),
+        *ROOT.glob("patterns/**/*.py"),
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("bench/*.py"),
+    ]:
+        for line in file.read_text().splitlines():
+            assert not line.startswith(("from kernels", "import kernels", "from patterns", "import patterns")), (
+                file,
+                line,
+            )
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "patterns" / "__init__.py").exists()

@@ -1,0 +1,57 @@
+"""transformers' Trainer with ``torch_compile_backend="fx_fusion"``: accumulation, evaluation with metrics, save and resume."""
+
+import pytest
+import torch
+
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import slow_but, tiny_llama
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+
+def texts(count, seed):
+    ids = torch.randint(3, 256, (count, 16), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row.clone(), "attention_mask": torch.ones_like(row)} for row in ids]
+
+
+def accuracy(prediction):
+    logits, labels = (torch.as_tensor(t) for t in (prediction.predictions, prediction.label_ids))
+    return {"accuracy": (logits.argmax(-1) == labels).float().mean().item(), "norm": logits.float().norm().item()}
+
+
+def train(folder, *, compiled, bf16, steps, resume=False):
+    arguments = transformers.TrainingArguments(
+        str(folder), torch_compile=compiled, torch_compile_backend="fx_fusion" if compiled else None, bf16=bf16,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps, logging_steps=1, eval_strategy="steps",
+        eval_steps=2, save_strategy="steps", save_steps=2, report_to=[], learning_rate=1e-3, seed=0, disable_tqdm=True,
+        use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        tiny_llama(), arguments, train_dataset=texts(16, 0), eval_dataset=texts(4, 1), compute_metrics=accuracy
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    log = trainer.state.log_history
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    metrics = [(entry["eval_loss"], entry["eval_norm"]) for entry in log if "eval_norm" in entry]
+    return torch.tensor([float(loss) for loss in losses]), torch.tensor(metrics)
+
+
+@pytest.mark.parametrize("bf16", slow_but((True,), (False, True)), ids=["float32", "bf16"])
+def test_trainer(tmp_path, monkeypatch, bf16):
+    import fx_fusion.accelerate
+
+    torch._dynamo.list_backends()  # fills the registry from the entry points
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
+    expected, metrics = train(tmp_path / "eager", compiled=False, bf16=bf16, steps=4)
+    with fx_fusion.recording() as report:
+        losses, our_metrics = train(tmp_path / "ours", compiled=True, bf16=bf16, steps=4)
+    assert report.count("linear_cross_entropy") >= 1, str(report)
+    assert report.count("causal_mask") >= 2, str(report)
+    assert any(g.deferred for g in report.graphs), "logits are computed in training"
+    close = {"rtol": 2e-2, "atol": 2e-2} if bf16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(losses, expected, **close)
+    torch.testing.assert_close(our_metrics, metrics, **close)
+    resumed, _ = train(tmp_path / "ours", compiled=True, bf16=bf16, steps=6, resume=True)
+    torch.testing.assert_close(resumed[:4], losses, **close)
+    assert len(resumed) == 6
