@@ -82,7 +82,7 @@ def reduced(editor: Editor, site: LossSite, loss, target):
         loss = editor.call(torch.div, (total, divisor), like=root)
     if site.sign < 0:
         loss = editor.method("neg", (loss,), like=root)
-    if site.gathered:
+    if site.reduction == "none":
         loss = shaped_as(editor, loss, site, root)
     return editor.cast(loss, example(root).dtype, like=root)
 

@@ -83,7 +83,7 @@ def emit(editor: Editor, match: Match) -> None:
         loss = editor.item(call, 0, like=root)
         if site.sign < 0:
             loss = editor.method("neg", (loss,), like=root)
-        if site.gathered:
+        if site.reduction == "none":
             loss = shaped_as(editor, loss, site, root)
         loss = editor.cast(loss, example(root).dtype, like=root)
         editor.replace(root, loss)

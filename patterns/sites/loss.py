@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -76,12 +77,14 @@ def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
     bound = view.arguments(node)
     if bound is None or bound["size_average"] is not None or bound["reduce"] is not None:
         return None
-    logits, target, weight = bound["input"], bound["target"], bound["weight"]
-    if not is_tensor(logits) or not is_tensor(target) or example(logits).dim() != 2 or example(target).dim() != 1:
+    target, weight, nodes = bound["target"], bound["weight"], {node}
+    logits = _classes_last(view, bound["input"], nodes)
+    if logits is None or not is_tensor(target) or example(target).dim() != example(logits).dim() - 1:
+        return None
+    if example(target).dim() > 1 and not same_shape(example(logits)[..., 0], example(target)):
         return None
     if example(target).dtype != torch.int64 or not isinstance(bound["ignore_index"], int):
         return None
-    nodes = {node}
     if name == "nll_loss":
         inner = _log_softmax(view, logits)
         if inner is None:
@@ -92,6 +95,20 @@ def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
     if not isinstance(smoothing, (int, float)) or bound["reduction"] not in ("mean", "sum", "none"):
         return None
     return LossSite(node, logits, target, weight, bound["reduction"], bound["ignore_index"], float(smoothing), nodes)
+
+
+def _classes_last(view: View, logits: Any, nodes: set[fx.Node]) -> fx.Node | None:
+    """Logits (rows, classes), or (batch, length, classes) behind the transposition that ``F.cross_entropy`` wants, whose
+    nodes are added; None for others."""
+    if not is_tensor(logits) or example(logits).dim() not in (2, 3):
+        return None
+    if example(logits).dim() == 2:
+        return logits
+    term = view.term(logits)
+    if (term.op, term.attrs) not in (("transpose", (-2, -1)), ("permute", (-3, -1, -2))):
+        return None
+    nodes.update(term.nodes)
+    return term.operands[0]
 
 
 def _log_softmax(view: View, operand: fx.Node) -> Term | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fx_fusion
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons, rewritten, tiny_llama, tokens
 from tests.losses import H, M, V, bias, class_weight, compare, head, ignoring, target, x
@@ -58,6 +59,52 @@ SPELLINGS = {
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
     compare(SPELLINGS[name], x, head, target)
+
+
+CLASSES_SECOND = {
+    "transpose": lambda z: z.transpose(1, 2),
+    "swapaxes": lambda z: torch.swapaxes(z, -1, 1),
+    "permute": lambda z: z.permute(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", CLASSES_SECOND)
+def test_classes_in_the_second_dim(name, reduction):
+    """``F.cross_entropy`` of three dims takes (batch, classes, length)."""
+    rows = x.view(2, M // 2, H)
+
+    def function(x, w, b, t):
+        logits = CLASSES_SECOND[name](F.linear(x, w, b))
+        return F.cross_entropy(logits, t, class_weight, reduction=reduction, label_smoothing=0.1)
+
+    compare(function, rows, head, bias, ignoring.view(2, -1), expect=("linear_cross_entropy",))
+
+
+def test_classes_in_the_second_dim_of_any_length():
+    compiled = torch.compile(
+        lambda x, w, t: F.cross_entropy((x @ w.T).transpose(1, 2), t), backend=rewriting_backend(), dynamic=True
+    )
+    for length in (5, 7, 9):
+        rows, t = torch.randn(2, length, H), torch.randint(0, V, (2, length))
+        with fx_fusion.recording() as report:
+            torch.testing.assert_close(compiled(rows, head, t), F.cross_entropy((rows @ head.T).transpose(1, 2), t))
+        assert not report.graphs or report.count("cross_entropy") + report.count("linear_cross_entropy") == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z, t: F.cross_entropy(z, t),  # the second dim really is the classes
+        lambda z, t: F.cross_entropy(z.transpose(1, 2).contiguous().view(z.shape), t),
+    ],
+    ids=["as it is", "another view"],
+)
+def test_other_losses_of_three_dims_stay(function):
+    z, t = torch.randn(2, 6, 6, requires_grad=True), torch.randint(0, 6, (2, 6))
+    found, report = rewritten(function, z, t)
+    torch.testing.assert_close(found, function(z, t))
+    assert report.count("cross_entropy") == 0
 
 
 def test_two_dims_and_the_shift():
