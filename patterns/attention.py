@@ -107,6 +107,8 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: _Score
         inputs["k"] = view.term(keys).operands[0]
     else:
         others["keys"] = keys
+        if example(keys).dtype != example(q).dtype:
+            raise NotThis(keys, f"queries are {example(q).dtype}, keys {example(keys).dtype}; attention takes one dtype")
     everything = frozenset((*nodes, user))
     return Match(
         "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores

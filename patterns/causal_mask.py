@@ -60,7 +60,7 @@ def emit(editor: Editor, match: Match) -> None:
 FUSION = Fusion(
     name="causal_mask",
     pattern=attention_with_mask,
-    inputs={"query": "... b? h? s d", "key": "... b? h? t=s d", "value": "... b? h? t=s e=d"},
+    inputs={"query": "... b? h? s d", "key": "... i=b? g=h? t=s d", "value": "... j=b? k=h? t=s e=d"},
     find=find,
     emit=emit,
     before=("repeat_kv", "dense_mask"),

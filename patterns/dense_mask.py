@@ -120,15 +120,20 @@ def why_keep(query, key, value, bias):
     return None if query.device.type == "cuda" else "only CUDA's kernels ask for dense rows"
 
 
-_HEADS_LAST = {"bias": "b s t h"}  # a lookup of (q, k, heads), permuted
+_HEADS_LAST = {"bias": "l q r n"}  # a lookup of (q, k, heads), permuted
 
 FUSION = Fusion(
     name="dense_mask",
     pattern=attention_with_a_bias,
-    inputs={"query": "b h s d", "key": "b h t=s d", "value": "b h t=s e=d", "bias": "b|1 h|1 s|1 t=s|1"},
+    inputs={
+        "query": "... b? h? s d",
+        "key": "... i=b? g=h? t=s d",
+        "value": "... j=b? k=h? t=s e=d",
+        "bias": "l=b|1 n=h|1 q=s|1 r=s|1",
+    },
     find=find,
     emit=emit,
-    shared=("b",),
+    shared=("l",),
     guard=guard,
     why_keep=why_keep,
     on_cpu=True,

@@ -204,7 +204,6 @@ def _tables() -> tuple[dict[Any, str], dict[str, str], dict[Any, str]]:
             in_place[function] = name
     functions[torch.linalg.vector_norm] = "linalg_vector_norm"
     methods |= {f"__{dunder}__": name for dunder, name in _DUNDERS.items()}
-    del methods["where"]  # x.where(condition, other): another order of arguments
     return functions, methods, in_place
 
 
@@ -227,6 +226,8 @@ def bind(name: str, node: fx.Node) -> dict[str, Any] | None:
     signature = SIGNATURES[name]
     reflected = node.op == "call_method" and node.target in _REFLECTED
     args = node.args[::-1] if reflected else node.args
+    if node.op == "call_method" and node.target == "where" and len(args) > 1:
+        args = (args[1], args[0], *args[2:])  # x.where(condition, other)
     kwargs = {_parameter(signature, key): item for key, item in node.kwargs.items()}
     try:
         bound = signature.bind(*args, **kwargs)

@@ -155,7 +155,7 @@ class View:
 
     def same_value(self, a: Any, b: Any) -> bool:
         """Whether two nodes hold the same values, roundings included: one node, casts of one node that round alike, or the
-        same pure term of the same operands with no write to any of them afterwards (``cos[:, None]`` written twice)."""
+        same pure term of the same operands with no write that tells them apart (``cos[:, None]`` written twice)."""
         if self.same_source(a, b):
             return True
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
@@ -173,9 +173,12 @@ class View:
             return False
         if not all(self.same_value(x, y) for x, y in zip(one.operands, other.operands, strict=True)):
             return False
-        first = min(self.order[a], self.order[b])
+        first, last = sorted((self.order[a], self.order[b]))
         used = {n for n in (a, b, *one.operands, *other.operands) if isinstance(n, fx.Node)}
-        return self.effects.written_after(first, used) is None  # a write to one of them makes them two values
+        if self.effects.writes_between(first, last, used) is not None:
+            return False
+        # A later write to one of them makes them two values; to what both are views of, it changes both alike.
+        return set(storages(a)) == set(storages(b)) or self.effects.written_after(last, (a, b)) is None
 
     def _copies(self, node: fx.Node) -> bool:
         return self.name(node) in ("contiguous", "clone") and example(node).stride() != example(node.args[0]).stride()

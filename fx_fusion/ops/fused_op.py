@@ -103,7 +103,7 @@ def fused_op(
     templates = [entry if isinstance(entry, str) else entry[0] for entry in grads]
     targets = [(entry,) if isinstance(entry, str) else entry[1:] for entry in grads]
     gradient_of = {n: i for i, names in enumerate(targets) for n in names}
-    if strange := [n for n in (*gradient_of, *templates) if n not in (*parameters, *results)]:
+    if strange := [n for n in dict.fromkeys((*gradient_of, *templates)) if n not in (*parameters, *results)]:
         raise DeclarationError(
             f"grads of {name} names {', '.join(strange)}; it names inputs of the forward ({', '.join(parameters)}), one for "
             "each result of the backward."

@@ -93,8 +93,9 @@ def test_in_place_spellings_bind_as_the_functional_ones(name, i):
 
 def test_where_as_a_method_takes_its_operands_in_another_order():
     graph = captured(lambda x, y, c: method(x, "where", c, y))
-    assert names_of(graph.result) == (None, None)
-    assert graph.term.op == "opaque"
+    assert names_of(graph.result) == ("where", None)
+    x, y, c = graph.graph.find_nodes(op="placeholder")
+    assert bind("where", graph.result) == {"condition": c, "input": x, "other": y}
 
 
 @pytest.mark.parametrize(

@@ -182,3 +182,17 @@ def test_sizes_are_still_positive():
             compiled(q[:, :, :n], k[:, :, :n], v[:, :, :n])
     report.assert_fused(causal_mask=1)
     assert len(report.graphs) == 1
+
+
+@pytest.mark.parametrize("kv", [(2, 2), (2, 1), (1, 4), (1, 1)], ids=["grouped", "one head", "one batch", "both"])
+def test_keys_of_other_heads_and_batches(kv):
+    """SDPA shares keys between heads (``enable_gqa``) and broadcasts batches: the mask goes all the same."""
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(*kv, 6, 8)
+
+    def function(q, k):
+        mask = torch.ones(6, 6, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=kv == (2, 2))
+
+    found, report = rewritten(function, q, k)
+    torch.testing.assert_close(found, function(q, k))
+    report.assert_fused(causal_mask=1)

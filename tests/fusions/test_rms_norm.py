@@ -213,3 +213,18 @@ def test_an_odd_mixture_of_users_and_nodes_is_never_wrong():
         torch.testing.assert_close(result, function(x), rtol=step, atol=step)
 
     check()
+
+
+def test_a_residual_that_is_written_to_after_its_norm():
+    """Two casts of one tensor are one value, although the tensor changes later."""
+
+    def function(x, w):
+        h = x * 1.0
+        y = (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
+        h.add_(1)
+        return y, h
+
+    x, w = torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()
+    found, report = rewritten(function, x, w)
+    torch.testing.assert_close(found, function(x, w))
+    report.assert_fused(rms_norm=1)
