@@ -23,8 +23,7 @@ from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.masks.structure import Label, Structure
 from fx_fusion.graph.outside import carried_in
 from fx_fusion.graph.size_hints import expected
-from fx_fusion.graph.terms import is_tensor
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import attention_calls
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, visible_blocks
 from fx_fusion.patterns.repeat_kv import chain, repeated

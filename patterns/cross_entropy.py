@@ -11,7 +11,7 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import expected, too_small
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.patterns.sites.rows import rows_of, shaped_as

@@ -22,8 +22,7 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.masks.prover import MaskProof
-from fx_fusion.graph.terms import is_tensor
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import NotThis, attention_calls, binary
 from fx_fusion.rewrite.editor import Editor
 

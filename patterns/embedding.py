@@ -16,8 +16,7 @@ from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import trained
-from fx_fusion.graph.terms import is_tensor
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.rewrite.editor import Editor
 

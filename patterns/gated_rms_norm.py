@@ -12,8 +12,7 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import unlike_shapes, wrong_dtype
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.size_hints import expected, too_small
-from fx_fusion.graph.terms import same_shape
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example, same_shape
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
 
 

@@ -224,10 +224,9 @@ def names_of(node: fx.Node) -> tuple[str | None, str | None]:
 def bind(name: str, node: fx.Node) -> dict[str, Any] | None:
     """The arguments of a call of op ``name`` by parameter, defaults filled in; None if they don't fit its signature."""
     signature = SIGNATURES[name]
-    reflected = node.op == "call_method" and node.target in _REFLECTED
-    args = node.args[::-1] if reflected else node.args
-    if node.op == "call_method" and node.target == "where" and len(args) > 1:
-        args = (args[1], args[0], *args[2:])  # x.where(condition, other)
+    args = node.args
+    if node.op == "call_method" and (node.target in _REFLECTED or node.target == "where"):
+        args = (*args[1::-1], *args[2:])  # x.__rsub__(other), x.where(condition, other): the first two change places
     kwargs = {_parameter(signature, key): item for key, item in node.kwargs.items()}
     try:
         bound = signature.bind(*args, **kwargs)

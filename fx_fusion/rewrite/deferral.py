@@ -17,8 +17,7 @@ from torch import Tensor, fx
 
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import autocast_of, storages
-from fx_fusion.graph.terms import is_tensor
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.torch_internals.fakes import set_example

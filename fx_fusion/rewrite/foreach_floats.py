@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fx_fusion.graph.terms import is_tensor
-from fx_fusion.graph.view import View, example
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.torch_internals.dispatch import computation_dtype, foreach
 from fx_fusion.torch_internals.inductor import without_caches as caches_off

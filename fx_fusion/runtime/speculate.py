@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fx_fusion.graph.view import example
+from fx_fusion.graph.terms import example
 from fx_fusion.torch_internals.dispatch import version_of
 from fx_fusion.torch_internals.fakes import FakeTensor
 

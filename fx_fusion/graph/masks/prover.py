@@ -34,8 +34,8 @@ from fx_fusion.graph.masks.expressions import (
 )
 from fx_fusion.graph.masks.shape_rules import RULES
 from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
-from fx_fusion.graph.terms import is_tensor
-from fx_fusion.graph.view import Outside, View, example
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import Outside, View
 
 
 @dataclass(frozen=True)
