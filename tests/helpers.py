@@ -15,6 +15,13 @@ def rewritten(function, *args, dynamic=False, options=None, **kwargs):
     return result, report
 
 
+def check_rewritten(function, *args, rtol=None, atol=None, **fused):
+    """Assert that so many sites of each fusion are fused, and that the values are eager's."""
+    result, report = rewritten(function, *args)
+    report.assert_fused(**fused)
+    torch.testing.assert_close(result, function(*args), rtol=rtol, atol=atol)
+
+
 def as_eager(function, *args):
     """The report of a function whose first operand is differentiated: values and that gradient are eager's."""
     y, report = rewritten(function, *args)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.helpers import rewritten
+from tests.helpers import check_rewritten, rewritten
 
 N = 24
 x = torch.randn(3, 5, N)
@@ -21,9 +21,7 @@ def test_add_returns_both():
         h = x + r
         return w * (h * torch.rsqrt(statistic(h) + EPS)), h * 2
 
-    result, report = rewritten(block, x, r)
-    report.assert_fused(add_rms_norm=1, rms_norm=0)
-    torch.testing.assert_close(result, block(x, r), rtol=2e-6, atol=2e-6)
+    check_rewritten(block, x, r, rtol=2e-6, atol=2e-6, add_rms_norm=1, rms_norm=0)
 
 
 def test_add_that_broadcasts_is_not_a_residual():
@@ -33,9 +31,7 @@ def test_add_that_broadcasts_is_not_a_residual():
         h = x + r
         return w * (h * torch.rsqrt(statistic(h) + EPS)), h
 
-    result, report = rewritten(block, x, r)
-    report.assert_fused(add_rms_norm=0, rms_norm=1)
-    torch.testing.assert_close(result, block(x, r), rtol=2e-6, atol=2e-6)
+    check_rewritten(block, x, r, rtol=2e-6, atol=2e-6, add_rms_norm=0, rms_norm=1)
 
 
 def test_a_sum_used_before_the_norm_exists():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import reasons, rewritten
+from tests.helpers import check_rewritten, reasons, rewritten
 
 S = 11
 q, k, v = (torch.randn(2, 3, S, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
@@ -32,9 +32,7 @@ def test_heads_in_another_order_are_not_grouped_heads():
     wide = q.repeat(1, 2, 1, 1)
     tiled = lambda x: x[:, None].expand(2, 2, 3, S, 8).reshape(2, 6, S, 8)  # noqa: E731  (a b c a b c, not a a b b c c)
     function = lambda q, k, v: F.scaled_dot_product_attention(q, tiled(k), tiled(v))  # noqa: E731
-    result, report = rewritten(function, wide, few, few)
-    report.assert_fused(repeat_kv=0)
-    torch.testing.assert_close(result, function(wide, few, few))
+    check_rewritten(function, wide, few, few, repeat_kv=0)
 
 
 def test_only_keys_repeated():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import reasons, rewritten
+from tests.helpers import check_rewritten, reasons, rewritten
 
 a, b = torch.randn(6, 8), torch.randn(6, 8)
 
@@ -22,10 +22,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
-    function = SPELLINGS[name]
-    result, report = rewritten(function, a, b)
-    report.assert_fused(swiglu=1)
-    torch.testing.assert_close(result, function(a, b), rtol=1e-5, atol=1e-6)
+    check_rewritten(SPELLINGS[name], a, b, rtol=1e-5, atol=1e-6, swiglu=1)
 
 
 LOOKALIKES = {
@@ -37,10 +34,7 @@ LOOKALIKES = {
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_lookalikes(name):
-    function = LOOKALIKES[name]
-    result, report = rewritten(function, a, b)
-    report.assert_fused(swiglu=0, geglu=0)
-    torch.testing.assert_close(result, function(a, b), rtol=1e-5, atol=1e-6)
+    check_rewritten(LOOKALIKES[name], a, b, rtol=1e-5, atol=1e-6, swiglu=0, geglu=0)
 
 
 def test_reasons():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import rewritten
+from tests.helpers import check_rewritten
 
 a, b = torch.randn(6, 8), torch.randn(6, 8)
 
@@ -17,10 +17,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
-    function = SPELLINGS[name]
-    result, report = rewritten(function, a, b)
-    report.assert_fused(swish=1)
-    torch.testing.assert_close(result, function(a, b), rtol=1e-5, atol=1e-6)
+    check_rewritten(SPELLINGS[name], a, b, rtol=1e-5, atol=1e-6, swish=1)
 
 
 LOOKALIKES = {
@@ -32,7 +29,4 @@ LOOKALIKES = {
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_lookalikes(name):
-    function = LOOKALIKES[name]
-    result, report = rewritten(function, a, b)
-    report.assert_fused(swish=0)
-    torch.testing.assert_close(result, function(a, b), rtol=1e-5, atol=1e-6)
+    check_rewritten(LOOKALIKES[name], a, b, rtol=1e-5, atol=1e-6, swish=0)
