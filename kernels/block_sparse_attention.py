@@ -1,13 +1,16 @@
 """Attention under a mask with a structure: FlexAttention over the blocks that contain a visible pair of q and k.
 
-    mask[q, k] = low <= q − k <= high  and  label[q] == label[k] for every label        (``fx_fusion.graph.masks``)
-    out = softmax(query · keyᵀ · scale, where mask) · value
+    mask[q, k] = low <= q − k <= high  and  label[q] == label[k] for every label
+                 and  shown[k] for all of ``keys``  and  shown[q] for all of ``queries``     (``fx_fusion.graph.masks``)
+    out = softmax(query · keyᵀ · scale, where mask) · value;  0 for a query that sees nothing, as PyTorch's attention
 
 A block of 128 queries and 128 keys is *empty*, *partial* or *full* (no, some, every pair is visible). That follows from its
-first and last positions and from its smallest and largest labels: (s/128)² comparisons for any sequence, and no mask of s²
-elements. A block that may be partial is visited and its elements are tested one by one, so the bound need not be tight.
+first and last positions, from its smallest and largest labels, and from whether any and all of its keys are shown: some
+(s/128)² comparisons for any sequence, and no mask of s² elements. A block that may be partial is visited and its elements
+are tested one by one, so the bound need not be tight.
 
-Shapes     query: (b, h, s, d); key, value: (b, g, s, d), g divides h; labels: (s) or (b, s) of integers. out: as query.
+Shapes     query: (b, h, s, d); key, value: (b, g, t, d), g divides h; labels: (s) or (b, s) of integers, where t = s;
+           keys, of booleans: (t) or (b, t); queries: (s) or (b, s). out: as query.
 Dtypes     bf16 | fp16 (fp32 where it is run eagerly).
 Source     Dong et al. 2024, arXiv:2412.05496, behind torch.nn.attention.flex_attention.
 """
@@ -29,30 +32,48 @@ BLOCK = 128
 
 
 @plain_function
-def visible_blocks(query: Tensor, labels: Sequence[Tensor], low: int | None, high: int | None) -> tuple[Tensor, ...]:
+def visible_blocks(
+    query: Tensor, key: Tensor, labels: Sequence[Tensor], keys: Sequence[Tensor], queries: Sequence[Tensor],
+    low: int | None, high: int | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Returns, for each block of queries, the number of partial blocks of keys and their columns, and both of the full ones;
     then these four for each block of keys. Each is (b or 1, 1, n[, n]), int32, as in ``BlockMask``."""
-    s, device = query.shape[-2], query.device
-    n = (s + BLOCK - 1) // BLOCK
-    first = torch.arange(n, device=device) * BLOCK
-    last = first + (BLOCK - 1)
-    least_distance, most_distance = first[:, None] - last[None, :], last[:, None] - first[None, :]  # q - k within a block
-    visible = torch.ones(1, 1, n, n, dtype=torch.bool, device=device)
-    complete = last < s
-    full = (complete[:, None] & complete[None, :])[None, None]
+    s, t, device = query.shape[-2], key.shape[-2], query.device
+    first, first_key = (torch.arange(_blocks(n), device=device) * BLOCK for n in (s, t))
+    last, last_key = first + (BLOCK - 1), first_key + (BLOCK - 1)
+    least_distance, most_distance = first[:, None] - last_key[None, :], last[:, None] - first_key[None, :]  # q - k
+    full = ((last < s)[:, None] & (last_key < t)[None, :])[None, None]
+    visible = torch.ones_like(full)
     if low is not None:
         visible, full = visible & (most_distance >= low), full & (least_distance >= low)
     if high is not None:
         visible, full = visible & (least_distance <= high), full & (most_distance <= high)
-    positions = torch.arange(n * BLOCK, device=device).clamp(max=s - 1)
     for label in labels:
-        blocks = label.reshape(-1, 1, s)[:, :, positions].reshape(-1, 1, n, BLOCK)
-        least, most = blocks.amin(-1), blocks.amax(-1)
+        least, most = (extreme(_in_blocks(label), -1) for extreme in (torch.amin, torch.amax))
         visible = visible & (least[..., :, None] <= most[..., None, :]) & (least[..., None, :] <= most[..., :, None])
         uniform = least == most
         full = full & (uniform[..., :, None] & uniform[..., None, :]) & (least[..., :, None] == least[..., None, :])
+    for shown in keys:
+        blocks = _in_blocks(shown)
+        visible, full = visible & blocks.any(-1)[..., None, :], full & blocks.all(-1)[..., None, :]
+    for shown in queries:
+        blocks = _in_blocks(shown)
+        visible, full = visible & blocks.any(-1)[..., :, None], full & blocks.all(-1)[..., :, None]
     kinds = visible & ~full, visible & full
     return tuple(t for blocks in (*kinds, *(x.transpose(-1, -2) for x in kinds)) for t in _listed(blocks))
+
+
+def _blocks(positions: int) -> int:
+    return (positions + BLOCK - 1) // BLOCK
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """Returns what stands at each position, (s) or (b, s), as (b or 1, 1, n, BLOCK); the last position stands for those
+    behind it."""
+    s = values.shape[-1]
+    n = _blocks(s)
+    positions = torch.arange(n * BLOCK, device=values.device).clamp(max=s - 1)
+    return values.reshape(-1, 1, s)[:, :, positions].reshape(-1, 1, n, BLOCK)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,26 +86,28 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @plain_function
 def block_sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor],
-    low: int | None, high: int | None, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], keys: Sequence[Tensor],
+    queries: Sequence[Tensor], low: int | None, high: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     """Returns softmax(query · keyᵀ · scale, where visible) · value, from the ``blocks`` of ``visible_blocks``."""
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *labels: Tensor) -> Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *data: Tensor) -> Tensor:
         conditions = [] if low is None else [q - k >= low]
         conditions += [] if high is None else [q - k <= high]
-        for label in labels:
-            row = [] if label.dim() == 1 else [b]
-            conditions.append(_at(label, [*row, q]) == _at(label, [*row, k]))
+        for i, values in enumerate(data):
+            if i < len(labels):
+                conditions.append(_at(values, b, q) == _at(values, b, k))
+            else:
+                conditions.append(_at(values, b, k if i < len(labels) + len(keys) else q))
         return functools.reduce(torch.logical_and, conditions)
 
     mask = BlockMask((query.shape[-2], key.shape[-2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
-    return flex_attention(query, key, value, _score, mask.as_tuple(), scale, labels)
+    return flex_attention(query, key, value, _score, mask.as_tuple(), scale, (*labels, *keys, *queries))
 
 
 def _score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score
 
 
-def _at(label: Tensor, index: list[Tensor]) -> Any:
-    return torch.ops.aten.index(label, index)
+def _at(values: Tensor, b: Tensor, position: Tensor) -> Any:
+    return torch.ops.aten.index(values, [position] if values.dim() == 1 else [b, position])

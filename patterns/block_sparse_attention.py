@@ -1,4 +1,4 @@
-"""A mask that is a window, packed documents, chunks, or several of these -> FlexAttention over the blocks it shows.
+"""A mask that is a window, packed documents, chunks, padding, or several of these -> FlexAttention over the blocks it shows.
 
 With such a mask scaled_dot_product_attention computes every score and reads a mask of s² elements; with grouped heads it
 copies keys and values too. On an H200, forward and backward in bfloat16, FlexAttention is 2.4 times as fast at a window of
@@ -20,7 +20,7 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.prover import MaskProof
-from fx_fusion.graph.masks.structure import Label, Structure
+from fx_fusion.graph.masks.structure import Label, Shown, Structure
 from fx_fusion.graph.outside import carried_in
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
@@ -65,11 +65,16 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             outputs=(node,),
             nodes=frozenset([node]),
             inputs=inputs,
-            others={f"label_{i}": n.node for i, n in enumerate(proof.structure.labels) if isinstance(n, Label)},
+            others={f"label_{i}": node for i, node in enumerate(_read_when_it_runs(proof.structure))},
             crossed=crossed,
             reading=(proof, bound["scale"]),
             note=f"mask: {proof.reason}",
         )
+
+
+def _read_when_it_runs(structure: Structure) -> list[fx.Node]:
+    shown = [shown.label for shown in (*structure.keys, *structure.queries)]
+    return [label.node for label in (*structure.labels, *shown) if isinstance(label, Label)]
 
 
 def guard(query, key, value):
@@ -77,8 +82,8 @@ def guard(query, key, value):
         return "query, key and value must be (batch, heads, length, head dim)"
     if not all(statically_known_true(t.shape[0] == query.shape[0]) for t in (key, value)):
         return "query, key and value must have one batch size"
-    if not all(statically_known_true(t.shape[2] == query.shape[2]) for t in (key, value)):
-        return "there must be as many keys as queries"
+    if not statically_known_true(key.shape[2] == value.shape[2]):
+        return "there must be as many keys as values"
     if not statically_known_true(query.shape[1] % key.shape[1] == 0) or not statically_known_true(
         key.shape[1] == value.shape[1]
     ):
@@ -86,8 +91,8 @@ def guard(query, key, value):
     sizes = query.shape[3], key.shape[3], value.shape[3]
     if not any(all(statically_known_true(size == n) for size in sizes) for n in (16, 32, 64, 128, 256)):
         return f"the head dim must be one power of two, 16 to 256; got {sizes[0]}, {sizes[1]}, {sizes[2]}"
-    if any(statically_known_true(n == 0) for n in query.shape):
-        return "there are no queries"
+    if any(statically_known_true(n == 0) for n in (*query.shape, *key.shape)):
+        return "there are no queries or no keys"
     if query.device.type != "cuda":
         return f"FlexAttention has no backward on {query.device.type}"
     return None
@@ -97,7 +102,7 @@ def why_keep(query, key, value):
     if query.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the kernels of FlexAttention are made for compute capability 8.0 and up"
     b, h, s, _ = query.shape
-    if expected(b) * expected(h) * expected(s) ** 2 < _SCORES:
+    if expected(b) * expected(h) * expected(s) * expected(key.shape[2]) < _SCORES:
         return f"Inductor is as fast below {_SCORES} scores (measured on an H200)"
     return None
 
@@ -111,13 +116,13 @@ def emit(editor: Editor, match: Match) -> None:
         raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
     with editor.graph.inserting_before(root):
         query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
-        bounds = structure.low, structure.high
-        labels, blocks = editor.once(  # the layers of a model share them
-            (structure, str(example(query).shape[2]), example(query).device),
-            lambda: _labels_and_blocks(editor, query, structure, root),
+        data, blocks = editor.once(  # the layers of a model share them
+            (structure, str(example(query).shape[2]), str(example(key).shape[2]), example(query).device),
+            lambda: _data_and_blocks(editor, query, key, structure, root),
         )
         scale = example(query).shape[-1] ** -0.5 if scale is None else scale
-        call = editor.call(block_sparse_attention, (query, key, value, blocks, labels, *bounds, float(scale)), like=root)
+        given = query, key, value, blocks, *data, structure.low, structure.high, float(scale)
+        call = editor.call(block_sparse_attention, given, like=root)
     before = example(root)
     if differs(before, example(call)) is not None:
         call = editor.restride(call, before, like=root)
@@ -126,25 +131,42 @@ def emit(editor: Editor, match: Match) -> None:
     editor.erase([root, *match.crossed, *proof.nodes])
 
 
-def _labels_and_blocks(
-    editor: Editor, query: fx.Node, structure: Structure, root: fx.Node
-) -> tuple[tuple[fx.Node, ...], fx.Node]:  # fmt: skip
-    labels = tuple(_label(editor, query, label, root) for label in structure.labels)
-    return labels, editor.call(visible_blocks, (query, labels, structure.low, structure.high), like=root)
+def _data_and_blocks(
+    editor: Editor, query: fx.Node, key: fx.Node, structure: Structure, root: fx.Node
+) -> tuple[tuple[tuple[fx.Node, ...], ...], fx.Node]:  # fmt: skip
+    """What is read when the model runs, labels, keys and queries, and the blocks that follow from it."""
+    data = (
+        tuple(_label(editor, query, key, label, root) for label in structure.labels),
+        tuple(_shown(editor, key, shown, root) for shown in structure.keys),
+        tuple(_shown(editor, query, shown, root) for shown in structure.queries),
+    )
+    return data, editor.call(visible_blocks, (query, key, *data, structure.low, structure.high), like=root)
 
 
-def _label(editor: Editor, query: fx.Node, label: Label | int, root: fx.Node) -> fx.Node:
+def _label(editor: Editor, query: fx.Node, key: fx.Node, label: Label | int, root: fx.Node) -> fx.Node:
     """(s), or (b, s) with a row for each row of the query: what the kernel indexes."""
+    if not statically_known_true(example(query).shape[2] == example(key).shape[2]):
+        raise Mismatch("a label belongs to a query and to a key, and there must be as many keys as queries")
     if isinstance(label, Label):
-        given, (b, _, s, _) = example(label.node).shape, example(query).shape
-        rows = () if label.first_row or len(given) == 1 else (b,)
-        if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
-            raise Mismatch(f"{label} has shape {tuple(given)}, the mask reads a part of it")
-        node = carried_in(editor.view, label.node)
-        return editor.call(operator.getitem, (node, 0), like=root) if label.first_row else node
+        return _by_position(editor, query, label, root)
     length = editor.method("size", (query, 2), like=root)
     positions = editor.call(torch.arange, (length,), {"device": example(query).device}, like=root)
     return editor.call(torch.floor_divide, (positions, label), like=root)
+
+
+def _shown(editor: Editor, positions: fx.Node, shown: Shown, root: fx.Node) -> fx.Node:
+    """Booleans (s) or (b, s): which positions of ``positions``, query or key, are not padding."""
+    values = _by_position(editor, positions, shown.label, root)
+    return editor.call(getattr(torch, shown.compare), (values, shown.value), like=root)
+
+
+def _by_position(editor: Editor, positions: fx.Node, label: Label, root: fx.Node) -> fx.Node:
+    given, (b, _, s, _) = example(label.node).shape, example(positions).shape
+    rows = () if label.row is not None or len(given) == 1 else (b,)
+    if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
+        raise Mismatch(f"{label} has shape {tuple(given)}, the mask reads a part of it")
+    node = carried_in(editor.view, label.node)
+    return node if label.row is None else editor.call(operator.getitem, (node, label.row), like=root)
 
 
 FUSION = Fusion(

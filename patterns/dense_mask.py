@@ -89,7 +89,8 @@ def _shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
     """Every query sees something: key 0 in a causal mask, itself in a structured one, if there are as many keys."""
     if proof.structure is None:
         return proof.kind in ("causal", "none")
-    return statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
+    as_many_keys = statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
+    return as_many_keys and proof.structure.shows_every_query_itself
 
 
 def emit(editor: Editor, match: Match) -> None:

@@ -65,16 +65,15 @@ def attend(mask_of):
     return function
 
 
-def by_blocks(query, key, value, blocks, labels, low, high, scale):
+def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale):
     """As the GPU's kernels do it, which eager FlexAttention does not: only listed blocks are visited, in whole ones the mask
     is not asked, and both lists, of a query's and of a key's blocks, have to say the same."""
-    b, s = query.shape[0], query.shape[2]
-    n = -(-s // BLOCK)
+    b, s, t = query.shape[0], query.shape[2], key.shape[2]
 
     def dense(count, columns):
         assert count.shape[0] in (1, b)
-        row = torch.zeros(*columns.shape[:-1], n, dtype=torch.bool)
-        listed = torch.arange(n) < count[..., None]
+        row = torch.zeros(*columns.shape[:-1], columns.shape[-1], dtype=torch.bool)
+        listed = torch.arange(columns.shape[-1]) < count[..., None]
         row.scatter_(-1, columns.long(), listed)
         return row
 
@@ -82,24 +81,32 @@ def by_blocks(query, key, value, blocks, labels, low, high, scale):
     if not isinstance(query, FakeTensor):
         assert torch.equal(partly, partly_k.mT)
         assert torch.equal(wholly, wholly_k.mT)
-    visible = torch.ones(1, 1, s, s, dtype=torch.bool)
-    q, k = positions(s)
+    visible = torch.ones(1, 1, s, t, dtype=torch.bool)
+    distance = torch.arange(s)[:, None] - torch.arange(t)[None, :]
     if low is not None:
-        visible = visible & (q - k >= low)
+        visible = visible & (distance >= low)
     if high is not None:
-        visible = visible & (q - k <= high)
+        visible = visible & (distance <= high)
     for label in labels:
         assert label.dim() == 1 or label.shape[0] == b
-        visible = visible & (label[..., :, None] == label[..., None, :]).view(-1, 1, s, s)
-    partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :s] for x in (partly, wholly))
-    mask = (wholly | (partly & visible)).expand(b, -1, s, s)
+        visible = visible & (label[..., :, None] == label[..., None, :]).view(-1, 1, s, t)
+    for shown in (*keys, *queries):
+        assert shown.dtype == torch.bool
+        assert shown.dim() == 1 or shown.shape[0] == b
+    for shown in keys:
+        visible = visible & shown.view(-1, 1, 1, t)
+    for shown in queries:
+        visible = visible & shown.view(-1, 1, s, 1)
+    partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :t] for x in (partly, wholly))
+    mask = (wholly | (partly & visible)).expand(b, -1, s, t)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
 
 
-def tensors(h=4, g=4, s=S, d=16):
-    return {n: torch.randn(2, heads, s, d) for n, heads in (("query", h), ("key", g), ("value", g))}
+def tensors(h=4, g=4, s=S, d=16, t=None):
+    t = s if t is None else t
+    return {n: torch.randn(2, heads, m, d) for n, heads, m in (("query", h, s), ("key", g, t), ("value", g, t))}
 
 
 def by_label(label):

@@ -90,6 +90,18 @@ def test_any_length_with_symbolic_sizes(on_cpu):
     assert report.count("block_sparse_attention") == 1
 
 
+def test_a_window_over_another_number_of_keys(on_cpu):
+    def function(query, key, value):
+        q, k = torch.arange(S)[:, None], torch.arange(S - 1)[None]
+        return F.scaled_dot_product_attention(query, key[:, :, 1:], value[:, :, 1:], attn_mask=(k <= q) & (k > q - 9))
+
+    inputs = tensors()
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+    assert report.count("block_sparse_attention") == 1, str(report)
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
+
+
 def hidden_row(query, key, value):
     q, k = positions(S)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=(k < q) & (k > q - 9))
@@ -104,9 +116,9 @@ def with_dropout(query, key, value):
     return F.scaled_dot_product_attention(query, key, value, attn_mask=window(S, 9), dropout_p=0.1)
 
 
-def other_lengths(query, key, value):
+def label_of_other_lengths(query, key, value):
     q, k = torch.arange(S)[:, None], torch.arange(S - 1)[None]
-    return F.scaled_dot_product_attention(query, key[:, :, 1:], value[:, :, 1:], attn_mask=(k <= q) & (k > q - 9))
+    return F.scaled_dot_product_attention(query, key[:, :, 1:], value[:, :, 1:], attn_mask=(k <= q) & (q // 16 == k // 16))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +127,7 @@ def other_lengths(query, key, value):
         (hidden_row, "visible where"),  # the first query sees nothing
         (two_documents_kinds, "visible where"),
         (with_dropout, "no dropout"),
-        (other_lengths, "as many keys as queries"),
+        (label_of_other_lengths, "as many keys as queries"),
     ],
 )
 def test_what_must_not_fire(function, reason, on_cpu):

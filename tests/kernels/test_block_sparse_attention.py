@@ -18,7 +18,7 @@ def test_the_blocks_that_are_visited_cover_the_mask(name):
     found = {}
 
     def spy(query, labels, low, high):
-        found["blocks"] = visible_blocks(query, labels, low, high)
+        found["blocks"] = visible_blocks(query, query, labels, (), (), low, high)
         return found["blocks"]
 
     document = (torch.diff(IDS, prepend=IDS[:, :1] - 1) != 1).cumsum(-1)
@@ -55,11 +55,14 @@ def test_the_blocks_that_are_visited_cover_the_mask(name):
                 assert block.shape == (BLOCK, BLOCK)
 
 
+SEQUENCE = torch.zeros(1, 1, 4096, 16)
+
+
 def test_a_narrow_window_visits_few_blocks():
-    partly, _, wholly, *_ = visible_blocks(torch.zeros(1, 1, 4096, 16), (), 0, 255)
+    partly, _, wholly, *_ = visible_blocks(SEQUENCE, SEQUENCE, (), (), (), 0, 255)
     assert int(partly.sum() + wholly.sum()) <= 3 * 4096 // BLOCK
     document = torch.arange(4096) // 512
-    partly, _, wholly, *_ = visible_blocks(torch.zeros(1, 1, 4096, 16), (document,), 0, None)
+    partly, _, wholly, *_ = visible_blocks(SEQUENCE, SEQUENCE, (document,), (), (), 0, None)
     assert int(partly.sum() + wholly.sum()) == 8 * (4 * 5 // 2)
 
 
@@ -67,9 +70,37 @@ def test_a_narrow_window_visits_few_blocks():
 def test_the_function_itself_against_float64(grouped):
     inputs = tensors(h=4, g=2 if grouped else 4)
     exact = {n: t.double() for n, t in inputs.items()}
-    blocks = visible_blocks(inputs["query"], (), 0, 36)
-    found = block_sparse_attention(*inputs.values(), blocks, (), 0, 36, 0.25)
+    blocks = visible_blocks(inputs["query"], inputs["key"], (), (), (), 0, 36)
+    found = block_sparse_attention(*inputs.values(), blocks, (), (), (), 0, 36, 0.25)
     expected = F.scaled_dot_product_attention(
         *exact.values(), attn_mask=window(S, 37), scale=0.25, enable_gqa=grouped
     )  # fmt: skip
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("low", [None, 0], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("lengths", [(600, 600), (300, 520), (520, 300)], ids=str)
+def test_padding_of_keys_and_queries_against_brute_force(lengths, low):
+    """Right and left padding, holes, a row of padding alone: of each block, whether something, and whether all is visible."""
+    s, t = lengths
+    torch.manual_seed(0)
+    keys, queries = torch.rand(5, t) < 0.9, torch.rand(5, s) < 0.9
+    keys[0], keys[1], keys[2], keys[3] = torch.arange(t) < 131, torch.arange(t) >= t - 140, False, True
+    queries[:3], queries[3] = True, torch.arange(s) < 200
+    mask = keys[:, None, :] & queries[:, :, None]
+    if low is not None:
+        mask = mask & (torch.arange(s)[:, None] - torch.arange(t)[None] >= low)
+    partly, which, wholly, these, *of_keys = visible_blocks(
+        torch.zeros(5, 1, s, 16), torch.zeros(5, 1, t, 16), (), (keys,), (queries,), low, None
+    )
+    theirs = BlockMask.from_kv_blocks(partly, which, wholly, these, BLOCK, seq_lengths=(s, t))
+    expected = theirs.q_num_blocks, theirs.q_indices, theirs.full_q_num_blocks, theirs.full_q_indices
+    for ours, others in zip(of_keys, expected, strict=True):
+        assert torch.equal(ours, others)
+    for row, i, j in itertools.product(range(5), range(-(-s // BLOCK)), range(-(-t // BLOCK))):
+        block = mask[row, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+        full = j in these[row, 0, i, : wholly[row, 0, i]]
+        partial = j in which[row, 0, i, : partly[row, 0, i]]
+        assert full == (block.shape == (BLOCK, BLOCK) and bool(block.all()))
+        assert full + partial == block.any() or (partial and low is not None)  # a bound only where two conditions meet
+        assert not (full and partial)

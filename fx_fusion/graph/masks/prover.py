@@ -7,7 +7,8 @@ proved. Nothing is evaluated and nothing is guessed: a node outside of the vocab
 node as the reason. Symbolic lengths are no different, since values are never looked at.
 
 A 2-D input of zeros and ones (a padding mask) is not known at compile time. It may be *assumed* to be all ones; the proof
-then names it, and the caller has to check it at run time.
+then names it, and the caller has to check it at run time. Otherwise it is data: a function of (b, k) whose node is read when
+the model runs.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class MaskProver:
         if q is not None:
             batch = sympy.Integer(0) if rank < 4 or sizes[DIMS[0]] == 1 else DIMS[0]
             structure = structure_of(within_runs(left, self._runs), batch, q, k, self._labels)
+            if structure is not None and not structure.shows_every_query_itself and example(mask).is_floating_point():
+                # Where a number hides a whole row, SDPA shows all of it (or NaN, for -inf); FlexAttention gives zeros.
+                reason = f"{structure}: {mask.name} may hide a row entirely by adding a number to it"
+                return MaskProof("unknown", reason, mask, assumes, nodes)
             if structure is not None:
                 return MaskProof("structured", str(structure), mask, assumes, nodes, structure)
         for applied in left.atoms(sympy.core.function.AppliedUndef):
@@ -134,14 +139,15 @@ class MaskProver:
         return self._known[node]
 
     def _read(self, node: fx.Node) -> sympy.Basic:
-        """What ``node`` holds; whole numbers by position that nothing is known of are a function of their indices."""
+        """What ``node`` holds; whole numbers and booleans by position that nothing is known of are a function of their
+        indices, read when the model runs."""
         if any(self.view.effects.mutated(w) and self._writes(w, node) for w in self.view.effects.writes):
             raise Opaque(node, f"{node.name} is written to in place")
         try:
             return self._interpret(node)
         except Opaque as opaque:
             tensor = example(node)
-            if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() not in (1, 2):
+            if tensor.dtype not in (torch.int32, torch.int64, torch.bool) or tensor.dim() not in (1, 2):
                 raise
             why = opaque
         function = sympy.Function(node.name + "'" * self._depth, integer=True)
@@ -150,7 +156,7 @@ class MaskProver:
         sums = self.view.arguments_of(node, "cumsum")
         if sums is not None and sums["input"] in self._known and sums["dim"] in (-1, tensor.dim() - 1):
             self._runs[function] = counted_runs(self._known[sums["input"]], dims)
-        return function(*dims)
+        return sympy.Ne(function(*dims), 0) if tensor.dtype == torch.bool else function(*dims)
 
     def _interpret(self, node: fx.Node) -> sympy.Basic:
         if node.op == "placeholder":

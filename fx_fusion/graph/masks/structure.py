@@ -1,10 +1,12 @@
-"""What a proved mask looks like: a band around the diagonal, and labels that query and key must share.
+"""What a proved mask looks like: a band around the diagonal, labels that query and key must share, and padding.
 
     visible(q, k)  =  low <= q - k <= high  and  label[q] == label[k] for every label
+                      and  shown[k] for all of ``keys``  and  shown[q] for all of ``queries``
 
 A causal window of w is ``low=0, high=w - 1``; a window to both sides ``low=-w, high=w``; packed documents are a band and
-a label, the number of the document; attention in chunks is a label too, ``position // size``. In all of them every query
-sees itself. Whatever else a predicate says, it has no structure.
+a label, the number of the document; attention in chunks is a label too, ``position // size``. In all of these every query
+sees itself. Padding is read when the model runs: keys, or queries, that are hidden from all others, ``attention_mask != 0``
+or ``input_ids != 0``. Whatever else a predicate says, it has no structure.
 """
 
 from __future__ import annotations
@@ -22,23 +24,42 @@ from fx_fusion.graph.masks.expressions import at_most_zero
 
 @dataclass(frozen=True)
 class Label:
-    """A node of shape (s) or (b, s); with ``first_row`` the row at batch 0 counts for all."""
+    """A node of shape (s) or (b, s); ``row``: the one that counts for the whole batch, or None."""
 
     node: fx.Node
-    first_row: bool
+    row: int | None = None
 
     def __str__(self) -> str:
         return self.node.name
 
 
 @dataclass(frozen=True)
+class Shown:
+    """Positions that are not padding: where ``label`` compares to ``value`` so, by the name of torch's function."""
+
+    label: Label
+    compare: str
+    value: int
+
+    def __str__(self) -> str:
+        return self.label.node.name
+
+
+@dataclass(frozen=True)
 class Structure:
     """``low`` and ``high``: bounds of q - k, None where there is none. ``labels``: values by position, or a number:
-    chunks of that many positions."""
+    chunks of that many positions. ``keys``, ``queries``: those that padding leaves."""
 
     low: int | None = None
     high: int | None = None
     labels: tuple[Label | int, ...] = ()
+    keys: tuple[Shown, ...] = ()
+    queries: tuple[Shown, ...] = ()
+
+    @property
+    def shows_every_query_itself(self) -> bool:
+        """Whether no query is without a key, if there are as many keys as queries. Padding may hide all that one sees."""
+        return not self.keys and not self.queries
 
     def __str__(self) -> str:
         parts = [f"documents of {n}" if isinstance(n, Label) else f"chunks of {n}" for n in self.labels]
@@ -51,6 +72,7 @@ class Structure:
                 "" if n is None else f"{n} <= " if left else f" <= {n}" for n, left in ((self.low, 1), (self.high, 0))
             )
             parts.append(f"window {low}q - k{high}")
+        parts += [f"keys shown by {n}" for n in self.keys] + [f"queries shown by {n}" for n in self.queries]
         return ", ".join(parts)
 
 
@@ -61,7 +83,15 @@ def structure_of(
     low: int | None = None
     high: int | None = None
     labels: dict[Label | int, None] = {}
+    shown: dict[sympy.Basic, dict[Shown, None]] = {k: {}, q: {}}
     for condition in predicate.args if isinstance(predicate, sympy.And) else (predicate,):
+        at = next((position for position in shown if not condition.has(*(i for i in shown if i != position))), None)
+        if at is not None:
+            padding = _shown(condition, b, at, nodes)
+            if padding is None:
+                return None
+            shown[at][padding] = None
+            continue
         if isinstance(condition, sympy.Eq):
             label = _label(condition, b, q, k, nodes)
             if label is None:
@@ -78,7 +108,8 @@ def structure_of(
             high = -int(below) if high is None else min(high, -int(below))
         else:
             return None
-    return Structure(low, high, tuple(labels)) if labels or low is not None or high is not None else None
+    found = Structure(low, high, tuple(labels), tuple(shown[k]), tuple(shown[q]))
+    return None if found == Structure() else found
 
 
 def counted_runs(summand: sympy.Basic, dims: Sequence[sympy.Symbol]) -> Any:
@@ -121,10 +152,38 @@ def _label(
     ours, theirs = (equality.lhs, equality.rhs) if equality.lhs.has(q) else (equality.rhs, equality.lhs)
     if ours.has(k) or sympy.expand(ours.subs(q, k) - theirs) != 0:
         return None
-    if ours.func in nodes and ours.args in ((q,), (b, q), (sympy.Integer(0), q)):
-        return Label(nodes[ours.func], len(ours.args) == 2 and ours.args[0] == 0)
+    if (values := _values_at(ours, b, q, nodes)) is not None:
+        return values
     if isinstance(ours, sympy.floor):
         size = 1 / sympy.expand(ours.args[0]).coeff(q)
         if size.is_Integer and size > 0 and sympy.expand(ours.args[0] - q / size) == 0:
             return int(size)
     return None
+
+
+def _values_at(applied: Any, b: sympy.Basic, position: sympy.Symbol, nodes: Mapping[Any, fx.Node]) -> Label | None:
+    """The values that a function stands for, if it is taken at this position."""
+    if applied.func not in nodes or applied.args[-1] != position:
+        return None
+    row = applied.args[0] if len(applied.args) == 2 else b
+    if row.is_Integer and len(applied.args) == 2:
+        return Label(nodes[applied.func], int(row))
+    return Label(nodes[applied.func]) if row == b else None
+
+
+_COMPARED = {sympy.Ne: "ne", sympy.Eq: "eq", sympy.Gt: "gt", sympy.Ge: "ge", sympy.Lt: "lt", sympy.Le: "le"}
+
+
+def _shown(
+    condition: Boolean, b: sympy.Basic, position: sympy.Symbol, nodes: Mapping[Any, fx.Node]
+) -> Shown | None:  # fmt: skip
+    """What a condition says that compares values at one position with a number."""
+    if not isinstance(condition, sympy.core.relational.Relational):
+        return None
+    values, number = condition.lhs, condition.rhs
+    if not number.is_Integer:
+        condition = condition.reversed
+        values, number = condition.lhs, condition.rhs
+    label = _values_at(values, b, position, nodes) if number.is_Integer else None
+    compare = _COMPARED.get(type(condition))
+    return None if label is None or compare is None or abs(number) >= 2**31 else Shown(label, compare, int(number))

@@ -1,0 +1,352 @@
+"""How people train: padded and packed batches, evaluation, LoRA, accumulation ..., Inductor beside fx_fusion in one process.
+
+    python -m bench.setups                      all of them
+    python -m bench.setups padded bert-padded   some of them
+
+One JSON line a set-up: milliseconds a step (the mean over whole rounds of its batches, the median of three rounds), peak
+memory, seconds to the first step, losses, what was fused. Then the rules: no set-up below 0.97 of Inductor's speed or
+above 1.03 of its memory, every Llama that trains at 1.13 or more, losses alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import fx_fusion
+from bench.process import environment
+
+Batch = dict[str, Any]
+VARIANTS = ("inductor", "fx_fusion")
+VOCABULARY, IGNORED = 128256, -100
+LENGTHS = (2048, 1536, 1792, 1088, 1920, 1664, 1344, 2048)  # 0.82 of 2048 in the mean
+SLOWEST, MOST_MEMORY, LLAMA_TRAINS = 0.97, 1.03, 1.13
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+def llama(layers: int) -> nn.Module:
+    """The shape of Llama 3.2 1B with fewer layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, rope_theta=5e5, tie_word_embeddings=True,
+        use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def bert(dropout: float) -> Callable[[int], nn.Module]:
+    """BERT base for masked language modelling."""
+
+    def build(layers: int) -> nn.Module:
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout)
+        return BertForMaskedLM(config)
+
+    return build
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 16):
+        super().__init__()
+        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
+        self.base, self.a = base, nn.Linear(base.in_features, rank, **like)
+        self.b = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)) * 2.0
+
+
+def with_lora(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name.endswith("_proj"):
+                setattr(module, name, LowRank(child))
+
+
+def with_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def tokens(b: int, s: int, vocabulary: int = VOCABULARY) -> Tensor:
+    return torch.randint(5, vocabulary, (b, s), device="cuda")
+
+
+def plain(b: int, s: int) -> Callable[[], list[Batch]]:
+    def make() -> list[Batch]:
+        return [{"input_ids": ids, "labels": ids} for ids in (tokens(b, s) for _ in range(4))]
+
+    return make
+
+
+def with_mask(ids: Tensor, lengths: list[int], *, left: bool = False) -> Batch:
+    shown = torch.arange(ids.shape[1], device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    shown = shown.flip(-1) if left else shown
+    return {"input_ids": ids, "labels": ids.masked_fill(~shown, IGNORED), "attention_mask": shown.long()}
+
+
+def ones() -> list[Batch]:
+    return [with_mask(tokens(4, 2048), [2048] * 4) for _ in range(4)]
+
+
+def padded(left: bool = False) -> list[Batch]:
+    """A quarter to a fifth of the tokens is padding, other lengths in every batch."""
+    rows = [[LENGTHS[(i + b) % 8] for b in range(4)] for i in range(8)]
+    return [with_mask(tokens(4, 2048), lengths, left=left) for lengths in rows]
+
+
+def alternating() -> list[Batch]:
+    return [batch for pair in zip(padded(), ones() + ones(), strict=True) for batch in pair]
+
+
+def prompts() -> list[Batch]:
+    """Instructions: the loss is on the answer, the last two fifths of each row."""
+    made = ones()
+    for batch in made:
+        batch["labels"][:, : 2048 * 3 // 5] = IGNORED
+    return made
+
+
+def packed() -> list[Batch]:
+    """Documents of 512 to 3072 positions behind each other, without a mask: position_ids begin anew."""
+    positions = torch.cat([torch.arange(n, device="cuda") for n in (1024, 3072, 512, 1536, 2048)])[None]
+    return [{**batch, "position_ids": positions} for batch in plain(1, 8192)()]
+
+
+def other_lengths() -> list[Batch]:
+    made = plain(4, 2048)() * 2
+    return [{k: v[:, :n].contiguous() for k, v in batch.items()} for batch, n in zip(made, LENGTHS, strict=True)]
+
+
+def bert_batches(shortest: int) -> Callable[[], list[Batch]]:
+    """64 rows of 512, lengths from the shortest to 512; a sixth of the tokens is to be guessed."""
+
+    def make() -> list[Batch]:
+        made = []
+        for _ in range(4):
+            lengths = torch.linspace(shortest, 512, 64).long()[torch.randperm(64)].tolist()
+            batch = with_mask(tokens(64, 512, 30000), lengths)
+            batch["labels"] = batch["labels"].masked_fill(torch.rand(64, 512, device="cuda") > 0.15, IGNORED)
+            made.append(batch)
+        return made
+
+    return make
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+def train(model: nn.Module, batch: Batch) -> Tensor:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def train_and_read(model: nn.Module, batch: Batch) -> Tensor:
+    """As trainers that log how many tokens were right."""
+    out = model(**batch)
+    with torch.no_grad():
+        right = (out.logits.argmax(-1) == batch["labels"]).float().mean()
+    out.loss.backward()
+    return out.loss.detach() + 0 * right
+
+
+def accumulate(model: nn.Module, batch: Batch) -> Tensor:
+    """Four micro-batches, as transformers' Trainer weighs them."""
+    count = torch.tensor(4 * batch["labels"][:, 1:].numel(), device="cuda")
+    losses = []
+    for _ in range(4):
+        loss = model(**batch, num_items_in_batch=count).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def evaluate(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return model(**batch).loss
+
+
+def evaluate_and_read(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        out = model(**batch)
+        return out.loss + 0 * (out.logits.argmax(-1) == batch["labels"]).float().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One way to train."""
+
+    batches: Callable[[], list[Batch]]
+    model: Callable[[int], nn.Module] = llama
+    step: Callable[[nn.Module, Batch], Tensor] = train
+    change: Callable[[nn.Module], None] | None = None  # of the model
+    autocast: bool = False  # and float32 parameters
+    is_bert: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.step not in (evaluate, evaluate_and_read)
+
+
+SETUPS = {
+    "no-mask": Setup(plain(4, 2048)),
+    "ones": Setup(ones),
+    "padded": Setup(padded),
+    "left-padded": Setup(lambda: padded(left=True)),
+    "alternating": Setup(alternating),
+    "prompts": Setup(prompts),
+    "packed": Setup(packed),
+    "small": Setup(plain(1, 512)),
+    "autocast": Setup(plain(4, 2048), autocast=True),
+    "checkpoint": Setup(plain(4, 2048), change=with_checkpointing),
+    "checkpoint-padded": Setup(padded, change=with_checkpointing),
+    "lora": Setup(plain(4, 2048), change=with_lora),
+    "dynamic": Setup(other_lengths),
+    "accumulate": Setup(plain(4, 2048), step=accumulate),
+    "evaluate": Setup(ones, step=evaluate),
+    "evaluate-read": Setup(ones, step=evaluate_and_read),
+    "evaluate-read-padded": Setup(padded, step=evaluate_and_read),
+    "train-read": Setup(ones, step=train_and_read),
+    "bert": Setup(bert_batches(512), bert(0.0), is_bert=True),
+    "bert-padded": Setup(bert_batches(64), bert(0.0), is_bert=True),
+    "bert-dropout": Setup(bert_batches(64), bert(0.1), is_bert=True),
+}
+
+
+def measure(setup: Setup, variant: str, layers: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32 if setup.autocast else torch.bfloat16)
+    with torch.device("cuda"):
+        model = setup.model(layers)
+    torch.set_default_dtype(torch.float32)
+    model.train(setup.trains)
+    if setup.change is not None:
+        setup.change(model)
+    ours = variant == "fx_fusion"
+    compiled = torch.compile(model, backend=variant, options=options or None if ours else None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    batches = setup.batches()
+
+    def step(batch: Batch) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if setup.autocast else contextlib.nullcontext():
+            loss = setup.step(compiled, dict(batch))
+        if setup.trains:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    started = time.perf_counter()
+    losses = [step(batches[0])]
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    losses += [step(batch) for batch in (*batches[1:], *batches)]  # everything is compiled then
+    torch.cuda.synchronize()
+    graphs = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+    torch.cuda.reset_peak_memory_stats()
+    rounds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for batch in itertools.islice(itertools.cycle(batches), max(8, len(batches))):
+            losses.append(step(batch))
+        torch.cuda.synchronize()
+        rounds.append((time.perf_counter() - started) / max(8, len(batches)))
+    return {
+        "ms": round(1e3 * statistics.median(rounds), 2), "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_s": round(first, 1), "losses": [round(float(losses[i]), 4) for i in (0, 1, -1)],
+        "graphs": graphs, "more_graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) - graphs,
+    }  # fmt: skip
+
+
+def compare(name: str, layers: int, options: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"setup": name, "layers": layers}
+    for variant in VARIANTS:
+        try:
+            with fx_fusion.recording() as report:
+                row[variant] = measure(SETUPS[name], variant, layers, options)
+        except Exception as error:  # the other set-ups go on; the row says what happened
+            traceback.print_exc()
+            return {**row, "error": f"{variant}: {type(error).__name__}: {str(error)[:300]}"}
+    row["fused"] = dict(Counter(site.fusion for site in report.sites if site.status == "fused"))
+    row["calls"] = [[graph.calls.assumed, graph.calls.otherwise] for graph in report.graphs if graph.assumes]
+    row["fallbacks"] = [graph.fallback for graph in report.graphs if graph.fallback]
+    theirs, ours = row["inductor"], row["fx_fusion"]
+    row["speed"], row["memory"] = round(theirs["ms"] / ours["ms"], 3), round(ours["gib"] / theirs["gib"], 3)
+    return {**row, "environment": environment()}
+
+
+def broken_rules(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["error"]]
+    setup, found = SETUPS[row["setup"]], []
+    if row["speed"] < SLOWEST:
+        found.append(f"below {SLOWEST} of Inductor's speed")
+    if row["memory"] > MOST_MEMORY:
+        found.append(f"above {MOST_MEMORY} of its memory")
+    if setup.trains and not setup.is_bert and row["speed"] < LLAMA_TRAINS:
+        found.append(f"a Llama that trains below {LLAMA_TRAINS}")
+    pairs = zip(row["inductor"]["losses"], row["fx_fusion"]["losses"], strict=True)
+    if any(abs(a - b) > 2e-2 * abs(a) for a, b in pairs):
+        found.append("other losses")
+    found += [f"fell back: {reason}" for reason in row["fallbacks"]]
+    if row["fx_fusion"]["more_graphs"]:
+        found.append("compiled again after every batch was seen twice")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("setups", nargs="*", metavar="SETUP", help=", ".join(SETUPS))
+    parser.add_argument("--layers", type=int, default=8, help="of the Llama")
+    parser.add_argument("--options", default="{}", help="of fx_fusion, as JSON")
+    parser.add_argument("--out", default="bench/results/setups.jsonl")
+    given = parser.parse_args()
+    if unknown := set(given.setups) - SETUPS.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(SETUPS)}")
+    warnings.filterwarnings("ignore")
+    rows = []
+    for name in given.setups or SETUPS:
+        rows.append(compare(name, given.layers, json.loads(given.options)))
+        with Path(given.out).open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        print(json.dumps({k: v for k, v in rows[-1].items() if k != "environment"}), flush=True)
+    table = [
+        (
+            r["setup"], *(f"{r[v]['ms']} / {r[v]['gib']}" for v in VARIANTS), r["speed"], r["memory"],
+            "; ".join(broken_rules(r)),
+        )
+        for r in rows if "error" not in r
+    ]  # fmt: skip
+    print(tabulate(table, headers=("set-up", "Inductor ms / GiB", "fx_fusion", "speed", "memory", "rules broken")))
+    sys.exit(any(broken_rules(row) for row in rows))
+
+
+if __name__ == "__main__":
+    main()
