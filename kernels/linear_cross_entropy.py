@@ -11,7 +11,7 @@ dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers 
 host, and the gradients of a mean over many rows do not underflow in fp16. dl and the sums of dW could overflow there:
 ``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of two that rule it out; both are 1 for
 other dtypes. With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be
-inside the sum of dW: only then the backward computes the logits again.
+inside the sum of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits.
 
 Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m).
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. Loss in fp32.
@@ -22,7 +22,7 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 import torch
 from torch import Tensor
 
-from fx_fusion.kernels.logits.logit_chunks import each_chunk
+from fx_fusion.kernels.logits.logit_chunks import each_chunk_that_counts
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
@@ -63,7 +63,9 @@ def _fwd(
         shrink = _power_below(bounds.amax())
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
         upstream = shrink.expand(x.shape[0])
-    dx, dw, db = each_chunk(x, lm_head, bias, target, weight, options, upstream, needs_now, loss, headroom=headroom)
+    dx, dw, db = each_chunk_that_counts(
+        x, lm_head, bias, target, weight, options, upstream, needs_now, loss, headroom=headroom
+    )  # fmt: skip
     mean_factor = _mean_factor(target, weight, reduction, ignore_index)
     reduced = _reduce(loss, target, mean_factor, reduction, ignore_index)
     dx_factor = mean_factor if shrink is None else mean_factor / shrink
@@ -124,7 +126,7 @@ def _bwd_rows(dloss, x, lm_head, bias, target, weight, ignore_index, label_smoot
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     upstream = dloss.float().contiguous()
-    grads = each_chunk(x, lm_head, bias, target, weight, options, upstream, needs, loss)
+    grads = each_chunk_that_counts(x, lm_head, bias, target, weight, options, upstream, needs, loss)
     like = (x, lm_head, x if bias is None else bias)
     return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(grads, like, strict=True))
 

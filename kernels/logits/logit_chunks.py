@@ -29,6 +29,7 @@ _ROUNDED_CHUNKS = 4
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
 _FLOAT32_ROWS = 2048  # products of 1024 rows cost 3 % more
 _FLOAT32_WHOLE = 7 << 27  # bytes of logits in one chunk: in two, 4096 x 768 x 51864 takes 3 % longer than Inductor
+_WORTH_COUNTING = 1 << 27  # logits; a forward and backward of them take a millisecond and more on an H200
 _ROW_MULTIPLE = 256  # keeps the matrix products of a chunk on whole tiles
 # Classes are padded to this where 16 bytes don't divide a row: tensor cores take four times as long there.
 _CLASS_MULTIPLE = 64
@@ -61,21 +62,53 @@ def _rows_of_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
+def each_chunk_that_counts(
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None
+):  # fmt: skip
+    """``each_chunk`` without the rows whose target is ignored: their loss and their gradients are 0 without logits. They are
+    the padding of a batch, and the prompts where only answers are trained.
+
+    How many rows are left is read back from the GPU, which then waits for its next launch for some 20 µs. So all rows stay
+    below 2^27 logits, where more than 15/16 of them count, and while a CUDA graph is captured."""
+    kept = _rows_that_count(target, options[0], lm_head.shape[0])
+    if kept is None:
+        return each_chunk(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom)
+    loss_kept, dloss_kept = loss.new_empty(kept.shape), None if dloss is None else dloss[kept]
+    dx, dw, db = each_chunk(
+        x[kept], lm_head, bias, target[kept], weight, options, dloss_kept, needs, loss_kept, headroom=headroom,
+        of_rows=x.shape[0],
+    )  # fmt: skip
+    loss.zero_().index_copy_(0, kept, loss_kept)
+    return None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx), dw, db
+
+
+def _rows_that_count(target, ignore_index: int, v: int):
+    """Returns the indices of the rows whose target counts; None where all rows had better stay."""
+    if target.numel() * v < _WORTH_COUNTING or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    kept = (target != ignore_index).nonzero()[:, 0]
+    return kept if 16 * kept.numel() <= 15 * target.numel() else None
+
+
 def each_chunk(
-    x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None
 ):  # fmt: skip
     """Fill ``loss`` (and ``entropy``); return dx, dW, db where ``needs`` says so, else None. dW is multiplied by
-    ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale."""
+    ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there were before
+    some were left out; chunks are no larger then than with all of them, and of equal size."""
     m, v = x.shape[0], lm_head.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
-    plan = chunk_plan(m, v, x.element_size(), x.device.type)
+    plan = chunk_plan(m if of_rows is None else of_rows, v, x.element_size(), x.device.type)
     step = plan.rows
     # Without headroom a partial sum in fp16 could overflow where the whole sum doesn't.
     rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= plan.rounded_chunks
     lm_head, bias = _padded(lm_head), None if bias is None else _padded(bias)
     weight = None if weight is None else weight.contiguous()
+    # As large for any number of rows that count: the allocator finds the same block in every step.
     buffer = torch.empty(step, lm_head.shape[0], dtype=x.dtype, device=x.device)
+    if of_rows is not None and m > 0:
+        step = min(step, cdiv(cdiv(m, cdiv(m, step)), _ROW_MULTIPLE) * _ROW_MULTIPLE)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     dw = torch.zeros(lm_head.shape, dtype=torch.float32, device=x.device) if needs_dw and m == 0 else None
     db = torch.zeros(v, dtype=torch.float32, device=x.device) if needs_db else None
