@@ -213,7 +213,7 @@ def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
         target = torch.randint(0, v, (m,), device=device)
 
         def call(x: Any = x, w: Any = w, target: Any = target) -> None:
-            options = ("mean", -100, 0.0, 0.0, 1.0, [True, True, False])
+            options = ("mean", -100, 0.0, 0.0, 1.0, [True, True, False], False)
             linear_cross_entropy.linear_cross_entropy(x, w, None, target, None, *options)
 
         candidates = []

@@ -42,6 +42,7 @@ from fx_fusion.rewrite.deferral import (
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.results_apart import keep_results_apart
+from fx_fusion.runtime.reads import Reads, follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
 from fx_fusion.torch_internals import inductor as inductor_itself
@@ -83,6 +84,15 @@ def fx_fusion(
 fx_fusion.reset = inductor_itself.reset  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class Version:
+    """Another version of a graph: of which, in words which, and who counts how its deferred outputs are read."""
+
+    of: int
+    sentence: str
+    reads: Reads | None = None
+
+
 @dataclass
 class Rewritten:
     """What became of a graph: its example inputs, report and sites, and what goes around the compiled function."""
@@ -104,18 +114,18 @@ def compile_graph(
     options: Options,
     rest: Rest = inductor,
     *,
-    instead_of: int | None = None,
+    version: Version | None = None,
 ) -> Compiled:
     """Rewrite the graph and compile it with ``rest``. Whatever of ours raises, the graph is compiled as Dynamo wrote it.
 
     Args:
-        instead_of: the index of the graph whose version without assumptions this is.
+        version: of which graph this is another version, if it is.
     """
     untouched = gm
     try:
         with without_saved_tensor_hooks():
             untouched = snapshot(gm)
-            rewritten = rewrite(gm, untouched, example_inputs, options, rest, instead_of)
+            rewritten = rewrite(gm, untouched, example_inputs, options, rest, version)
     except Exception as error:
         return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     try:
@@ -143,28 +153,36 @@ def rewrite(
     example_inputs: Sequence[Any],
     options: Options,
     rest: Rest,
-    instead_of: int | None,
+    version: Version | None,
 ) -> Rewritten:
     """Rewrite a graph in place; ``untouched`` is a copy of it."""
     started = time.perf_counter()
-    report = _new_report(gm, instead_of)
+    report = _new_report(gm, version)
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate)
     sites, deferred = rewrite_graphs(gm, options, assumptions, report.index)
-    report.deferred, report.assumes = deferred.names, assumptions.sentences()
+    report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
-    def exact() -> Compiled:
-        known = replace(options, speculate=False)
-        backend = functools.partial(compile_graph, options=known, rest=rest, instead_of=report.index)
+    def another(version: Version, options: Options) -> Compiled:
+        backend = functools.partial(compile_graph, options=options, rest=rest, version=version)
         return compiled_apart(
             untouched, backend, lambda: recording_in([r for reference in listening if (r := reference()) is not None])
         )
 
+    def exact() -> Compiled:
+        sentence = "without its assumption, compiled when it first did not hold"
+        return another(Version(report.index, sentence), replace(options, speculate=False))
+
+    def computing() -> Compiled:
+        sentence = "while its deferred outputs are read in call after call"
+        return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
+
     layers: list[Callable[[Compiled], Compiled]] = [
-        deferred.wrap,
+        lambda compiled: deferred.wrap(compiled, report.reads),
+        lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         lambda fast: speculate(fast, assumptions.positions(), exact, report.calls),
         read_deferred_inputs(activations),
     ]
@@ -191,7 +209,7 @@ def rewrite_graphs(
             outer=None if view.outside is None else searches[view.outside.view],
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
-        editor = Editor(view, assumptions)
+        editor = Editor(view, assumptions, outputs_are_read=options.outputs_are_read)
         sites += pipeline.rewrite(searches[view], options, editor, fuel, index)
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
@@ -219,7 +237,7 @@ def _as_dynamo_wrote_it(
         example_inputs = read_deferred_examples(untouched, example_inputs)
         report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), text(untouched))
         report.fallback, report.after, report.nodes_after = _where(error), report.before, report.nodes_before
-        report.floats, report.deferred, report.assumes = 0, (), ()
+        report.floats, report.deferred, report.computed, report.assumes = 0, (), (), ()
         publish(report, [])
     except Exception as another:
         _tell(another, strict=False)
@@ -245,17 +263,20 @@ def _where(error: BaseException) -> str:
     return f"{modules[-1] if modules else 'backend'} failed: {type(error).__name__}: {error}"
 
 
-def _new_report(gm: fx.GraphModule, instead_of: int | None) -> GraphReport:
+def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
     compile_id, attempt = current_compile_id()
-    return GraphReport(
+    report = GraphReport(
         index=next(_graph_numbers),
         before=text(gm),
         nodes_before=len(gm.graph.nodes),
         compile_id=compile_id,
         attempt=attempt,
         broke=why_it_ends(gm),
-        instead_of=instead_of,
     )
+    if version is not None:
+        report.instead_of, report.version = version.of, version.sentence
+        report.reads = version.reads or report.reads
+    return report
 
 
 def _announce(rewritten: Rewritten) -> None:

@@ -32,6 +32,7 @@ class Options:
     strict: bool
     fuel: int | None
     inductor: Mapping[str, Any]
+    outputs_are_read: bool = False  # nobody's option: a version of a graph (fx_fusion.runtime.reads)
 
     @property
     def cuda_graphs(self) -> bool:
@@ -40,7 +41,9 @@ class Options:
 
     def key(self) -> tuple[Any, ...]:
         """What decides about our rewrite, for the compile cache."""
-        return (self.select, tuple(sorted(self.fusions)), self.defer_outputs, self.speculate, self.cuda_graphs, self.fuel)
+        names = tuple(sorted(self.fusions))
+        deferral = self.defer_outputs, self.outputs_are_read
+        return (self.select, names, deferral, self.speculate, self.cuda_graphs, self.fuel)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

@@ -11,9 +11,11 @@ dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers 
 host, and the gradients of a mean over many rows do not underflow in fp16. dl and the sums of dW could overflow there:
 ``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of two that rule it out; both are 1 for
 other dtypes. With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be
-inside the sum of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits.
+inside the sum of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where
+somebody reads the logits, they are handed out (without a gradient) and computed for all rows.
 
-Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m).
+Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m);
+           logits: (m, v), as x.
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. Loss in fp32.
 Saved      dx₁, dW₁, db₁ (nothing of size m·v); with ``reduction="none"`` the inputs.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy.
@@ -22,7 +24,7 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 import torch
 from torch import Tensor
 
-from fx_fusion.kernels.logits.logit_chunks import each_chunk_that_counts
+from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
@@ -51,7 +53,7 @@ def _reduce(loss, target, mean_factor, reduction: str, ignore_index: int) -> Ten
 
 
 def _fwd(
-    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs
+    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits
 ):  # fmt: skip
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
@@ -63,9 +65,12 @@ def _fwd(
         shrink = _power_below(bounds.amax())
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
         upstream = shrink.expand(x.shape[0])
-    dx, dw, db = each_chunk_that_counts(
-        x, lm_head, bias, target, weight, options, upstream, needs_now, loss, headroom=headroom
-    )  # fmt: skip
+    given = x, lm_head, bias, target, weight, options, upstream, needs_now, loss
+    logits = torch.empty((x.shape[0], lm_head.shape[0]) if returns_logits else 0, dtype=x.dtype, device=x.device)
+    if returns_logits:
+        dx, dw, db = each_chunk(*given, headroom=headroom, all_logits=logits)
+    else:
+        dx, dw, db = each_chunk_that_counts(*given, headroom=headroom)
     mean_factor = _mean_factor(target, weight, reduction, ignore_index)
     reduced = _reduce(loss, target, mean_factor, reduction, ignore_index)
     dx_factor = mean_factor if shrink is None else mean_factor / shrink
@@ -77,6 +82,7 @@ def _fwd(
         empty if dx is None else dx,
         torch.empty_like(empty) if dw is None else dw.to(x.dtype),
         torch.empty(0, dtype=torch.float32, device=x.device) if db is None else db,
+        logits,
     )
 
 
@@ -106,7 +112,7 @@ def _headroom(x, dl_bounds: Tensor) -> Tensor:
 
 
 def _fake(
-    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs
+    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits
 ):  # fmt: skip
     m = x.shape[0]
     needs_dx, needs_dw, needs_db = needs if reduction != "none" else [False] * 3
@@ -117,6 +123,7 @@ def _fake(
         empty(x.shape if needs_dx else (0,)),
         empty(lm_head.shape if needs_dw else (0,)),
         empty(lm_head.shape[:1] if needs_db else (0,), dtype=torch.float32),
+        empty((m, lm_head.shape[0]) if returns_logits else (0,)),
     )
 
 
@@ -141,7 +148,8 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale,
 
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
-    f"({_INPUTS}, str reduction, {_OPTIONS}) -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias)",
+    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits)"
+    " -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
     _fwd,
     _fake,
 )
@@ -154,10 +162,10 @@ linear_cross_entropy_rows_bwd = plain_op(
 
 
 def _setup_context(ctx, inputs, output):
-    x, lm_head, bias, target, weight, reduction, *options, needs = inputs
-    _, factors, dx, dlm_head, dbias = output
+    x, lm_head, bias, target, weight, reduction, *options, needs, _ = inputs
+    _, factors, dx, dlm_head, dbias, logits = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(factors, dx, dlm_head, dbias)
+    ctx.mark_non_differentiable(factors, dx, dlm_head, dbias, logits)
     ctx.reduction, ctx.options, ctx.needs = reduction, options, needs
     ctx.has_bias, ctx.has_weight = bias is not None, weight is not None
     ctx.dtypes = (x.dtype, lm_head.dtype, None if bias is None else bias.dtype)
@@ -168,7 +176,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    no_grads = (None,) * 8  # of target, weight, reduction, the options, needs
+    no_grads = (None,) * 9  # of target, weight, reduction, the options, needs, returns_logits
     if dloss is None:
         return (None, None, None, *no_grads)
     if ctx.reduction == "none":

@@ -22,7 +22,7 @@ from fx_fusion.patterns.sites.entropy import entropy_of
 from fx_fusion.patterns.sites.head import head_of, operands, why_again, why_small
 from fx_fusion.patterns.sites.loss import find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
-from fx_fusion.rewrite.deferral import deferrable_outputs
+from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -74,10 +74,12 @@ def emit(editor: Editor, match: Match) -> None:
     root, seen = site.root, head.seen
     grad = editor.view.effects.region[seen.source][0]
     needs = [bool(grad and n is not None and example(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
+    can_compute = _hands_out_logits(editor, match)
+    computes = can_compute and editor.outputs_are_read
     with editor.graph.inserting_before(root):
         x, lm_head, bias, target = operands(editor, head, site.target, root)
         options: tuple[Any, ...] = (
-            site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs,
+            site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
         )  # fmt: skip
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
         loss = editor.item(call, 0, like=root)
@@ -87,7 +89,22 @@ def emit(editor: Editor, match: Match) -> None:
             loss = shaped_as(editor, loss, site, root)
         loss = editor.cast(loss, example(root).dtype, like=root)
         editor.replace(root, loss)
-    editor.defer(match.deferred, head.inputs.values(), like=seen.source)
+        if computes:
+            logits = editor.item(call, 5, like=root)
+            logits = editor.method("view", (logits, *example(seen.source).shape), like=root)
+            editor.compute(match.deferred, head.inputs.values(), seen.source, logits)
+    if not computes:
+        editor.defer(match.deferred, head.inputs.values(), like=seen.source, can_compute=can_compute)
+
+
+def _hands_out_logits(editor: Editor, match: Match) -> bool:
+    """Whether the op can hand out the logits that outputs are made of: all rows of a linear layer as it is written, where
+    nothing changes the grad mode before the loss, and outputs that share no memory."""
+    site, head = match.reading
+    region = editor.view.effects.region
+    apart = len(sharing_memory(match.deferred)) == len(match.deferred)
+    plain = head.seen.bias is None and not head.seen.row_slices
+    return bool(match.deferred) and apart and plain and region[head.seen.source] == region[site.root]
 
 
 def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):

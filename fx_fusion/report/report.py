@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from tabulate import tabulate
 
@@ -17,6 +17,7 @@ from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
 from fx_fusion.report.diff import unified
 from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
 
@@ -32,10 +33,13 @@ class GraphReport:
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
     broke: str = ""  # the graph break that it ends at, if it does
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
-    deferred: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
+    computed: tuple[str, ...] = ()  # outputs that could wait, and are read
     assumes: tuple[str, ...] = ()
     calls: Calls = field(default_factory=Calls)
-    instead_of: int | None = None  # the graph that this one is the version of without assumptions
+    reads: Reads = field(default_factory=Reads)
+    instead_of: int | None = None  # the graph that this one is another version of
+    version: str = ""  # which, and when it is compiled
     compile_id: str = ""
     attempt: int = 0  # of Dynamo, at the code with this id
     seconds: float = 0.0
@@ -94,10 +98,11 @@ class Report:
         notes += [
             f"graph {g.index}: {g.floats} foreach call(s) take a changing float as a tensor" for g in self.graphs if g.floats
         ]
-        notes += [f"graph {g.index}: deferred until read: {', '.join(g.deferred)}" for g in self.graphs if g.deferred]
+        notes += [f"graph {g.index}: {_deferred(g)}" for g in self.graphs if g.deferred]
+        notes += [f"graph {g.index}: computed beside the loss: {', '.join(g.computed)}" for g in self.graphs if g.computed]
         notes += [f"graph {g.index}: {_assumed(g)}" for g in self.graphs if g.assumes]
         notes += [
-            f"graph {g.index}: graph {g.instead_of} without its assumption, compiled when it first did not hold"
+            f"graph {g.index}: graph {g.instead_of} {g.version}"
             for g in self.graphs
             if g.instead_of is not None
         ]
@@ -122,11 +127,24 @@ class Report:
         return json.dumps(
             {
                 "sites": [asdict(s) for s in self.sites],
-                "graphs": [{k: v for k, v in asdict(g).items() if k not in ("before", "after")} for g in self.graphs],
+                "graphs": [_facts(g) for g in self.graphs],
                 "counts": {f"{s}/{f}": n for (s, f), n in Counter((s.status, s.fusion) for s in self.sites).items()},
             },
             indent=1,
         )
+
+
+def _facts(graph: GraphReport) -> dict[str, object]:
+    texts_and_counts = ("before", "after", "calls", "reads")
+    facts = {f.name: getattr(graph, f.name) for f in fields(graph) if f.name not in texts_and_counts}
+    reads = {"calls": graph.reads.calls, "read": graph.reads.calls_read}
+    return {**facts, "calls": asdict(graph.calls), "reads": reads}
+
+
+def _deferred(graph: GraphReport) -> str:
+    reads = graph.reads
+    read = f"; read in {reads.calls_read} of {reads.calls} calls" if reads.calls else ""
+    return f"deferred until read: {', '.join(graph.deferred)}{read}"
 
 
 def _assumed(graph: GraphReport) -> str:

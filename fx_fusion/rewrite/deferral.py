@@ -4,6 +4,9 @@ A language model returns ``(loss, logits)`` and training reads the loss. Where a
 logits, the compiled graph returns what they are computed *from*, and the backend puts a ``DeferredTensor`` in their
 place: a tensor with shape, dtype and device, whose values appear at first use, exactly as the model would have computed
 them, gradients included. Casts, views and ``detach`` of it stay deferred.
+
+Who reads them in call after call (an evaluation, a trainer that logs accuracy) gets a version of the graph that computes
+them beside the loss; only their gradients wait there (``runtime.reads``).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import autocast_of, storages
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
+from fx_fusion.runtime.reads import Call, Reads
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.torch_internals.fakes import set_example
 from fx_fusion.torch_internals.nodes import is_erased
@@ -66,13 +70,18 @@ def deferrable_outputs(
 # -- cutting them off (while rewriting) ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Deferral:
-    """Outputs that leave the graph and share memory: the module that computes them, and from which nodes."""
+    """Outputs that leave the graph and share memory: the module that computes them, and from which nodes.
+
+    ``computed``: the graph returns them all the same, without gradients. ``can_compute``: it could.
+    """
 
     nodes: tuple[fx.Node, ...]
     module: fx.GraphModule
     cuts: tuple[fx.Node, ...]
     autocast: tuple[str, torch.dtype, bool]
     grad: bool
+    can_compute: bool = False
+    computed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,7 +102,9 @@ def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     return [members for _, members in groups]
 
 
-def cut_off(nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any, ...]) -> Deferral:
+def cut_off(
+    nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any, ...], *, can_compute: bool = False
+) -> Deferral:  # fmt: skip
     """A graph module that computes ``nodes`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
     given = set(cuts)
     needed: dict[fx.Node, None] = {}
@@ -117,21 +128,25 @@ def cut_off(nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
     graph.output(tuple(copies[node] for node in nodes))
     autocast = autocast_of(region, example(nodes[0]).device.type)
-    return Deferral(tuple(nodes), fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0])
+    return Deferral(tuple(nodes), fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0], can_compute)
 
 
 class DeferredOutputs:
     """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
 
     def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
-        self.names = tuple(name for d in deferrals for name in d.names)
+        self.waiting = tuple(name for d in deferrals if not d.computed for name in d.names)
+        self.computed = tuple(name for d in deferrals if d.computed for name in d.names)
+        self.can_compute = bool(deferrals) and all(d.can_compute for d in deferrals)
         self._deferrals = tuple(deferrals)
         self._metas = [_static_metas(d.nodes) for d in deferrals]
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         returned = list(output.args[0])  # type: ignore[arg-type]
-        waiting = {node: (d, i) for d, deferral in enumerate(deferrals) for i, node in enumerate(deferral.nodes)}
-        kept = [item for item in returned if item not in waiting]
+        waiting = {now(node): (d, i) for d, deferral in enumerate(deferrals) for i, node in enumerate(deferral.nodes)}
+        computed = {node for node, (d, _) in waiting.items() if deferrals[d].computed}
+        kept = [item for item in returned if item not in waiting or item in computed]
+        self._values = [[kept.index(now(n)) for n in d.nodes] if d.computed else None for d in deferrals]
         self._sources: list[list[tuple[str, int]]] = []  # of each deferral
         for deferral in deferrals:
             places: list[tuple[str, int]] = []
@@ -148,21 +163,27 @@ class DeferredOutputs:
         if deferrals:
             output.args = (tuple(kept),)
 
-    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        if not self.names:
+    def wrap(self, compiled: Callable[..., Any], reads: Reads) -> Callable[..., Any]:
+        """Around the compiled graph: returns what the graph returned before. ``reads`` learns which calls are read."""
+        if not self._deferrals:
             return compiled
 
         def run(*args: Any) -> tuple[Any, ...]:
             results = compiled(*args)
-            made = [self._made(d, args, results) for d in range(len(self._deferrals))]
+            call = reads.next_call()
+            made = [self._made(d, args, results, call) for d in range(len(self._deferrals))]
             return tuple(results[item] if isinstance(item, int) else made[item[0]][item[1]] for item in self._plan)
 
         return run
 
-    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call) -> tuple[Tensor, ...]:
         deferral, metas = self._deferrals[d], self._metas[d]
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
-        recipe = Recipe(deferral.module, operands, deferral.names, deferral.autocast, deferral.grad)
+        places = self._values[d]
+        values = None if places is None else tuple(results[i] for i in places)
+        recipe = Recipe(
+            deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, values=values, on_read=call.was_read
+        )
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
             return recipe.values()
         return DeferredTensor.all_of(recipe, recipe.metas() if metas is None else metas)
@@ -173,7 +194,7 @@ def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callab
     deferred = DeferredOutputs(gm, deferrals, now)
     for deferral in deferrals:
         for node in deferral.nodes:
-            _erase_dead(node, set(deferral.cuts))
+            _erase_dead(node, {now(cut) for cut in deferral.cuts})
     return deferred
 
 

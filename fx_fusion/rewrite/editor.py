@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ class Editor:
     Args:
         view: of the graph, as it was before the first edit.
         assumptions: where rewrites say what they take for granted about the graph's inputs.
+        outputs_are_read: whether outputs that could wait had better be computed, because somebody reads them.
     """
 
-    def __init__(self, view: View, assumptions: Assumptions | None = None):
-        self.view, self.graph = view, view.graph
+    def __init__(self, view: View, assumptions: Assumptions | None = None, *, outputs_are_read: bool = False):
+        self.view, self.graph, self.outputs_are_read = view, view.graph, outputs_are_read
         self.assumptions = Assumptions.none() if assumptions is None else assumptions
         self.deferrals: list[Deferral] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
@@ -176,11 +178,35 @@ class Editor:
         """From now on the graph is right only if these inputs of it are all ones; that is checked at run time."""
         self.assumptions.assume(inputs)
 
-    def defer(self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], *, like: fx.Node) -> None:
+    def defer(
+        self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], *, like: fx.Node, can_compute: bool = False
+    ) -> None:  # fmt: skip
         """``outputs`` leave the results of the graph; they will be computed from ``cuts`` when one of them is read, in the
-        grad mode and autocast region of ``like``."""
+        grad mode and autocast region of ``like``. ``can_compute``: whether ``compute`` could make them."""
         sources, region = [self.now(cut) for cut in cuts], self.view.effects.region[like]
-        self.deferrals += [cut_off(group, sources, region) for group in sharing_memory(outputs)]
+        self.deferrals += [
+            cut_off(group, sources, region, can_compute=can_compute) for group in sharing_memory(outputs)
+        ]
+
+    def compute(self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], changed: fx.Node, value: fx.Node) -> None:
+        """``outputs`` stay results of the graph, computed at the insertion point from ``value``, which has no gradient, in
+        the place of ``changed``; their gradients will be computed from ``cuts``, if somebody asks for them."""
+        outputs, cuts, region = list(outputs), list(cuts), self.view.effects.region[changed]
+        sources = [self.now(cut) for cut in cuts]
+        self.deferrals += [replace(cut_off([output], sources, region), computed=True) for output in outputs]
+        copies = {**dict(zip(cuts, sources, strict=True)), changed: value}
+
+        def copy(node: fx.Node) -> fx.Node:
+            if node not in copies and node.op != "placeholder":
+                operands = {operand: copy(operand) for operand in node.all_input_nodes}
+                copies[node] = self.graph.node_copy(node, operands.__getitem__)
+            return copies.get(node, node)
+
+        for output in outputs:
+            made = copy(output)
+            for user in [user for user in output.users if user.op == "output"]:
+                user.replace_input_with(output, made)
+            self._replaced[output] = made
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase those of ``nodes`` that nothing uses any more."""

@@ -34,6 +34,8 @@ class Recipe:
         names: of the outputs, as the graph calls them.
         autocast: device type, dtype, and whether autocast is on where the graph computes them.
         grad: whether the graph computes them with gradients.
+        values: the outputs where the graph computed them already, without gradients; the module is for those then.
+        on_read: is called when they are read.
     """
 
     def __init__(
@@ -43,12 +45,16 @@ class Recipe:
         names: Sequence[str],
         autocast: tuple[str, torch.dtype, bool],
         grad: bool,
+        *,
+        values: tuple[Tensor, ...] | None = None,
+        on_read: Callable[[], None] = lambda: None,
     ):
         self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.versions = [_version(o) for o in self.operands]
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
         self.stepped = False  # whether an optimizer has changed an operand since
+        self._computed, self._on_read = values, on_read
         self._values: tuple[Tensor, ...] | None = None
         _WAITING.add(self)
 
@@ -82,10 +88,15 @@ class Recipe:
 
     def values(self) -> tuple[Tensor, ...]:
         """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
-        if self._values is None:
+        if self._values is None and self._computed is None:
             self.check()
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
                 self._values = self.module(*self.operands)
+        elif self._values is None:
+            assert self._computed is not None
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+                wanted = self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in self.operands)
+                self._values = _Computed.apply(self, *self.operands) if wanted else self._computed
         return self._values
 
     def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -96,6 +107,7 @@ class Recipe:
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
+        self._on_read()
         with without_torch_function(), without_saved_tensor_hooks():
             for member in self._members():
                 if member._value is None:
@@ -103,7 +115,7 @@ class Recipe:
                     member._history = member._value.grad_fn
             for member in self._members():  # what they were computed from is theirs no more
                 member._source = None
-        self._values = None
+        self._values = self._computed = None
         _WAITING.discard(self)
 
     def _members(self) -> list[Any]:
@@ -114,6 +126,34 @@ class Recipe:
         if not enabled and autocast_dtype(device) is None:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=dtype, enabled=enabled)
+
+
+class _Computed(torch.autograd.Function):
+    """Gives values that a graph computed without gradients the gradients of the module that makes them."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, *operands: Any) -> Any:
+        ctx.recipe, ctx.operands = recipe, operands
+        ctx.set_materialize_grads(False)
+        assert recipe._computed is not None
+        return recipe._computed
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> Any:
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
+            leaves = [o.detach() if isinstance(o, Tensor) else o for o in ctx.operands]
+            for n in wanted:
+                leaves[n].requires_grad_()
+            values = ctx.recipe.again(leaves)
+            pairs = [(y, dy) for y, dy in zip(values, dys, strict=True) if dy is not None]
+            found = torch.autograd.grad(
+                [y for y, _ in pairs], [leaves[n] for n in wanted], [dy for _, dy in pairs], allow_unused=True
+            )
+        grads: list[Any] = [None] * len(ctx.operands)
+        for n, gradient in zip(wanted, found, strict=True):
+            grads[n] = gradient
+        return (None, *grads)
 
 
 _WAITING: weakref.WeakSet[Recipe] = weakref.WeakSet()  # recipes that nobody has read yet

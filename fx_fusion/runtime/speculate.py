@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fx_fusion.graph.terms import example
 from fx_fusion.torch_internals.dispatch import version_of
+from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor
 
 Compiled = Callable[..., Any]
@@ -34,25 +35,27 @@ class Calls:
 
 
 class AllOnes:
-    """Whether a tensor is all ones, remembered while the same tensor comes back unchanged. A tensor in CPU memory is read
-    each time: that costs no synchronisation, and its memory may belong to NumPy as well. On a GPU, a write that PyTorch
-    is not told of (through ``.data``) goes unnoticed."""
+    """Whether a tensor is all ones, remembered for all graphs while the same tensor comes back unchanged. A tensor in CPU
+    memory is read each time: that costs no synchronisation, and its memory may belong to NumPy as well. On a GPU, a write
+    that PyTorch is not told of (through ``.data``) goes unnoticed."""
 
     def __init__(self) -> None:
-        self._seen: Any = lambda: None
-        self._version = -1
-        self._verdict = False
-        self.checks = 0  # how often the tensor was really read
+        self._known = WeakIdKeyDictionary()  # of each tensor its version then, and the verdict
+        self.checks = 0  # how often a tensor was really read
 
     def __call__(self, tensor: Tensor) -> bool:
         version = version_of(tensor)
-        if self._seen() is tensor and version == self._version and version >= 0 and tensor.device.type != "cpu":
-            return self._verdict
+        known = self._known.get(tensor)
+        if known is not None and known[0] == version and version >= 0 and tensor.device.type != "cpu":
+            return known[1]
         with torch.no_grad():
-            self._verdict = bool((tensor if tensor.dtype == torch.bool else tensor == 1).all())
+            verdict = bool((tensor if tensor.dtype == torch.bool else tensor == 1).all())
         self.checks += 1
-        self._seen, self._version = weakref.ref(tensor), version
-        return self._verdict
+        self._known[tensor] = (version, verdict)
+        return verdict
+
+
+all_ones = AllOnes()
 
 
 def speculate(
@@ -62,13 +65,12 @@ def speculate(
     need; count both."""
     if not positions:
         return fast
-    checks = [AllOnes() for _ in positions]
     exact: list[Compiled] = []
 
     def run(*args: Any) -> Any:
         if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i in positions):
             return fast(*args)  # who has no values asks for the types of the results: both versions have the same
-        if all(check(args[i]) for check, i in zip(checks, positions, strict=True)):
+        if all(all_ones(args[i]) for i in positions):
             calls.assumed += 1
             return fast(*args)
         calls.otherwise += 1
@@ -76,7 +78,6 @@ def speculate(
             exact.append(compile_exact())
         return exact[0](*args)
 
-    run.checks = checks  # type: ignore[attr-defined]
     return run
 
 
@@ -98,13 +99,15 @@ def compiled_apart(
     symbolic = any(isinstance(example(n), torch.SymInt) for n in graph.graph.find_nodes(op="placeholder"))
     compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
 
+    # A float that changes comes in as a tensor, and the graph takes it out.
+    takes_numbers = bool(graph.graph.find_nodes(op="call_method", target="item"))
     called: list[bool] = []
 
     def run(*args: Any) -> Any:
         # The first call compiles what the user's first call would have: no recompilation for a stance to refuse.
         stance: Any = contextlib.nullcontext() if called else torch.compiler.set_stance("default")
         called.append(True)
-        with stance, around():
+        with stance, around(), capturing_items() if takes_numbers else contextlib.nullcontext():
             return compiled(*args)
 
     return run

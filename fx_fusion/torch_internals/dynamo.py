@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any
@@ -71,3 +72,9 @@ def publish_artifact(name: str, payload: Any) -> None:
     except ImportError:
         return
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
+def capturing_items() -> contextlib.AbstractContextManager[Any]:
+    """Let what is compiled inside keep ``tensor.item()`` in its graph. Gone: the graph breaks there, and is right."""
+    patch = getattr(torch._dynamo.config, "patch", None)
+    return contextlib.nullcontext() if patch is None else patch(capture_scalar_outputs=True)

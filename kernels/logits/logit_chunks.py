@@ -9,6 +9,7 @@ Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); targe
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32; loss and entropy in fp32. On a GPU dW of up to four chunks is rounded
            after each chunk; dW of more chunks, and of fp16 without headroom, is accumulated in fp32 and rounded once, as
            on a CPU.
+           Where the caller wants ``all_logits``, they are written beside.
 Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 where it is accumulated in it.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here in few large chunks, so that the
            matrix products stay efficient, and accumulated in fp32.
@@ -62,9 +63,7 @@ def _rows_of_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
-def each_chunk_that_counts(
-    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None
-):  # fmt: skip
+def each_chunk_that_counts(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None):
     """``each_chunk`` without the rows whose target is ignored: their loss and their gradients are 0 without logits. They are
     the padding of a batch, and the prompts where only answers are trained.
 
@@ -91,11 +90,12 @@ def _rows_that_count(target, ignore_index: int, v: int):
 
 
 def each_chunk(
-    x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None,
+    all_logits=None,
 ):  # fmt: skip
-    """Fill ``loss`` (and ``entropy``); return dx, dW, db where ``needs`` says so, else None. dW is multiplied by
-    ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there were before
-    some were left out; chunks are no larger then than with all of them, and of equal size."""
+    """Fill ``loss`` (and ``entropy``, ``all_logits``); return dx, dW, db where ``needs`` says so, else None. dW is
+    multiplied by ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there
+    were before some were left out; chunks are no larger then than with all of them, and of equal size."""
     m, v = x.shape[0], lm_head.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
@@ -105,8 +105,12 @@ def each_chunk(
     rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= plan.rounded_chunks
     lm_head, bias = _padded(lm_head), None if bias is None else _padded(bias)
     weight = None if weight is None else weight.contiguous()
+    if all_logits is not None and not gradient:
+        step = max(1, m)  # they are all kept, so nothing is won by chunks
+    aligned = lm_head.shape[0] == v
     # As large for any number of rows that count: the allocator finds the same block in every step.
-    buffer = torch.empty(step, lm_head.shape[0], dtype=x.dtype, device=x.device)
+    needs_buffer = all_logits is None or gradient or not aligned
+    buffer = torch.empty(step if needs_buffer else 0, lm_head.shape[0], dtype=x.dtype, device=x.device)
     if of_rows is not None and m > 0:
         step = min(step, cdiv(cdiv(m, cdiv(m, step)), _ROW_MULTIPLE) * _ROW_MULTIPLE)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
@@ -114,19 +118,22 @@ def each_chunk(
     db = torch.zeros(v, dtype=torch.float32, device=x.device) if needs_db else None
     for start in range(0, m, step):
         rows = slice(start, min(m, start + step))
-        x_rows, logits = x[rows], buffer[: min(m, start + step) - start]
+        x_rows, chunk = x[rows], buffer[: min(m, start + step) - start]
+        logits = chunk if all_logits is None or not aligned else all_logits[rows]
         if bias is None:
             torch.mm(x_rows, lm_head.t(), out=logits)
         else:
             torch.addmm(bias, x_rows, lm_head.t(), out=logits)
+        if all_logits is not None and not aligned:
+            all_logits[rows].copy_(chunk[:, :v])
         upstream, h, dh = (None if t is None else t[rows] for t in (dloss, entropy, dentropy))
-        _rows(logits, v, target[rows], weight, options, loss[rows], upstream, gradient, h, dh)
+        _rows(logits, v, target[rows], weight, options, loss[rows], upstream, chunk if gradient else None, h, dh)
         if dx is not None:
-            torch.mm(logits, lm_head, out=dx[rows])
+            torch.mm(chunk, lm_head, out=dx[rows])
         if needs_dw:
-            dw = _accumulate(dw, logits, x_rows if headroom is None else x_rows * headroom, rounded)
+            dw = _accumulate(dw, chunk, x_rows if headroom is None else x_rows * headroom, rounded)
         if db is not None:
-            db += logits[:, :v].sum(0, dtype=torch.float32)
+            db += chunk[:, :v].sum(0, dtype=torch.float32)
     return dx, None if dw is None else dw[:v], db
 
 
@@ -155,13 +162,13 @@ def _accumulate(dw, dlogits, x, rounded: bool):
     return product if dw is None else dw.add_(product)
 
 
-def _rows(logits, v, target, weight, options, loss, dloss, gradient, entropy, dentropy):
-    """Fill ``loss`` of one chunk, over its first ``v`` columns; with ``gradient`` overwrite the chunk by dl."""
+def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, dentropy):
+    """Fill ``loss`` of one chunk, over its first ``v`` columns, and ``dlogits``, which may be the chunk itself or None."""
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
         launch_rows(
             logits, target, weight, *options, classes=v, loss=loss, stats=stats, dloss=dloss,
-            dlogits=logits if gradient else None, entropy=entropy, dentropy=dentropy,
+            dlogits=dlogits, entropy=entropy, dentropy=dentropy,
         )  # fmt: skip
         return
     ignore_index, smoothing, softcap, scale = options
@@ -180,11 +187,11 @@ def _rows(logits, v, target, weight, options, loss, dloss, gradient, entropy, de
         over_classes = (top + total.log()) * w_sum - (z.sum(1) if w is None else z @ w)  # Σ_c w_c (lse − z_c)
         row_loss = (1 - smoothing) * row_loss + smoothing / v * over_classes
     loss.copy_(torch.where(counts, row_loss, 0))
-    if not gradient:
+    if dlogits is None:
         return
     q_target = (1 - smoothing) * w_target
     q_sum = q_target + smoothing / v * w_sum if smoothing else q_target  # without smoothing w_sum may be inf: not 0 · inf
-    dz = z.sub_(top[:, None]).exp_().mul_((q_sum / total)[:, None])
+    dz = (z - top[:, None]).exp_().mul_((q_sum / total)[:, None])
     dz.scatter_add_(1, index[:, None], -q_target[:, None])
     if smoothing:
         dz -= smoothing / v * (1.0 if w is None else w)
@@ -192,4 +199,4 @@ def _rows(logits, v, target, weight, options, loss, dloss, gradient, entropy, de
         dz *= 1 - ratio * ratio
     factor = counts * scale if dloss is None else counts * dloss * scale
     # where, not a product: an ignored row has no gradient even if its probabilities are NaN.
-    logits.copy_(torch.where(counts[:, None], dz.mul_(factor[:, None]), 0))
+    dlogits.copy_(torch.where(counts[:, None], dz.mul_(factor[:, None]), 0))

@@ -295,7 +295,7 @@ def test_linear_cross_entropy_in_chunks_is_as_accurate(chunks, dtype):
 
     def fused(x, weight, target):
         needs = [True, True, False]
-        return linear_cross_entropy(x, weight, None, target, None, "mean", -100, 0.0, 0.0, 1.0, needs)[0]
+        return linear_cross_entropy(x, weight, None, target, None, "mean", -100, 0.0, 0.0, 1.0, needs, False)[0]
 
     def eager(x, weight, target):
         return F.cross_entropy((x @ weight.t()).float() if x.dtype != torch.float64 else x @ weight.t(), target)

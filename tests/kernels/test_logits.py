@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.logits.logit_plan import logit_rows_plan
 from fx_fusion.kernels.logits.logit_rows import launch_rows
@@ -125,7 +126,7 @@ def test_float16_and_large_weights_of_classes_or_scales(weights, scale, smoothin
     for dtype in (torch.float16, torch.float64):
         a, b = (p.half().to(dtype).requires_grad_() for p in (x, w))
         if dtype == torch.float16:
-            loss = linear_cross_entropy(a, b, None, t, of_classes, reduction, -100, smoothing, 0.0, scale, [True, True, False])[0]
+            loss = linear_cross_entropy(a, b, None, t, of_classes, reduction, -100, smoothing, 0.0, scale, [True, True, False], False)[0]
         else:
             logits = torch.nn.functional.linear(a, b).half().double() * scale
             loss = F.cross_entropy(logits, t, None if of_classes is None else of_classes.double(), reduction=reduction, label_smoothing=smoothing)
@@ -134,3 +135,26 @@ def test_float16_and_large_weights_of_classes_or_scales(weights, scale, smoothin
         assert ours.isfinite().all() == exact.half().isfinite().all()
         keep = exact.half().isfinite()
         assert ((ours.double() - exact).abs()[keep] <= 4e-3 * exact.abs().max().clamp(max=65504) + 1e-7).all()
+
+
+@pytest.mark.parametrize("v", [40, 37])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_logits_are_handed_out_beside_the_loss(v, reduction, trained, device, monkeypatch):
+    """In chunks, with rows that need padding, and not overwritten by their gradient."""
+    monkeypatch.setattr(logit_chunks, "_CHUNK_BYTES", {"cuda": (8 * v * 2,) * 2, "cpu": (8 * v * 2,) * 2})
+    monkeypatch.setattr(logit_chunks, "_ROW_MULTIPLE", 8)
+    torch.manual_seed(0)
+    x, w = torch.randn(30, 16, device=device).bfloat16(), torch.randn(v, 16, device=device).bfloat16()
+    t = torch.randint(0, v, (30,), device=device)
+    t[::3] = -100
+    needs = [trained, trained, False]
+    loss, *_, logits = linear_cross_entropy(x, w, None, t, None, reduction, -100, 0.0, 0.0, 1.0, needs, True)
+    expected = F.linear(x, w)
+    assert logits.is_contiguous()
+    assert not logits.requires_grad
+    torch.testing.assert_close(logits, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), t, reduction=reduction), rtol=1e-5, atol=1e-5)
+    without = linear_cross_entropy(x, w, None, t, None, reduction, -100, 0.0, 0.0, 1.0, needs, False)
+    for ours, theirs in zip((loss, *_), without[:5], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.kernel
 SECOND = {
     "rms_norm": lambda x, t: rms_norm(x, x[0].detach(), 1e-6, 0.0, False),
     "cross_entropy": lambda x, t: cross_entropy(x, t, None, -100, 0.0, 0.0, 1.0),
-    "head_mean": lambda x, t: linear_cross_entropy(x, x.detach()[:4], None, t, None, "mean", -100, 0.0, 0.0, 1.0, [True, False, False])[0],
-    "head_none": lambda x, t: linear_cross_entropy(x, x.detach()[:4], None, t, None, "none", -100, 0.0, 0.0, 1.0, [True, False, False])[0],
+    "head_mean": lambda x, t: linear_cross_entropy(x, x.detach()[:4], None, t, None, "mean", -100, 0.0, 0.0, 1.0, [True, False, False], False)[0],
+    "head_none": lambda x, t: linear_cross_entropy(x, x.detach()[:4], None, t, None, "none", -100, 0.0, 0.0, 1.0, [True, False, False], False)[0],
     "embedding": lambda x, t: embedding.embedding(t, x, -1),
     "rope": lambda x, t: rope.rope(x.view(1, 1, 5, 24), None, x.detach().view(1, 1, 5, 24), x.detach().view(1, 1, 5, 24), "rotate_half", "input", False)[0],
 }  # fmt: skip

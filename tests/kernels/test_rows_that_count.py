@@ -45,7 +45,7 @@ def test_ignored_rows_need_no_logits(kind, options, reduction, rows_of_chunks, d
     exact = [None if t is None else t.double().to(device).requires_grad_() for t in (x, w, bias)]
     weight, target = None if weight is None else weight.to(device), target.to(device)
     needs = [True, True, with_all]
-    loss = linear_cross_entropy(*given, target, weight, reduction, -100, smoothing, 0.0, 1.0, needs)[0]
+    loss = linear_cross_entropy(*given, target, weight, reduction, -100, smoothing, 0.0, 1.0, needs, False)[0]
     expected = F.cross_entropy(
         F.linear(*exact), target, None if weight is None else weight.double(), reduction=reduction, label_smoothing=smoothing
     )
@@ -65,7 +65,7 @@ def test_few_ignored_rows_stay(ignored, rows_of_chunks, device):
     x, w = (torch.randn(n, H, device=device, requires_grad=True) for n in (M, V))
     target = torch.randint(0, V, (M,), device=device)
     target[:ignored] = -100
-    linear_cross_entropy(x, w, None, target, None, "mean", -100, 0.0, 0.0, 1.0, [True, True, False])
+    linear_cross_entropy(x, w, None, target, None, "mean", -100, 0.0, 0.0, 1.0, [True, True, False], False)
     assert rows_of_chunks == [M]
 
 
@@ -75,5 +75,5 @@ def test_chunks_of_fewer_rows_are_of_equal_size(rows_of_chunks, monkeypatch):
     monkeypatch.setattr(logit_chunks, "_rows", lambda logits, *rest: (chunks.append(logits.shape[0]), original(logits, *rest)))
     target = torch.randint(0, V, (M,))
     target[65:] = -100
-    linear_cross_entropy(torch.randn(M, H), torch.randn(V, H), None, target, None, "sum", -100, 0.0, 0.0, 1.0, [False] * 3)
+    linear_cross_entropy(torch.randn(M, H), torch.randn(V, H), None, target, None, "sum", -100, 0.0, 0.0, 1.0, [False] * 3, False)
     assert chunks == [24, 24, 17]

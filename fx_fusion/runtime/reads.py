@@ -1,0 +1,65 @@
+"""Who reads the deferred outputs of a graph: nobody, or somebody in call after call.
+
+Outputs that are computed when they are read cost nothing where nobody does, and a second product of the lm_head where
+somebody does. After two calls in a row whose outputs were read, the calls that follow run a version of the graph that
+computes them beside the loss, once; the first call that is not read ends that. Both versions stay, so that a program that
+reads now and then compiles each of them once. (One look at the logits is no habit: it would cost a compilation.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fx_fusion.torch_internals.fakes import FakeTensor
+
+Compiled = Callable[..., Any]
+HABIT = 2  # calls in a row
+
+
+class Call:
+    """One call of a graph."""
+
+    def __init__(self, reads: Reads):
+        self._reads, self.read = reads, False
+
+    def was_read(self) -> None:
+        """Remember that one of its deferred outputs was read."""
+        if not self.read:
+            self.read = True
+            self._reads.calls_read += 1
+
+
+class Reads:
+    """The calls of a graph with deferred outputs, and how many of them were read."""
+
+    def __init__(self) -> None:
+        self.calls = self.calls_read = 0
+        self._in_a_row = 0  # before the last call
+        self._last = Call(self)
+
+    def next_call(self) -> Call:
+        """Returns a new call."""
+        self._in_a_row = self.in_a_row()
+        self._last = Call(self)
+        self.calls += 1
+        return self._last
+
+    def in_a_row(self) -> int:
+        """How many calls in a row were read, up to now."""
+        return self._in_a_row + 1 if self._last.read else 0
+
+
+def follow(deferring: Compiled, reads: Reads, compile_computing: Callable[[], Compiled]) -> Compiled:
+    """Call ``deferring``; while its outputs are read in call after call, what ``compile_computing`` returns, made at first
+    need."""
+    computing: list[Compiled] = []
+
+    def run(*args: Any) -> Any:
+        if reads.in_a_row() < HABIT or any(isinstance(a, FakeTensor) for a in args):
+            return deferring(*args)
+        if not computing:
+            computing.append(compile_computing())
+        return computing[0](*args)
+
+    return run
