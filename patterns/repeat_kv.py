@@ -1,7 +1,8 @@
 """Keys and values repeated for grouped-query attention -> ``enable_gqa=True``: no copy of K and V.
 
 The kernels behind ``enable_gqa`` on a GPU exist for bfloat16 and float16; in float32 the call would fall to the unfused
-path, so there the copy stays.
+path, so there the copy stays. So it does under a mask that is not proved, unless torch's own selection of kernels says that
+a fused one takes both.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph import signatures
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.terms import example, is_tensor, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import attention_calls
-from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.editor import Editor, Mismatch
+from fx_fusion.torch_internals.attention import takes_grouped_heads
 
 
 def attention_with_repeated_kv(query, key, value):
@@ -87,8 +90,21 @@ def chain(view: View, node: fx.Node) -> list[fx.Node]:
 
 
 def emit(editor: Editor, match: Match) -> None:
+    call = signatures.bind("scaled_dot_product_attention", match.root)  # as it is now: causal_mask may have changed it
+    assert call is not None
+    if call["attn_mask"] is not None and on_a_gpu(example(match.root)):
+        query, key, value = (example(match.inputs[name]) for name in ("query", "key", "value"))
+        options = call["dropout_p"], call["is_causal"], call["scale"]
+        dtype = example(match.root).dtype  # under autocast the operands may have another
+        if not takes_grouped_heads(query, key, value, example(call["attn_mask"]), *options, dtype):
+            raise Mismatch("the mask stays, and no fused kernel of this device is known to take grouped heads with it")
     editor.change_call(match.root, key=match.inputs["key"], value=match.inputs["value"], enable_gqa=True)
     editor.erase(match.crossed)
+
+
+def on_a_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels with grouped heads are few. (CPU's takes any mask.)"""
+    return tensor.device.type == "cuda"
 
 
 def guard(query, key, value):

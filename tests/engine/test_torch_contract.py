@@ -20,6 +20,7 @@ from fx_fusion.torch_internals import (
     lowerings,
     nodes,
 )
+from fx_fusion.torch_internals.attention import takes_grouped_heads
 from fx_fusion.torch_internals.fakes import FakeTensor, FakeTensorMode, example_of
 
 
@@ -323,3 +324,18 @@ def test_what_is_done_without_a_name(monkeypatch):
     with pytest.raises(AttributeError):
         inductor.with_key({}, "key", {})
     assert y.name == "sin"
+
+
+def test_torch_says_which_attention_takes_grouped_heads(monkeypatch):
+    query, key = torch.randn(1, 8, 32, 16), torch.randn(1, 2, 32, 16)
+    mask = torch.ones(32, 32, dtype=torch.bool).tril()
+    given = query, key, key, mask, 0.0, False, None, torch.bfloat16
+    assert takes_grouped_heads(*given)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not takes_grouped_heads(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(t) for t in (query, key, key, mask)]
+        takes_grouped_heads(*fakes, *given[4:])  # says something
+    assert not takes_grouped_heads("no tensor", *given[1:])
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    assert not takes_grouped_heads(*given)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fx_fusion.patterns import repeat_kv as pattern
 from tests.helpers import check_rewritten, reasons, rewritten
 
 S = 11
@@ -41,3 +42,28 @@ def test_only_keys_repeated():
     report.assert_fused(repeat_kv=0)
     assert "not repeated alike" in reasons(report, "repeat_kv")
     torch.testing.assert_close(result, function(q, k[:, :1], v))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_under_a_mask_that_stays_only_where_torch_has_a_kernel(takes, monkeypatch):
+    """On a CPU its fused kernel takes both; the graph is told to be a GPU's, and torch's answer is given."""
+    asked = []
+
+    def answer(query, key, value, mask, *rest):
+        asked.append((query.shape[1], key.shape[1], tuple(mask.shape), rest[-1]))
+        return takes
+
+    monkeypatch.setattr(pattern, "takes_grouped_heads", answer)
+    monkeypatch.setattr(pattern, "on_a_gpu", lambda tensor: True)
+
+    def function(q, k, v, bias):
+        k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias) + F.scaled_dot_product_attention(q, k, v)
+
+    few, bias = k[:, :1], torch.randn(1, 3, S, S)
+    result, report = rewritten(function, q, few, few, bias)
+    report.assert_fused(repeat_kv=1 + takes)
+    assert asked == [(3, 1, (1, 3, S, S), torch.float32)]
+    if not takes:
+        assert "the mask stays" in reasons(report, "repeat_kv")
+    torch.testing.assert_close(result, function(q, few, few, bias), rtol=1e-5, atol=1e-5)
