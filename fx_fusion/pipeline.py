@@ -53,6 +53,7 @@ class Candidate:
         status: ``legal`` until it is decided, then that of its site; empty where nothing is said of it.
         reason: why it is not fused.
         refused: whether it was decided before it had the nodes: another candidate may still take them.
+        unread: whether no finder or pattern came near, and the fusion says so itself.
     """
 
     fusion: Fusion
@@ -62,6 +63,7 @@ class Candidate:
     status: str = ""
     reason: str = ""
     refused: bool = False
+    unread: bool = False
 
     @property
     def nodes(self) -> frozenset[fx.Node]:
@@ -101,6 +103,8 @@ def rewrite(search: Search, options: Options, editor: Editor, fuel: Fuel, graph:
 def find(search: Search) -> Iterator[Candidate]:
     """Candidates of all fusions, in the order in which fusions are tried."""
     for fusion in registry.all_fusions():
+        for miss in () if fusion.unread is None else fusion.unread(search.view):
+            yield Candidate(fusion, miss.root, status="near", reason=_near(miss), unread=True)
         if fusion.find is None:
             yield from _by_pattern(fusion, search.view)
             continue
@@ -257,7 +261,10 @@ def sites(
             taken.update(candidate.nodes)
             yield candidate.site(graph)
     said: set[tuple[Fusion, fx.Node]] = set()
+    candidates = sorted(candidates, key=lambda c: c.unread)
     for candidate in candidates:
+        if candidate.unread and candidate.root in {*taken, *(root for _, root in said)}:
+            continue
         about = candidate.fusion, candidate.root
         spoken_for = candidate.root in taken and candidate.fusion.find is None
         if candidate.status == "near" and about not in said and not spoken_for:

@@ -10,26 +10,29 @@ written-out form: where it hides a whole row, that form and the fused kernels di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in, keeps_values
 from fx_fusion.graph.effects import entered
+from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.terms import example, is_tensor, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
+from fx_fusion.patterns.sites.products import NAMES as PRODUCTS
+from fx_fusion.patterns.sites.products import Product, permuted, product_of, rows_of_keys
 from fx_fusion.rewrite.editor import Editor, Mismatch
-
-_PRODUCTS = ("matmul", "bmm")
 
 
 def masked_softmax_attention(q, k, v):
@@ -44,12 +47,14 @@ class _Scores:
     """What lies between the first product and the softmax."""
 
     q: Any = None
-    keys: Any = None
+    keys: Any = None  # (.., d, keys) but for ``product.right_order``
+    product: Product | None = None
     scale: float = 1.0
     proofs: list[MaskProof] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
     nodes: set[fx.Node] = field(default_factory=set)
     dropout: float = 0.0
+    values: Product | None = None  # of probabilities and values
 
 
 def find(search: Search) -> Iterator[Match | NearMiss]:
@@ -64,6 +69,20 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             yield _read(view, node, bound, scores)
         except NotThis as why:
             yield NearMiss("attention", node, why.node if isinstance(why.node, fx.Node) else node, str(why))
+
+
+def unread(view: View) -> Iterator[NearMiss]:
+    """A softmax of scores in other words."""
+    for node in view.graph.nodes:
+        term = view.term(node)
+        if term.op != "div" or not all(map(is_tensor, term.operands)):
+            continue
+        power, total = inner_term(view, term.operands[0], "exp"), inner_term(view, term.operands[1], "sum")
+        if power is None or total is None or not view.same_source(total.operands[0], term.operands[0]):
+            continue
+        if is_tensor(power.operands[0]) and _has_product(view, power.operands[0]):
+            reason = "exp(x) / sum(exp(x)) overflows where softmax(x) does not; write softmax"
+            yield NearMiss("attention", node, node, reason)
 
 
 def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: _Scores) -> Match:
@@ -88,37 +107,45 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: _Score
         rounded.add(user)
         seen.append(example(user).dtype)
         probabilities = user
-    p, v = _factors(view, user)
-    if p is not probabilities or not is_tensor(v):
+    values = product_of(view, user)
+    if values is None or values.left is not probabilities or values.left_order is not None or values.added is not None:
         raise NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
+    v = values.right
+    if values.alpha != 1:
+        raise NotThis(user, f"{user.name} scales its result by {values.alpha}")
     if any(dtype not in (seen[0], example(v).dtype) for dtype in seen):
         raise NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
     if (write := view.effects.written_after(view.order[user], [user])) is not None:
         raise NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
-    q, keys = scores.q, scores.keys
+    q, keys, first = scores.q, scores.keys, scores.product
+    assert first is not None
     rank = example(q).dim()
     if rank not in (3, 4) or example(keys).dim() != rank or example(v).dim() != rank:
         raise NotThis(user, "expected queries, keys and values of one rank, 3 or 4")
-    heads = [example(t).shape[:-2] for t in (q, keys, v)]
-    if not all(same_sizes(heads[0], other) for other in heads[1:]):
+    orders = first.left_order, first.right_order, values.right_order
+    heads = [
+        [example(t).shape[d] for d in (order or range(rank))[:-2]] for t, order in zip((q, keys, v), orders, strict=True)
+    ]  # fmt: skip
+    if not all(_broadcasts(other, heads[0]) for other in heads[1:]):
         raise NotThis(user, "batch and heads of queries, keys and values differ")
-    scores.dropout, inputs, others = dropout, {"q": q, "v": v}, {f"bias_{i}": b for i, b in enumerate(scores.biases)}
-    if view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
+    scores.dropout, scores.values = dropout, values
+    # Inputs lie as the kernel takes them; what has its dims in another order, or one head for all, does not.
+    as_they_are = [order is None and same_sizes(heads[0], own) for order, own in zip(orders, heads, strict=True)]
+    inputs: dict[str, fx.Node] = {}
+    others = {f"bias_{i}": b for i, b in enumerate(scores.biases)}
+    for name, node, as_it_is in (("q", q, as_they_are[0]), ("v", v, as_they_are[2])):
+        (inputs if as_it_is else others)[name if as_it_is else f"{name}_otherwise"] = node
+    if as_they_are[1] and view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
         inputs["k"] = view.term(keys).operands[0]
     else:
         others["keys"] = keys
-        if example(keys).dtype != example(q).dtype:
-            raise NotThis(keys, f"queries are {example(q).dtype}, keys {example(keys).dtype}; attention takes one dtype")
+    dtypes = [example(t).dtype for t in (q, keys, v)]
+    if len(inputs) < 3 and len(set(dtypes)) > 1:  # the guard sees those that lie as a kernel takes them
+        raise NotThis(keys, f"q, k and v are {', '.join(map(str, dtypes))}; attention takes one dtype")
     everything = frozenset((*nodes, user))
     return Match(
         "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores
     )  # fmt: skip
-
-
-def _factors(view: View, node: fx.Node) -> tuple[Any, Any]:
-    """The two operands of a matrix product; ``(None, None)`` of anything else."""
-    bound = view.arguments_of(node, *_PRODUCTS)
-    return (None, None) if bound is None else (bound["input"], bound["other" if "other" in bound else "mat2"])
 
 
 def _read_scores(search: Search, node: Any, scores: _Scores) -> None:
@@ -128,8 +155,16 @@ def _read_scores(search: Search, node: Any, scores: _Scores) -> None:
         if not isinstance(node, fx.Node) or not is_tensor(node):
             raise NotThis(node, "not a softmax of scores")
         scores.nodes.add(node)
-        scores.q, scores.keys = _factors(view, node)
-        if is_tensor(scores.q) and is_tensor(scores.keys):
+        product = product_of(view, node)
+        if product is not None:
+            if product.out_order is not None:
+                raise NotThis(node, f"{node.name} has queries and keys in other than its last two dims")
+            if product.alpha <= 0:
+                raise NotThis(node, f"{node.name} scales the scores by {product.alpha}")
+            scores.q, scores.keys, scores.product = product.left, product.right, product
+            if product.added is not None:
+                _add_bias(search, node, product.added, scores)
+            scores.scale *= product.alpha
             return
         below, name = view.transparent(node), view.name(node)
         if below is not None:
@@ -138,6 +173,8 @@ def _read_scores(search: Search, node: Any, scores: _Scores) -> None:
             node = below
         elif name in ("mul", "div"):
             node = _scaled(view, node, name, scores)
+        elif name == "sub":
+            node = _without_maximum(view, node, scores)
         elif name == "add":
             node = _with_mask(search, node, scores)
         elif name == "masked_fill":
@@ -153,15 +190,20 @@ def _read_scores(search: Search, node: Any, scores: _Scores) -> None:
             raise NotThis(node, f"{name or node.name} is between the product and the softmax")
 
 
+def _broadcasts(sizes: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether batch and heads are those of the queries, or 1."""
+    return all(statically_known_true(a == b) or statically_known_true(a == 1) for a, b in zip(sizes, wanted, strict=True))
+
+
 def _has_product(view: View, node: fx.Node, depth: int = 8) -> bool:
     """Whether a matrix product is within a few steps: what tells attention from any other softmax."""
-    if view.name(node) in _PRODUCTS:
+    if view.name(node) in PRODUCTS:
         return True
     return depth > 0 and any(is_tensor(n) and _has_product(view, n, depth - 1) for n in node.all_input_nodes)
 
 
 def _scaled(view: View, node: fx.Node, name: str, scores: _Scores) -> fx.Node:
-    a, b = binary(view, node)
+    a, b = (_number(view, operand) for operand in binary(view, node))
     tensor, number = (a, b) if is_tensor(a) else (b, a)
     if not isinstance(number, (int, float)) or not is_tensor(tensor) or (name == "div" and number is a) or not number > 0:
         raise NotThis(node, f"{node.name} scales the scores by something that is not a positive constant")
@@ -179,20 +221,64 @@ def _with_mask(search: Search, node: fx.Node, scores: _Scores) -> fx.Node:
     for inside, mask in ((a, b), (b, a)):
         if _has_product(view, mask) or not _has_product(view, inside):
             continue
-        if not example(mask).dtype.is_floating_point:
-            raise NotThis(node, f"{node.name} adds {example(mask).dtype} numbers to the scores")
-        proof = search.masks.prove(mask)
-        if proof.kind in ("causal", "none"):
-            scores.proofs.append(proof)
-        elif not example(mask).requires_grad:
-            # A row that is hidden entirely is uniform in eager (or NaN); a fused kernel makes something else of it.
-            raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
-        elif scores.scale != 1 or example(mask).dim() < 2:
-            raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
-        else:
-            scores.biases.append(mask)
+        _add_bias(search, node, mask, scores)
         return inside
     raise NotThis(node, f"{node.name} combines scores in another way than by an additive mask")
+
+
+def _add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: _Scores) -> None:
+    """What ``node`` adds to the scores: a mask that is proved, or a learned bias."""
+    if not is_tensor(mask) or not example(mask).dtype.is_floating_point:
+        raise NotThis(node, f"{node.name} adds {example(mask).dtype if is_tensor(mask) else mask} numbers to the scores")
+    proof = search.masks.prove(mask)
+    if proof.kind in ("causal", "none"):
+        scores.proofs.append(proof)
+    elif not example(mask).requires_grad:
+        # A row that is hidden entirely is uniform in eager (or NaN); a fused kernel makes something else of it.
+        raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
+    elif scores.scale != 1 or example(mask).dim() < 2:
+        raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
+    else:
+        scores.biases.append(mask)
+
+
+def _without_maximum(view: View, node: fx.Node, scores: _Scores) -> fx.Node:
+    """Below ``scores - max(scores)``, which a softmax is the same without."""
+    term = view.term(node)
+    inside, largest = term.operands if term.op == "sub" and len(term.operands) == 2 else (None, None)
+    found = _maximum(view, largest) if is_tensor(inside) else None
+    if found is None or found[0] is not inside:
+        raise NotThis(node, f"{node.name} is between the product and the softmax")
+    scores.nodes.update(found[1])
+    return inside  # type: ignore[return-value]
+
+
+def _maximum(view: View, node: Any) -> tuple[fx.Node, list[fx.Node]] | None:
+    """What a node is the maximum of, over keys, and the nodes that make it."""
+    nodes = [node]
+    if isinstance(node, fx.Node) and (node.target, node.args[1:]) in ((operator.getitem, (0,)), (getattr, ("values",))):
+        node = node.args[0]  # torch.max gives where it is, too
+    bound = view.arguments_of(node, "amax", "max")
+    if bound is None or not is_tensor(bound["input"]) or not bound["keepdim"]:
+        return None
+    dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
+    over_keys = tuple(dims) in ((-1,), (example(bound["input"]).dim() - 1,))
+    return (bound["input"], list(dict.fromkeys([*nodes, node]))) if over_keys else None
+
+
+def _number(view: View, item: Any) -> Any:
+    """A number that the graph makes a tensor of, ``torch.tensor(64.0).sqrt()``, as it is; anything else unchanged."""
+    if not is_tensor(item) or example(item).dim() != 0 or not example(item).dtype.is_floating_point:
+        return item
+    if item.target is torch.tensor and item.args and isinstance(item.args[0], (int, float)):
+        return torch.tensor(item.args[0], dtype=example(item).dtype).item()
+    if (full := view.arguments_of(item, "full")) is not None and isinstance(view.folded(full["fill_value"]), (int, float)):
+        return torch.tensor(view.folded(full["fill_value"]), dtype=example(item).dtype).item()
+    below = view.arguments_of(item, "sqrt", "rsqrt")
+    number = None if below is None else _number(view, below["input"])
+    if not isinstance(number, (int, float)):
+        return item
+    return getattr(torch, str(view.name(item)))(torch.tensor(number, dtype=example(item).dtype)).item()
 
 
 def _fill(search: Search, node: fx.Node, mask: Any, hides: bool, fill: Any, scores: _Scores) -> None:
@@ -217,9 +303,13 @@ def emit(editor: Editor, match: Match) -> None:
     root, scores = match.root, match.reading
     causal = any(proof.kind == "causal" for proof in scores.proofs)
     with editor.graph.inserting_before(root):
-        q, v = editor.now(match.inputs["q"]), editor.now(match.inputs["v"])
-        transposed = match.inputs.get("k")
-        k = editor.method("transpose", (scores.keys, -1, -2), like=root) if transposed is None else editor.now(transposed)
+        q = permuted(editor, scores.q, scores.product.left_order, root)
+        v = permuted(editor, scores.values.right, scores.values.right_order, root)
+        if "k" in match.inputs:
+            k = editor.now(match.inputs["k"])
+        else:
+            k = permuted(editor, scores.keys, rows_of_keys(scores.product), root)
+        k, v = (_for_all_heads(editor, t, q, root) for t in (k, v))
         bias = None
         for added in scores.biases:
             bias = added if bias is None else editor.call(torch.add, (bias, added), like=root)
@@ -238,13 +328,22 @@ def emit(editor: Editor, match: Match) -> None:
         )  # fmt: skip
         if three:
             call = editor.method("squeeze", (call, 0), like=root)
+        call = permuted(editor, call, scores.values.out_order, root)
         if example(call).stride() != example(root).stride():
-            call = editor.method("contiguous", (call,), like=root)
+            call = editor.restride(call, example(root), like=root)
         editor.check([root], [call])
     for proof in scores.proofs:
         editor.assume(proof.assumes)
     editor.replace(root, call)
     editor.erase([*match.nodes, *(node for proof in scores.proofs for node in proof.nodes)])
+
+
+def _for_all_heads(editor: Editor, node: Any, q: Any, like: fx.Node) -> Any:
+    """Keys or values with the batch and the heads of the queries."""
+    wanted = example(q).shape[:-2]
+    if same_sizes(example(node).shape[:-2], wanted):
+        return node
+    return editor.method("expand", (node, *wanted, -1, -1), like=like)
 
 
 def _with_causal(editor: Editor, bias: fx.Node, q: fx.Node, k: fx.Node, root: fx.Node) -> fx.Node:
@@ -260,8 +359,8 @@ def guard(q, k, v):
     dtypes = [t.dtype for t in (q, k, v) if t is not None]
     if len(set(dtypes)) > 1:
         return f"q, k and v are {', '.join(map(str, dtypes))}; attention takes one dtype"
-    if q.dtype.itemsize > 4:
-        return f"q is {q.dtype}; the fused kernels take float32, bfloat16 and float16"
+    if dtypes and dtypes[0].itemsize > 4:
+        return f"q is {dtypes[0]}; the fused kernels take float32, bfloat16 and float16"
     return None
 
 
@@ -270,6 +369,7 @@ FUSION = Fusion(
     pattern=masked_softmax_attention,
     inputs={"q": "b? h s d", "k": "b? h t=s d", "v": "b? h t=s e=d"},
     find=find,
+    unread=unread,
     emit=emit,
     guard=guard,
     on_cpu=True,

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import expected, too_small
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.patterns.sites.rows import rows_of, shaped_as
@@ -50,6 +52,32 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             statics=statics,
             reading=site,
         )
+
+
+def unread(view: View) -> Iterator[NearMiss]:
+    """Losses in other words."""
+    known = {node for site in find_losses(view) for node in site.nodes}
+    for node in view.graph.nodes:
+        name = view.name(node)
+        if node in known or name not in ("cross_entropy", "nll_loss", "kl_div", "log"):
+            continue
+        bound = view.arguments(node)
+        if bound is None or not is_tensor(bound["input"]):
+            reason = f"{name} is called in an unusual way"
+        elif name == "log":
+            if inner_term(view, bound["input"], "softmax") is None:
+                continue
+            reason = "log(softmax(x)) is -inf where log_softmax(x) is not; write log_softmax"
+        elif name == "kl_div":
+            reason = "the divergence of two distributions has no kernel"
+        elif is_tensor(bound["target"]) and example(bound["target"]).is_floating_point():
+            reason = "targets that are probabilities have no kernel; those of one_hot(...) are read as classes"
+        elif name == "nll_loss":
+            reason = f"{bound['input'].name} is no log_softmax over the last dim"
+        else:
+            sizes = tuple(example(bound["input"]).shape)
+            reason = f"logits of shape {sizes} are read as (rows, classes), or (batch, length, classes) transposed"
+        yield NearMiss("cross_entropy", node, node, reason)
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -118,6 +146,7 @@ FUSION = Fusion(
     ),
     kernel=cross_entropy,
     find=find,
+    unread=unread,
     emit=emit,
     guard=guard,
     why_keep=why_keep,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
@@ -17,7 +18,10 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import trained
 from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.embedding import embedding
+from fx_fusion.patterns.sites.log_probs import one_hot_of
+from fx_fusion.patterns.sites.products import Product, product_of
 from fx_fusion.rewrite.editor import Editor
 
 NO_PADDING = -1
@@ -30,6 +34,9 @@ def torch_embedding(ids, weight, padding_idx):
 def find(search: Search) -> Iterator[Match | NearMiss]:
     view = search.view
     for node in view.graph.nodes:
+        if (indexed := _indexed(view, node)) is not None:
+            yield indexed
+            continue
         bound = view.arguments_of(node, "embedding")
         if bound is None or not is_tensor(bound["weight"]) or not is_tensor(bound["input"]):
             continue
@@ -48,9 +55,51 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         yield Match("embedding", (node,), frozenset([node]), inputs, statics)
 
 
+def _indexed(view: View, node: fx.Node) -> Match | None:
+    """``weight[ids]``, ``index_select(weight, 0, ids)`` and ``one_hot(ids) @ weight``, rows of a parameter."""
+    if (product := product_of(view, node)) is not None:
+        return _one_hot(view, node, product)
+    bound = view.arguments_of(node, "getitem", "index_select")
+    if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
+        return None
+    weight, ids = bound["input"], bound["index"]
+    if not _is_table(weight) or bound.get("dim", 0) != 0 or example(ids).dtype not in (torch.int64, torch.int32):
+        return None
+    statics, counts = {"padding_idx": NO_PADDING}, view.name(node) == "getitem"
+    return Match(
+        "embedding", (node,), frozenset([node]), {"ids": ids, "weight": weight}, statics, reading=counts
+    )  # fmt: skip
+
+
+def _one_hot(view: View, node: fx.Node, product: Product) -> Match | None:
+    hot, weight = one_hot_of(view, product.left), product.right
+    plain = (product.left_order, product.right_order, product.added, product.alpha) == (None, None, None, 1)
+    if hot is None or not plain or not _is_table(weight) or example(node).dtype != example(weight).dtype:
+        return None
+    nodes = frozenset((node, *hot[1]))
+    return Match("embedding", (node,), nodes, {"ids": hot[0], "weight": weight}, {"padding_idx": NO_PADDING})
+
+
+def _is_table(weight: fx.Node) -> bool:
+    return example(weight).dim() == 2 and weight.op in ("placeholder", "get_attr") and example(weight).is_leaf
+
+
+def unread(view: View) -> Iterator[NearMiss]:
+    """Rows of a table in other words."""
+    for node in view.graph.nodes:
+        if view.name(node) == "embedding_bag":
+            yield NearMiss("embedding", node, node, "sums of rows (embedding_bag) have no kernel")
+        product = product_of(view, node)
+        if product is not None and one_hot_of(view, product.left) is not None:
+            yield NearMiss("embedding", node, product.left, "one_hot(ids) @ table multiplies by zeros; write F.embedding")
+
+
 def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(match.root):
         ids, weight = match.inputs["ids"], match.inputs["weight"]
+        if match.reading:  # an index below 0 counts from the end
+            behind = editor.call(torch.add, (ids, example(weight).shape[0]), like=match.root)
+            ids = editor.call(torch.where, (editor.call(torch.lt, (ids, 0), like=match.root), behind, ids), like=match.root)
         call = editor.call(embedding, (ids, weight, match.statics["padding_idx"]), like=match.root)
         editor.check([match.root], [call])
     editor.replace(match.root, call)
@@ -77,6 +126,7 @@ FUSION = Fusion(
     integers={"ids": "v"},
     variants=({"padding_idx": NO_PADDING}, {"padding_idx": 3}),
     find=find,
+    unread=unread,
     emit=emit,
     guard=guard,
     why_keep=why_keep,

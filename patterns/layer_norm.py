@@ -1,11 +1,17 @@
 """LayerNorm, called or written out -> kernels/layer_norm.py."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import mixed_on_cpu, wrong_dtype
+from fx_fusion.fusion.match import NearMiss
+from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.layer_norm import layer_norm
 
 # round_first: the normalised value is cast to x's dtype before the weight (DeBERTa); otherwise one cast at the end.
@@ -60,6 +66,20 @@ def variance(x, weight, bias, eps, round_first):
     return affine(centred(x) * rstd, x, weight, bias, round_first)
 
 
+def unread(view: View) -> Iterator[NearMiss]:
+    """Norms over several dims, and by another deviation."""
+    for node in view.graph.nodes:
+        bound = view.arguments_of(node, "layer_norm")
+        if bound is not None and isinstance(bound["normalized_shape"], (tuple, list)) and len(bound["normalized_shape"]) > 1:
+            dims = len(bound["normalized_shape"])
+            yield NearMiss("layer_norm", node, node, f"it is over the last {dims} dims; the kernel is over one")
+        term = view.term(node)
+        total = inner_term(view, term.operands[1], "add") if term.op == "div" and is_tensor(term.operands[1]) else None
+        if total is not None and any(view.name(o) == "std" for o in total.operands if is_tensor(o)):
+            reason = "eps is added to the deviation: LayerNorm adds it to the variance, under the root; write F.layer_norm"
+            yield NearMiss("layer_norm", node, term.operands[1], reason)
+
+
 def guard(x, weight, bias, eps, round_first):
     return wrong_dtype(x=x, weight=weight, bias=bias) or mixed_on_cpu(x, weight, bias)
 
@@ -74,6 +94,7 @@ FUSION = Fusion(
     spellings=(in_float32, mean_of_squares, variance),
     inputs={"x": "... n", "weight": "n", "bias": "n", "eps": 1e-5},
     variants=VARIANTS,
+    unread=unread,
     kernel=layer_norm,
     guard=guard,
     why_keep=why_keep,

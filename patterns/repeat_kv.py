@@ -69,6 +69,8 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
         if bound and isinstance(bound["repeats"], int) and bound["dim"] in (1, -3):
             return bound["input"], bound["repeats"]
         return None
+    if name in ("repeat", "expand"):
+        return _of_one_head(node)
     if name not in ("reshape", "view", "flatten"):
         return None
     expanded = node.args[0]
@@ -81,10 +83,31 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     return (inner.operands[0], n) if same_sizes((b, h * n, s, d), shape) else None
 
 
+def unread(view: View) -> Iterator[NearMiss]:
+    """Heads that are picked one by one."""
+    for node, bound in attention_calls(view):
+        picked = view.arguments_of(bound["key"], "getitem", "index_select")
+        index = None if picked is None else picked["index"]
+        chosen = index if isinstance(index, tuple) else (index,)
+        if any(is_tensor(i) for i in chosen):
+            reason = f"{bound['key'].name} picks heads by a tensor of indices; use repeat_interleave, or enable_gqa=True"
+            yield NearMiss("repeat_kv", node, bound["key"], reason)
+
+
+def _of_one_head(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """One head of keys for all (multi-query attention), ``x.expand(-1, n, -1, -1)`` or ``x.repeat(1, n, 1, 1)``."""
+    x = node.args[0]
+    if not is_tensor(x) or example(x).dim() != 4:
+        return None
+    (b, h, s, d), (c, n, t, e) = example(x).shape, example(node).shape
+    one = statically_known_true(h == 1) and isinstance(n, int) and same_sizes((b, s, d), (c, t, e))
+    return (x, n) if one else None
+
+
 def chain(view: View, node: fx.Node) -> list[fx.Node]:
     """The nodes that repeat, from the repeated tensor down to (not including) the one with few heads."""
     chain = [node]
-    while view.name(chain[-1]) in ("reshape", "view", "flatten", "expand"):
+    while view.name(chain[-1]) in ("reshape", "view", "flatten", "expand", "repeat"):
         chain.append(chain[-1].args[0])
     return chain
 
@@ -122,6 +145,7 @@ FUSION = Fusion(
     pattern=attention_with_repeated_kv,
     inputs={"query": "b h s d", "key": "b g t=s d", "value": "b g t=s e=d"},
     find=find,
+    unread=unread,
     emit=emit,
     guard=guard,
     before=("dense_mask",),

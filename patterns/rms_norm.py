@@ -1,11 +1,17 @@
 """``x / rms(x) * weight`` in every cast order of the model zoo -> kernels/rms_norm.py."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.match import NearMiss
+from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.rms_norm import rms_norm
 
 # round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
@@ -56,6 +62,23 @@ def torch_rms_norm(x, weight, eps, offset, round_first):
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def unread(view: View) -> Iterator[NearMiss]:
+    """Divisions by the length of rows that are no RMSNorm."""
+    for node in view.graph.nodes:
+        if view.name(node) == "normalize":
+            reason = "F.normalize divides by max(length, eps): RMSNorm adds eps under the root; write F.rms_norm"
+            yield NearMiss("rms_norm", node, node, reason)
+        quotient = view.arguments_of(node, "div")
+        divisor = None if quotient is None else quotient["other"]
+        if is_tensor(divisor) and (total := inner_term(view, divisor, "add")) is not None:
+            below = next((o for o in total.operands if is_tensor(o)), None)
+            scaled = None if below is None else inner_term(view, below, "div") or inner_term(view, below, "mul")
+            norm = below if scaled is None else scaled.operands[0]
+            if is_tensor(norm) and inner_term(view, norm, "vector_norm") is not None:
+                reason = "eps is added outside of the root: RMSNorm adds it under the root; write F.rms_norm"
+                yield NearMiss("rms_norm", node, divisor, reason)
+
+
 def guard(x, weight, eps, offset, round_first):
     return wrong_dtype(x=x, weight=weight)
 
@@ -70,6 +93,7 @@ FUSION = Fusion(
     spellings=(torch_rms_norm, weight_first, weight_into_rstd),
     inputs={"x": "... n", "weight": "n", "eps": 1e-6},
     variants=CAST_ORDERS,
+    unread=unread,
     kernel=rms_norm,
     guard=guard,
     why_keep=why_keep,

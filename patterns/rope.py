@@ -6,16 +6,17 @@ Partial rotary embedding needs nothing: the slice of q that is rotated is the in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
-from fx_fusion.fusion.match import Match
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small, trained
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.rope import rope
 from fx_fusion.rewrite.editor import Editor
@@ -37,16 +38,35 @@ def rotated(q, cos, sin, style, out, upcast):
 
 
 def rotated_by_halves(q, cos, sin, style, out, upcast):
-    """Each half on its own, put together by ``cat``: cos and sin have half the columns."""
+    """The members of the pairs on their own, put together by ``cat`` or ``stack``: cos and sin have half the columns."""
     x = q.float() if upcast else q
     if style == "rotate_half":
         a, b = x.chunk(2, dim=-1)
-    elif style == "even_odd_to_halves":
+    elif style in ("even_odd_to_halves", "rotate_every_two"):
         a, b = x[..., 0::2], x[..., 1::2]
     else:
         return NotImplemented
-    y = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    members = [a * cos - b * sin, b * cos + a * sin]
+    y = torch.stack(members, dim=-1).flatten(-2) if style == "rotate_every_two" else torch.cat(members, dim=-1)
     return y.to(q.dtype) if out == "input" else y
+
+
+def unread(view: View) -> Iterator[NearMiss]:
+    """Pairs that are multiplied by 2 x 2 matrices (Flux): (.., 2, 2) times (.., 1, 2)."""
+    for node in view.graph.nodes:
+        term = view.term(node)
+        parts = [inner_term(view, o, "mul") for o in term.operands if is_tensor(o)] if term.op == "add" else []
+        if len(parts) != 2 or None in parts:
+            continue
+        factors = [p.operands for p in parts if p is not None and all(map(is_tensor, p.operands))]
+        picked = [[view.arguments_of(f, "getitem") for f in fs] for fs in factors]
+        if len(picked) != 2 or any(bound is None for pair in picked for bound in pair):
+            continue
+        sources = {bound["input"] for pair in picked for bound in pair if bound is not None and is_tensor(bound["input"])}
+        pairs = [s for s in sources if example(s).dim() > 2 and example(s).shape[-2:] == (1, 2)]
+        if len(sources) == 2 and pairs:
+            reason = "pairs are multiplied by matrices of cos and sin; the kernel takes cos and sin themselves"
+            yield NearMiss("rope", node, pairs[0], reason)
 
 
 def guard(q, cos, sin, style, out, upcast):
@@ -141,6 +161,7 @@ FUSION = Fusion(
         for out, upcast in (("input", False), ("promoted", False), ("input", True))
     ),
     guard=guard,
+    unread=unread,
     why_keep=why_keep,
     join=join,
     emit=emit,

@@ -70,6 +70,7 @@ class Fusion:
         find: finds matches that a function can't describe. Called instead of matching ``pattern``.
         read: reads what a traced function can't say off a match (a number of groups), and compares the shapes of its views;
             returns the completed match, or None if it is none.
+        unread: finds what does the same and is not read, near misses: the report has them where no site names their root.
         join: combines two neighbouring matches that share inputs (q and k of RoPE) into one, or returns None.
 
         guard: same parameters, given example values: why the kernel can't take them, or None.
@@ -102,6 +103,7 @@ class Fusion:
     spellings: tuple[Callable[..., Any], ...] = ()
     find: Callable[[Search], Iterable[Match | NearMiss]] | None = None
     read: Callable[[Match], Match | None] | None = None
+    unread: Callable[[View], Iterable[NearMiss]] | None = None
     join: Callable[[View, Match, Match], Match | None] | None = None
 
     guard: Callable[..., Reason] | None = None

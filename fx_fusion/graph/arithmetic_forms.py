@@ -49,6 +49,8 @@ def _div(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     a, b = bound["input"], bound["other"]
     if bound["rounding_mode"] is not None:
         return None
+    if (logistic := _logistic(view, node, a, b)) is not None:
+        return logistic
     root = inner_term(view, b, "sqrt") if is_tensor(b) else None
     if root and isinstance(a, (int, float)) and a == 1:
         return Term("rsqrt", root.operands, (), (node, *root.nodes))
@@ -56,7 +58,8 @@ def _div(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
         return Term("mul", (a, Term("rsqrt", root.operands, (), root.nodes)), (), (node,))
     if is_tensor(a) and (total := inner_term(view, a, "sum")) is not None and isinstance(b, int):
         dims, _ = total.attrs
-        below = example(total.operands[0])
+        summed = total.operands[0]
+        below = example(summed.operands[0] if isinstance(summed, Term) else summed)
         if len(dims) == 1 and statically_known_true(below.shape[dims[0]] == b):
             return Term("mean", total.operands, total.attrs, (node, *total.nodes))
     if is_tensor(a) and isinstance(b, int) and (square := inner_term(view, a, "square")) is not None:
@@ -65,6 +68,22 @@ def _div(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
             inside = Term("square", norm.operands, (), (*square.nodes, *norm.nodes))
             return Term("mean", (inside,), norm.attrs, (node,))
     return Term("div", (a, b), (), (node,))
+
+
+def _logistic(view: Reader, node: fx.Node, a: object, b: object) -> Term | None:
+    """``1 / (1 + exp(-x))`` is sigmoid(x), ``x / (1 + exp(-x))`` is silu(x)."""
+    total = inner_term(view, b, "add") if is_tensor(b) else None
+    if total is None or not any(isinstance(o, (int, float)) and o == 1 for o in total.operands):
+        return None
+    one_first = isinstance(total.operands[0], (int, float))
+    power = inner_term(view, total.operands[1 if one_first else 0], "exp")
+    negative = None if power is None else inner_term(view, power.operands[0], "neg")
+    if power is None or negative is None or not is_tensor(negative.operands[0]):
+        return None
+    nodes = (node, *total.nodes, *power.nodes, *negative.nodes)
+    if isinstance(a, (int, float)) and a == 1:
+        return Term("sigmoid", negative.operands, (), nodes)
+    return Term("silu", (a,), (), nodes) if is_tensor(a) and view.same_source(a, negative.operands[0]) else None
 
 
 @RULES.of("reciprocal")
@@ -80,17 +99,54 @@ def _add(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     name = view.name(node)
     if bound["alpha"] != 1 or name is None:
         return None
+    a, b = bound["input"], bound["other"]
+    if name == "add" and is_tensor(a) and is_tensor(b):
+        squares = _mean_of_squares(view, node, a, b) or _mean_of_squares(view, node, b, a)
+        if squares is not None:
+            return squares
     return Term(name, (bound["input"], bound["other"]), (), (node,))
+
+
+def _mean_of_squares(view: Reader, node: fx.Node, spread: fx.Node, level: fx.Node) -> Term | None:
+    """``var(x) + mean(x)²``, the variance of all that is there (correction 0)."""
+    var, square = inner_term(view, spread, "var"), inner_term(view, level, "square")
+    mean = None if square is None else inner_term(view, square.operands[0], "mean")
+    if var is None or square is None or mean is None or var.attrs[2] != 0 or var.attrs[:2] != mean.attrs:
+        return None
+    if not view.same_source(var.operands[0], mean.operands[0]):
+        return None
+    inside = Term("square", mean.operands, (), (*square.nodes, *mean.nodes))
+    return Term("mean", (inside,), mean.attrs, (node, *var.nodes))
 
 
 @RULES.of("mean", "sum")
 def _reduce(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
-    dims, name, x = bound["dim"], view.name(node), bound["input"]
-    if not is_tensor(x) or example(x).dtype != example(node).dtype or name is None:
+    name = view.name(node)
+    return None if name is None else reduction(name, node, bound)
+
+
+def reduction(name: str, node: fx.Node, bound: Bound) -> Term | None:
+    """The term of a mean or sum over some dims."""
+    dims, x = bound["dim"], bound["input"]
+    if not is_tensor(x) or example(x).dtype != example(node).dtype:
         return None
     rank = example(x).dim()
     dims = tuple(range(-rank, 0)) if dims is None else dims if isinstance(dims, tuple) else (dims,)
     return Term(name, (x,), (tuple(sorted(negative_dim(d, rank) for d in dims)), bool(bound["keepdim"])), (node,))
+
+
+@RULES.of("einsum")
+def _sum_of_squares(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    """``einsum("...d,...d->...", x, x)``."""
+    equation, operands = bound["equation"], bound["operands"]
+    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
+        return None
+    left, _, out = equation.replace(" ", "").partition("->")
+    one, _, other = left.partition(",")
+    plain = one.isalpha() and len(set(one)) == len(one) and one == other and out == one[:-1] and "->" in equation
+    if not plain or not view.same_source(*operands) or example(node).dtype != example(operands[0]).dtype:
+        return None
+    return Term("sum", (Term("square", (operands[0],), (), (node,)),), ((-1,), False), (node,))
 
 
 @RULES.of("linalg_vector_norm", "norm")

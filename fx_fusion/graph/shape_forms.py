@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from fx_fusion.graph import arithmetic_forms, norm_forms
 from fx_fusion.graph.forms import Bound, Rules, inner_term
 from fx_fusion.graph.indices import index_of
 from fx_fusion.graph.terms import Reader, Term, example, is_tensor, negative_dim, same_sizes
@@ -39,7 +40,17 @@ def _cat(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 def _flatten(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     x, rank = bound["input"], example(bound["input"]).dim()
     start, end = negative_dim(bound["start_dim"], rank), negative_dim(bound["end_dim"], rank)
+    if (start, end) == (-2, -1) and (joined := _joined(view, node, x)) is not None:
+        return joined
     return Term("flatten", (x,), (start, end), (node,))
+
+
+def _joined(view: Reader, node: fx.Node, x: fx.Node) -> Term | None:
+    """A stack over the last dim but one, whose last two dims become one: its members behind each other."""
+    stack = inner_term(view, x, "stack")
+    if stack is None or stack.attrs != (-2,):
+        return None
+    return Term("cat", stack.operands, (-1,), (node, *stack.nodes))
 
 
 @RULES.of("transpose")
@@ -51,6 +62,12 @@ def _transpose(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
         tuple(sorted((negative_dim(bound["dim0"], rank), negative_dim(bound["dim1"], rank)))),
         (node,),
     )
+
+
+@RULES.of("mT")
+def _matrix_transpose(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    is_matrix = bound["name"] == "mT" or example(bound["input"]).dim() == 2  # .T turns all dims around
+    return Term("transpose", (bound["input"],), (-2, -1), (node,)) if is_matrix else None
 
 
 @RULES.of("narrow")
@@ -68,13 +85,13 @@ def _narrow(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 def _getitem(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     x, index = bound["input"], bound["index"]
     if is_tensor(x):
-        return _index(node, x, index)
+        return _index(view, node, x, index)
     if isinstance(x, fx.Node) and isinstance(index, int):
         return _piece_of_tuple(view, node, x, index)
     return None
 
 
-def _index(node: fx.Node, x: fx.Node, index: Any) -> Term | None:
+def _index(view: Reader, node: fx.Node, x: fx.Node, index: Any) -> Term | None:
     """``x[index]`` with one slice that cuts, or one new axis; other slices by literal."""
     rank = example(x).dim()
     read = index_of(index, rank)
@@ -82,16 +99,19 @@ def _index(node: fx.Node, x: fx.Node, index: Any) -> Term | None:
         return None
     new_axes, cuts = read.new_axes, read.cuts
     if len(new_axes) == 1 and not cuts:
-        return Term("unsqueeze", (x,), (negative_dim(new_axes[0], rank + 1),), (node,))
+        return _unsqueeze(view, node, {"input": x, "dim": new_axes[0]})
     if len(cuts) == 1 and not new_axes:
         dim, cut = cuts[0]
-        return _piece(x, dim, cut.start, cut.stop, cut.step or 1, (node,))
+        rolled = _of_rolled(view, node, x, dim, cut)
+        return rolled or _piece(x, dim, cut.start, cut.stop, cut.step or 1, (node,))
     literal = tuple((i.start, i.stop, i.step) if isinstance(i, slice) else i for i in read.items)
     return None if any(isinstance(b, fx.Node) for i in literal if i for b in i) else Term("index", (x,), literal, (node,))
 
 
 def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term | None:
     name = view.name(x)
+    if name in ("var_mean", "native_layer_norm"):
+        return _statistic(view, node, x, index)
     if name not in ("chunk", "split", "unbind"):
         return None
     bound = view.arguments(x)
@@ -104,7 +124,8 @@ def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term
     if not isinstance(size, int) or not isinstance(dim, int):
         return None
     if name == "unbind":
-        return Term("select", (tensor,), (negative_dim(dim, example(tensor).dim()), index), (node, x))
+        dim = negative_dim(dim, example(tensor).dim())
+        return _of_split_columns(view, tensor, dim, index, (node, x)) or Term("select", (tensor,), (dim, index), (node, x))
     if name == "chunk":
         step = -(-size // bound["chunks"])
         return _piece(tensor, dim, index * step, (index + 1) * step, 1, (node, x))
@@ -115,6 +136,52 @@ def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term
         return None
     start = sum(sizes[:index])
     return _piece(tensor, dim, start, start + sizes[index], 1, (node, x))
+
+
+def _of_split_columns(view: Reader, x: fx.Node, dim: int, index: int, nodes: tuple[fx.Node, ...]) -> Term | None:
+    """One of the two dims that a view made of the last one, at an index: every so many columns, or a part of them."""
+    below = x.args[0] if view.name(x) in ("view", "reshape", "unflatten") else None
+    if not is_tensor(below) or example(below).dim() != example(x).dim() - 1 or dim not in (-1, -2):  # type: ignore[arg-type]
+        return None
+    before, after = example(below).shape, example(x).shape
+    if not isinstance(after[-1], int) or not isinstance(after[-2], int) or before[-1] != after[-2] * after[-1]:
+        return None
+    if not same_sizes(before[:-1], after[:-2]):
+        return None
+    if dim == -1:
+        return _piece(below, -1, index, None, after[-1], (*nodes, x))  # type: ignore[arg-type]
+    return _piece(below, -1, index * after[-1], (index + 1) * after[-1], 1, (*nodes, x))  # type: ignore[arg-type]
+
+
+def _of_rolled(view: Reader, node: fx.Node, x: fx.Node, dim: int, cut: slice) -> Term | None:
+    """A cut of ``roll(x)`` that does not go around the end, as a cut of x."""
+    bound = view.arguments(x) if view.name(x) == "roll" else None
+    size = example(x).shape[dim]
+    if bound is None or not isinstance(size, int) or not isinstance(bound["shifts"], int) or cut.step not in (None, 1):
+        return None
+    if not isinstance(bound["dims"], int) or bound["dims"] % example(x).dim() != dim or size == 0:
+        return None
+    if not all(b is None or isinstance(b, int) for b in (cut.start, cut.stop)):
+        return None
+    start, stop, _ = cut.indices(size)
+    first = (start - bound["shifts"]) % size
+    last = first + stop - start
+    return _piece(bound["input"], dim, first, last, 1, (node, x)) if start < stop and last <= size else None
+
+
+def _statistic(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term | None:
+    """One result of a call that returns several, as the call that returns it alone."""
+    bound = view.arguments(x)
+    if bound is None:
+        return None
+    if view.name(x) == "native_layer_norm":
+        term = norm_forms.RULES["layer_norm"](view, node, dict(bound)) if index == 0 else None
+    elif index == 0:
+        term = arithmetic_forms.RULES["var"](view, node, dict(bound))
+    else:
+        of_mean = {"input": bound["input"], "dim": bound["dim"], "keepdim": bound["keepdim"]}
+        term = None if isinstance(bound["dim"], bool) else arithmetic_forms.reduction("mean", node, of_mean)
+    return None if term is None else Term(term.op, term.operands, term.attrs, (*term.nodes, x))
 
 
 def _piece(x: fx.Node, dim: int, start: Any, stop: Any, step: Any, nodes: tuple[fx.Node, ...]) -> Term | None:
@@ -147,7 +214,7 @@ def _shape(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
         # Puts its members side by side in the last dim, whatever the call is named.
         before, after = example(x).shape, example(node).shape
         if same_sizes((*before[:-2], before[-2] * before[-1]), after):
-            return Term("flatten", (x,), (-2, -1), (node,))
+            return _joined(view, node, x) or Term("flatten", (x,), (-2, -1), (node,))
     return Term("view" if name == "reshape" else name, (x,), ("shape",), (node,))
 
 

@@ -44,19 +44,36 @@ logsumexp(input, dim, keepdim=False)
 softmax(input, dim=None, _stacklevel=3, dtype=None)
 log_softmax(input, dim=None, _stacklevel=3, dtype=None)
 var(input, dim=None, unbiased=None, keepdim=False, correction=None)
+var_mean(input, dim=None, unbiased=None, keepdim=False, correction=None)
+std(input, dim=None, unbiased=None, keepdim=False, correction=None)
+embedding_bag(input, weight, offsets=None, max_norm=None, norm_type=2, scale_grad_by_freq=False, mode='mean', sparse=False, per_sample_weights=None, include_last_offset=False, padding_idx=None)
+amax(input, dim=(), keepdim=False)
+max(input, dim=None, keepdim=False)
+normalize(input, p=2.0, dim=1, eps=1e-12, out=None)
 maximum(input, other)
 rms_norm(input, normalized_shape, weight=None, eps=None)
 layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05, cudnn_enable=True)
+native_layer_norm(input, normalized_shape, weight, bias, eps)
 group_norm(input, num_groups, weight=None, bias=None, eps=1e-05, cudnn_enabled=True)
 linear(input, weight, bias=None)
 embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
 addmm(input, mat1, mat2, beta=1, alpha=1)
 matmul(input, other)
+mm(input, other)
 bmm(input, mat2)
+baddbmm(input, batch1, batch2, beta=1, alpha=1)
+einsum(equation, *operands)
 masked_fill(input, mask, value)
 cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', label_smoothing=0.0)
 nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')
 gather(input, dim, index, sparse_grad=False)
+index_select(input, dim, index)
+take_along_dim(input, index, dim=None)
+one_hot(input, num_classes=-1)
+broadcast_tensors(*tensors)
+kl_div(input, target, size_average=None, reduce=None, reduction='mean', log_target=False)
+clamp(input, min=None, max=None)
+mT(input, name)
 dropout(input, p=0.5, training=True, inplace=False)
 scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)
 cat(tensors, dim=0)
@@ -64,12 +81,14 @@ stack(tensors, dim=0)
 chunk(input, chunks, dim=0)
 split(tensor, split_size_or_sections, dim=0)
 unbind(input, dim=0)
+roll(input, shifts, dims=None)
 unsqueeze(input, dim)
 squeeze(input, dim=None)
 transpose(input, dim0, dim1)
 flatten(input, start_dim=0, end_dim=-1)
 unflatten(input, dim, sizes)
 narrow(input, dim, start, length)
+repeat(input, *sizes)
 repeat_interleave(input, repeats, dim=None, output_size=None)
 contiguous(input, memory_format=torch.contiguous_format)
 clone(input, memory_format=torch.preserve_format)
@@ -133,6 +152,8 @@ _PREFIXES = {
     "input": ("x", "self", "tensor"),
     "exponent": ("other",),
     "tensors": ("arrays",),
+    "index": ("indices",),
+    "other": ("mat2",),
 }
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "add": (operator.add,),
@@ -203,6 +224,7 @@ def _tables() -> tuple[dict[Any, str], dict[str, str], dict[Any, str]]:
         for function in _IN_PLACE.get(name, ()):
             in_place[function] = name
     functions[torch.linalg.vector_norm] = "linalg_vector_norm"
+    functions[torch.special.expit] = "sigmoid"
     methods |= {f"__{dunder}__": name for dunder, name in _DUNDERS.items()}
     return functions, methods, in_place
 
@@ -216,6 +238,8 @@ def names_of(node: fx.Node) -> tuple[str | None, str | None]:
     if node.op == "call_method":
         target = str(node.target)
         return _METHODS.get(target) or _REFLECTED.get(target), _IN_PLACE_NAMES.get(target)
+    if node.op == "call_function" and node.target is getattr:
+        return ("mT" if node.args[1:] in (("mT",), ("T",)) else None), None
     if node.op == "call_function":
         return _lookup(_FUNCTIONS, node.target), _lookup(_IN_PLACE_NAMES, node.target)
     return None, None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -13,6 +15,7 @@ from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
+from fx_fusion.patterns.sites.log_probs import logits_of
 from fx_fusion.patterns.sites.loss import LossSite, find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.editor import Editor, Mismatch
@@ -52,14 +55,15 @@ def replaced(editor: Editor, site: LossSite, entropy: EntropySite, call: fx.Node
 
 def losses_with_entropy(view: View) -> Iterator[tuple[LossSite, EntropySite, LossSite]]:
     """Log-probabilities, the entropy of the same logits, and a site with the nodes of both."""
-    for site in find_losses(view):
-        entropy = entropy_of(view, site)
+    for found in find_losses(view):
+        site, entropy = found.unreduced or found, entropy_of(view, found)
         if entropy is not None:
             yield site, entropy, replace(site, nodes={*site.nodes, *entropy.nodes})
 
 
 def entropy_of(view: View, site: LossSite) -> EntropySite | None:
     """The first entropy of the logits that a site gathers from, in the grad mode of the site."""
+    site = site.unreduced or site
     if not site.gathered:
         return None
     region = view.effects.region
@@ -81,7 +85,9 @@ def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
         fits = _same_rows(view, source_of(total), logits, nodes) and same_shape(example(total), example(expected))
         return EntropySite(node, 1, nodes) if fits else None
     found = _sum_of_products(view, node, logits)
-    return EntropySite(node, -1, {node, *found[1]}) if found is not None and found[0] == {"p", "log_p"} else None
+    if found is None or found[0] not in ({"p", "log_p"}, {"p", "-log_p"}):
+        return None
+    return EntropySite(node, 1 if "-log_p" in found[0] else -1, {node, *found[1]})
 
 
 def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
@@ -94,18 +100,33 @@ def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
 
 
 def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[str], set[fx.Node]] | None:
-    """What two factors are summed over classes, ``p``, ``log_p`` or ``logits``, and the nodes that make the products."""
-    if not _is_over_classes(view, node, "sum"):
-        return None
-    product = source_of(node)
-    if product is None or view.name(product) != "mul":
-        return None
-    nodes = {product}
-    try:
-        kinds = {kind for factor in binary(view, product) for kind in _kind(view, factor, logits, nodes)}
-    except NotThis:
-        return None
+    """What two factors are summed over classes, ``p``, ``log_p``, ``-log_p`` or ``logits``, and the nodes that make the
+    products."""
+    nodes: set[fx.Node] = set()
+    if (inner := view.arguments_of(node, "einsum")) is not None:
+        factors = _einsum_factors(inner)
+    else:
+        product = source_of(node) if _is_over_classes(view, node, "sum") else None
+        if product is None or view.name(product) != "mul":
+            return None
+        nodes.add(product)
+        try:
+            factors = binary(view, product)
+        except NotThis:
+            return None
+    kinds = {kind for factor in factors for kind in _kind(view, factor, logits, nodes)}
     return kinds, nodes
+
+
+def _einsum_factors(bound: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The factors of ``einsum("...v,...v->...", a, b)``."""
+    equation, operands = bound["equation"], bound["operands"]
+    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
+        return ()
+    left, _, out = equation.replace(" ", "").partition("->")
+    one, _, other = left.partition(",")
+    plain = one.isalpha() and len(set(one)) == len(one)
+    return tuple(operands) if plain and one == other and out == one[:-1] and "->" in equation else ()
 
 
 def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> Iterator[str]:
@@ -114,19 +135,36 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
     if _same_rows(view, factor, logits, nodes):
         yield "logits"
         return
-    for op, kind in (("softmax", "p"), ("log_softmax", "log_p"), ("exp", "p")):
+    if (negative := inner_term(view, factor, "neg")) is not None:
+        kinds = list(_kind(view, negative.operands[0], logits, nodes))
+        nodes.update(negative.nodes)
+        yield from ("-log_p" for kind in kinds if kind == "log_p")
+        return
+    for op in ("softmax", "exp"):
         term = inner_term(view, factor, op)
-        if term is None:
+        if term is None or (op == "softmax" and term.attrs != (-1,)):
             continue
-        nodes.update(term.nodes)
-        if op == "exp":
-            below = inner_term(view, term.operands[0], "log_softmax")
-            if below is None or below.attrs != (-1,) or not _same_rows(view, below.operands[0], logits, nodes):
-                return
-            nodes.update(below.nodes)
-            yield kind
-        elif term.attrs == (-1,) and _same_rows(view, term.operands[0], logits, nodes):
-            yield kind
+        below, found = term.operands[0], None
+        if (found := logits_of(view, below)) is not None and _same_rows(view, found[0], logits, nodes):
+            nodes.update((*term.nodes, *found[1]))  # a softmax of log-probabilities is what they are of
+            yield "p"
+        elif op == "softmax" and _same_rows(view, below, logits, nodes):
+            nodes.update(term.nodes)
+            yield "p"
+        return
+    clamped, above = _clamped(view, factor)
+    found = logits_of(view, clamped)
+    if found is not None and _same_rows(view, found[0], logits, nodes):
+        nodes.update((*above, *found[1]))
+        yield "log_p"
+
+
+def _clamped(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Below ``clamp(min=lowest)``, which keeps 0 · log 0 from being no number in ``Categorical.entropy``."""
+    bound = view.arguments_of(node, "clamp")
+    if bound is None or not is_tensor(bound["input"]) or bound["max"] is not None:
+        return node, []
+    return (bound["input"], [node]) if bound["min"] == torch.finfo(example(node).dtype).min else (node, [])
 
 
 def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -> bool:

@@ -11,8 +11,9 @@ from torch import fx
 from fx_fusion.fusion.match import NearMiss
 from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
 from fx_fusion.graph.size_hints import elements, expected, trained
-from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
+from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
 from fx_fusion.rewrite.editor import Editor
@@ -43,14 +44,14 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
     """The linear layer under a loss, or how far it got."""
     seen = read_logits(view, site, to_linear=True)
     node = seen.source
-    bound = view.arguments_of(node, "linear")
-    if bound is None or not is_tensor(bound["weight"]) or example(bound["weight"]).dim() != 2:
+    linear = linear_of(view, node)
+    if linear is None:
         found = "an input of this graph" if node.op == "placeholder" else view.term(node).op
         reason = seen.stopped or f"expected linear, found {found} ({node.name})"
         return NearMiss(fusion, site.root, node, reason)
-    if bound["bias"] is not None and seen.bias is not None:
+    if linear.bias is not None and seen.bias is not None:
         return NearMiss(fusion, site.root, node, "two biases follow each other")
-    return Head(bound["input"], bound["weight"], bound["bias"] if seen.bias is None else seen.bias, seen)
+    return Head(linear.x, linear.weight, linear.bias if seen.bias is None else seen.bias, seen)
 
 
 def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> str | None:

@@ -8,7 +8,7 @@ a time, what lies between it and the lm_head. Both loss fusions start here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.indices import WHOLE, index_of
 from fx_fusion.graph.terms import Term, example, is_tensor, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import source_of
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
+from fx_fusion.patterns.sites.linear import linear_of
+from fx_fusion.patterns.sites.log_probs import logits_of, one_hot_of, over_classes, picked
 
 
 @dataclass
@@ -42,6 +43,7 @@ class LossSite:
     nodes: set[fx.Node]
     sign: int = 1
     gathered: bool = False
+    unreduced: LossSite | None = None  # the log-probabilities that a mean or sum is of
 
 
 @dataclass
@@ -63,12 +65,10 @@ def find_losses(view: View) -> Iterator[LossSite]:
         name = view.name(node)
         if name in ("cross_entropy", "nll_loss"):
             site = _of_call(view, node, name)
-        elif name == "gather":
-            site = _of_gather(view, node)
         elif name == "sub":
             site = _of_difference(view, node)
         else:
-            continue
+            site = _of_picked(view, node)
         if site is not None:
             yield site
 
@@ -77,32 +77,39 @@ def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
     bound = view.arguments(node)
     if bound is None or bound["size_average"] is not None or bound["reduce"] is not None:
         return None
-    target, weight, nodes = bound["target"], bound["weight"], {node}
+    if not isinstance(bound["ignore_index"], int) or bound["reduction"] not in ("mean", "sum", "none"):
+        return None
+    target, weight, ignored, nodes = bound["target"], bound["weight"], bound["ignore_index"], {node}
     logits = _classes_last(view, bound["input"], nodes)
+    if name == "cross_entropy" and weight is None and (hot := one_hot_of(view, target)) is not None:
+        if logits is None or not same_shape(example(target), example(bound["input"])) or logits is not bound["input"]:
+            return None
+        target, ignored = hot[0], NO_IGNORE  # the mean is over all rows
+        nodes.update(hot[1])
     if logits is None or not is_tensor(target) or example(target).dim() != example(logits).dim() - 1:
         return None
     if example(target).dim() > 1 and not same_shape(example(logits)[..., 0], example(target)):
         return None
-    if example(target).dtype != torch.int64 or not isinstance(bound["ignore_index"], int):
+    if example(target).dtype != torch.int64:
         return None
     if name == "nll_loss":
-        inner = _log_softmax(view, logits)
+        inner = logits_of(view, logits)
         if inner is None:
             return None
-        nodes.update(inner.nodes)
-        logits = inner.operands[0]
+        nodes.update(inner[1])
+        logits = inner[0]
     smoothing = bound.get("label_smoothing", 0.0)
-    if not isinstance(smoothing, (int, float)) or bound["reduction"] not in ("mean", "sum", "none"):
+    if not isinstance(smoothing, (int, float)):
         return None
-    return LossSite(node, logits, target, weight, bound["reduction"], bound["ignore_index"], float(smoothing), nodes)
+    return LossSite(node, logits, target, weight, bound["reduction"], ignored, float(smoothing), nodes)
 
 
 def _classes_last(view: View, logits: Any, nodes: set[fx.Node]) -> fx.Node | None:
-    """Logits (rows, classes), or (batch, length, classes) behind the transposition that ``F.cross_entropy`` wants, whose
-    nodes are added; None for others."""
-    if not is_tensor(logits) or example(logits).dim() not in (2, 3):
+    """Logits (classes), (rows, classes), or (batch, length, classes) behind the transposition that ``F.cross_entropy``
+    wants, whose nodes are added; None for others."""
+    if not is_tensor(logits) or example(logits).dim() not in (1, 2, 3):
         return None
-    if example(logits).dim() == 2:
+    if example(logits).dim() < 3:
         return logits
     term = view.term(logits)
     if (term.op, term.attrs) not in (("transpose", (-2, -1)), ("permute", (-3, -1, -2))):
@@ -111,27 +118,23 @@ def _classes_last(view: View, logits: Any, nodes: set[fx.Node]) -> fx.Node | Non
     return term.operands[0]
 
 
-def _log_softmax(view: View, operand: fx.Node) -> Term | None:
-    """The log_softmax over classes behind an operand, if no cast on the way rounds."""
-    term = inner_term(view, operand, "log_softmax")
-    return term if term is not None and term.attrs == (-1,) else None
+def _of_picked(view: View, node: fx.Node) -> LossSite | None:
+    """A class picked of each row of log-probabilities, and what is done with it as far as it is -, mean or sum."""
+    chosen = picked(view, node)
+    inner = None if chosen is None else logits_of(view, chosen.source)
+    if chosen is None or inner is None:
+        return None
+    nodes = {*chosen.nodes, *inner[1]}
+    if chosen.summed:
+        site = LossSite(node, inner[0], chosen.target, None, "sum", NO_IGNORE, 0.0, nodes, -1)
+        return _negated(view, site)
+    return _reduced(view, LossSite(node, inner[0], chosen.target, None, "none", NO_IGNORE, 0.0, nodes, -1, True))
 
 
-def _of_gather(view: View, node: fx.Node) -> LossSite | None:
-    """``log_softmax(l).gather(-1, t.unsqueeze(-1))``, and what is done with it as far as it is -, mean or sum."""
-    bound = view.arguments(node)
-    if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
-        return None
-    inner = _log_softmax(view, bound["input"])
-    rank = example(bound["input"]).dim()
-    if inner is None or bound["dim"] not in (-1, rank - 1):
-        return None
-    target = _one_class_a_row(view, bound["index"], bound["input"])
-    if target is None:
-        return None
-    site = LossSite(node, inner.operands[0], target, None, "none", NO_IGNORE, 0.0, {node, *inner.nodes}, -1, True)
+def _reduced(view: View, site: LossSite) -> LossSite:
+    """The site with the mean or the sum that is taken of it alone, and its sign."""
     path: list[fx.Node] = []
-    sign, above = -1, node
+    sign, above = site.sign, site.root
     while len(above.users) == 1:
         above = next(iter(above.users))
         path.append(above)
@@ -140,53 +143,45 @@ def _of_gather(view: View, node: fx.Node) -> LossSite | None:
             sign = -sign if term.op == "neg" else sign
             continue
         if term.op in ("mean", "sum") and example(above).dim() == 0:
-            site.root, site.reduction, site.sign, site.gathered = above, term.op, sign, False
-            site.nodes.update(path)
-            above_is_neg = len(above.users) == 1 and view.term(next(iter(above.users))).op == "neg"
-            if above_is_neg:
-                site.root, site.sign = next(iter(above.users)), -sign
-                site.nodes.add(site.root)
+            nodes = {*site.nodes, *path}
+            return _negated(view, replace(
+                site, root=above, reduction=term.op, sign=sign, gathered=False, nodes=nodes, unreduced=site
+            ))  # fmt: skip
         break
     return site
 
 
-def _one_class_a_row(view: View, index: fx.Node, logits: fx.Node) -> fx.Node | None:
-    """The target if ``index`` is ``target.unsqueeze(-1)``, int64, for as many rows as the logits have."""
-    edge = view.edge(index)
-    if not isinstance(edge.base, fx.Node) or edge.roundings:
-        return None
-    term = view.term(edge.base)
-    if term.op != "unsqueeze" or term.attrs != (-1,) or example(term.operands[0]).dtype != torch.int64:
-        return None
-    return term.operands[0] if same_shape(example(index)[..., 0], example(logits)[..., 0]) else None
+def _negated(view: View, site: LossSite) -> LossSite:
+    """The site with the minus behind it, if there is one."""
+    above = next(iter(site.root.users)) if len(site.root.users) == 1 else None
+    if above is not None and view.term(above).op == "neg":
+        site.root, site.sign = above, -site.sign
+        site.nodes.add(above)
+    return site
 
 
 def _of_difference(view: View, node: fx.Node) -> LossSite | None:
-    """``l.gather(-1, t.unsqueeze(-1)).squeeze(-1) - l.logsumexp(-1)``: log-probabilities without a log_softmax."""
+    """``l.gather(-1, t.unsqueeze(-1)).squeeze(-1) - l.logsumexp(-1)``, or the other way round: log-probabilities without a
+    log_softmax."""
     term = view.term(node)
     if term.op != "sub" or not all(isinstance(o, fx.Node) and is_tensor(o) for o in term.operands):
         return None
-    chosen, total = term.operands
-    bound = view.arguments_of(total, "logsumexp")
-    squeezed = chosen
-    below = source_of(chosen) if view.name(chosen) == "squeeze" else None
-    if below is not None and example(below).dim() and same_shape(example(chosen), example(below)[..., 0]):
-        chosen = below
-    taken = view.arguments_of(chosen, "gather")
-    if bound is None or taken is None or not is_tensor(taken["index"]):
-        return None
-    logits, rank = taken["input"], example(taken["input"]).dim()
-    dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
-    over_classes = taken["dim"] in (-1, rank - 1) and tuple(dims) in ((-1,), (rank - 1,))
-    if bound["input"] is not logits or not over_classes or example(squeezed).dim() != example(total).dim():
-        return None
-    target = _one_class_a_row(view, taken["index"], logits)
-    if target is None:
-        return None
-    if not same_shape(example(node), example(squeezed)) or not same_shape(example(node), example(total)):
-        return None
-    nodes = {node, squeezed, chosen, total}
-    return LossSite(node, logits, target, None, "none", NO_IGNORE, 0.0, nodes, -1, True)
+    for squeezed, total, sign in ((*term.operands, -1), (*term.operands[::-1], 1)):
+        bound = view.arguments_of(total, "logsumexp")
+        chosen = below = squeezed
+        if view.name(squeezed) == "squeeze" and (below := source_of(squeezed)) is not None:
+            trailing = example(below).dim() and same_shape(example(squeezed), example(below)[..., 0])
+            chosen = below if trailing else squeezed
+        found = picked(view, chosen)
+        if bound is None or found is None or found.summed or bound["input"] is not found.source:
+            continue
+        if not over_classes(bound["dim"], found.source) or example(squeezed).dim() != example(total).dim():
+            continue
+        if not same_shape(example(node), example(squeezed)) or not same_shape(example(node), example(total)):
+            continue
+        nodes = {node, squeezed, *found.nodes, total}
+        return _reduced(view, LossSite(node, found.source, found.target, None, "none", NO_IGNORE, 0.0, nodes, sign, True))
+    return None
 
 
 def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
@@ -282,7 +277,7 @@ def _tensor_and_number(view: View, term: Term) -> tuple[fx.Node | None, float | 
 
 def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.Node, list[fx.Node]] | None:
     for tensor, bias in (term.operands, term.operands[::-1]):
-        if not is_tensor(tensor) or not is_tensor(bias) or view.term(view.edge(tensor).base).op != "linear":
+        if not is_tensor(tensor) or not is_tensor(bias) or linear_of(view, view.edge(tensor).base) is None:
             continue
         shape = example(bias).shape
         if example(tensor).dtype != example(node).dtype:

@@ -1,0 +1,195 @@
+"""Log-probabilities and the class that is picked of each row, however they are spelled.
+
+    log p  =  log_softmax(z)  =  z − logsumexp(z)           of logits z, over the last dim
+    picked =  gather(log p, y)  =  take_along_dim  =  log p[arange(n), y]  =  Σ_c one_hot(y)_c · log p_c
+
+A view that keeps the last dim changes nothing of either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.graph.forms import inner_term
+from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.view import View
+from fx_fusion.graph.walk import NotThis, binary, source_of
+
+
+@dataclass(frozen=True)
+class Picked:
+    """One number a row, of one class: ``source[.., target]`` at ``root`` (which may have a trailing dim of 1, or be the sum
+    over all rows); ``nodes`` make it."""
+
+    root: fx.Node
+    source: fx.Node
+    target: fx.Node
+    nodes: frozenset[fx.Node]
+    summed: bool = False
+
+
+def logits_of(view: View, log_probs: Any) -> tuple[fx.Node, set[fx.Node]] | None:
+    """The logits whose log-probabilities over the last dim a node holds, and the nodes that make them; None for anything
+    else. No cast on the way rounds."""
+    if not is_tensor(log_probs):
+        return None
+    node, nodes = below_views(view, log_probs)
+    term = inner_term(view, node, "log_softmax")
+    if term is not None and term.attrs == (-1,):
+        return term.operands[0], {*nodes, *term.nodes}
+    edge = view.edge(node)
+    term = inner_term(view, node, "sub")
+    if term is None or len(term.operands) != 2 or not all(map(is_tensor, term.operands)):
+        return None
+    logits, total = term.operands
+    bound = view.arguments_of(total, "logsumexp")
+    if bound is None or bound["input"] is not logits or not bound["keepdim"] or not over_classes(bound["dim"], logits):
+        return None
+    return logits, {*nodes, *edge.crossed, *term.nodes, total}
+
+
+def below_views(view: View, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
+    """What a node is a view of whose last dim is the same (row after row they hold the same), and the views."""
+    nodes: set[fx.Node] = set()
+    while True:
+        name, source = view.name(node), None
+        if name in ("view", "reshape", "flatten", "unflatten"):
+            source = source_of(node)
+        elif name == "getitem" and view.name(node.args[0]) == "broadcast_tensors":
+            source = _broadcast(view, node)
+            source = source if source is not None and same_shape(example(source), example(node)) else None
+            nodes.update([] if source is None else [node.args[0]])  # type: ignore[list-item]
+        if source is None or example(source).dim() * example(node).dim() == 0:
+            return node, nodes
+        if not statically_known_true(example(source).shape[-1] == example(node).shape[-1]):
+            return node, nodes
+        nodes.add(node)
+        node = source
+
+
+def _broadcast(view: View, node: fx.Node) -> fx.Node | None:
+    """The tensor that an item of ``broadcast_tensors(...)`` is."""
+    call, i = node.args
+    operands = call.args if len(call.args) != 1 or is_tensor(call.args[0]) else call.args[0]  # type: ignore[union-attr]
+    return operands[i] if isinstance(i, int) and is_tensor(operands[i]) else None  # type: ignore[index,return-value]
+
+
+def over_classes(dims: Any, logits: fx.Node) -> bool:
+    """Whether a reduction is over the last dim alone."""
+    dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
+    return dims in ((-1,), (example(logits).dim() - 1,))
+
+
+# -- the class of each row -------------------------------------------------------------------------------------------
+def picked(view: View, node: fx.Node) -> Picked | None:
+    """What ``node`` picks, if it picks one class of each row."""
+    name = view.name(node)
+    if name in ("gather", "take_along_dim"):
+        return _gathered(view, node)
+    if name == "getitem":
+        return _indexed(view, node)
+    return _one_hot_product(view, node) if name == "sum" else None
+
+
+def _gathered(view: View, node: fx.Node) -> Picked | None:
+    bound = view.arguments(node)
+    if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
+        return None
+    source = bound["input"]
+    if not isinstance(bound["dim"], int) or not over_classes(bound["dim"], source):
+        return None
+    found = _one_class_a_row(view, bound["index"], source)
+    return None if found is None else Picked(node, source, found[0], frozenset([node, *found[1]]))
+
+
+def _one_class_a_row(view: View, index: fx.Node, source: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The target if ``index`` is it with a trailing dim of 1, int64, for as many rows as the source has; and the nodes that
+    broadcast it and the source to each other."""
+    if example(index).dim() != example(source).dim() or example(index).dtype != torch.int64:
+        return None
+    if not same_shape(example(index)[..., 0], example(source)[..., 0]) or example(index).shape[-1] != 1:
+        return None
+    edge = view.edge(index)
+    if not isinstance(edge.base, fx.Node) or edge.roundings:
+        return None
+    base, nodes = _first_column(view, edge.base)
+    term = view.term(base)
+    if term.op == "unsqueeze" and term.attrs == (-1,):
+        target = term.operands[0]
+    elif view.name(base) in ("view", "reshape"):  # y.view(-1, 1)
+        target = source_of(base)
+    else:
+        return None
+    return (target, nodes) if is_tensor(target) and example(target).dtype == torch.int64 else None
+
+
+def _first_column(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Below ``broadcast_tensors(index, ..)[0][..., :1]``, which ``Categorical.log_prob`` makes of an index, that index."""
+    below = node.args[0] if view.name(node) == "getitem" else None
+    if not is_tensor(below) or view.name(below) != "getitem" or view.name(below.args[0]) != "broadcast_tensors":  # type: ignore[union-attr]
+        return node, []
+    index = index_of(node.args[1], example(below).dim())
+    source = _broadcast(view, below)  # type: ignore[arg-type]
+    if index is None or not index.only_slices or index.new_axes or source is None:
+        return node, []
+    only_first = [(d, s.start or 0, s.stop) for d, s in index.cuts] == [(example(below).dim() - 1, 0, 1)]
+    if not only_first or not same_shape(example(source), example(node)):
+        return node, []
+    return source, [node, below, below.args[0]]  # type: ignore[list-item,union-attr]
+
+
+def _indexed(view: View, node: fx.Node) -> Picked | None:
+    """``source[arange(n), target]`` of n rows."""
+    source = node.args[0]
+    index = index_of(node.args[1], 2) if is_tensor(source) and example(source).dim() == 2 else None
+    if index is None or len(index.items) != 2 or not all(is_tensor(i) for i in index.items):
+        return None
+    rows, target = index.items
+    if example(target).dtype != torch.int64 or not same_shape(example(target), example(source)[:, 0]):
+        return None
+    bound = view.arguments_of(rows, "arange")
+    plain = bound is not None and len(bound["bounds"]) == 1 and not {"start", "end", "step"} & set(bound["keywords"])
+    counted = plain and example(rows).dim() == 1 and same_shape(example(rows), example(source)[:, 0])
+    return Picked(node, source, target, frozenset([node])) if counted else None
+
+
+def _one_hot_product(view: View, node: fx.Node) -> Picked | None:
+    """``(one_hot(target, classes) * source).sum(-1)``, or the sum over all rows too."""
+    bound = view.arguments(node)
+    if bound is None or not is_tensor(bound["input"]) or bound["keepdim"] or bound["dtype"] is not None:
+        return None
+    summed = bound["dim"] is None
+    if not summed and not over_classes(bound["dim"], bound["input"]):
+        return None
+    product = bound["input"]
+    try:
+        factors = binary(view, product) if view.name(product) == "mul" else ()
+    except NotThis:
+        return None
+    for hot, source in (factors, factors[::-1]) if factors else ():
+        found = one_hot_of(view, hot)
+        if found is None or not is_tensor(source) or not same_shape(example(hot), example(source)):
+            continue
+        if example(source).dtype == example(node).dtype:
+            return Picked(node, source, found[0], frozenset([node, product, *found[1]]), summed)
+    return None
+
+
+def one_hot_of(view: View, hot: Any) -> tuple[fx.Node, set[fx.Node]] | None:
+    """The classes that ``one_hot(classes, n)`` is of, casts aside, and the nodes that make it."""
+    if not is_tensor(hot):
+        return None
+    node, nodes = hot, set()
+    while view.name(node) in ("float", "to", "half", "bfloat16", "double", "type_as") and is_tensor(node.args[0]):
+        nodes.add(node)
+        node = node.args[0]
+    bound = view.arguments_of(node, "one_hot")
+    if bound is None or not is_tensor(bound["input"]) or example(bound["input"]).dtype != torch.int64:
+        return None
+    return bound["input"], {*nodes, node}

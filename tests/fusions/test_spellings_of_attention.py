@@ -1,0 +1,135 @@
+"""Attention as people write it out: einsum, baddbmm, one head of keys for all, a maximum that is taken off."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import reasons, rewritten
+
+B, H, S, T, D = 2, 3, 6, 5, 4
+generator = torch.Generator().manual_seed(0)
+q = torch.randn(B, H, S, D, generator=generator)
+k, v = (torch.randn(B, H, T, D, generator=generator) for _ in range(2))
+
+
+def flat(t):
+    return t.reshape(-1, *t.shape[-2:])
+
+
+def positions_first(attend):
+    """Operands as (b, s, h, d)."""
+    return lambda q, k, v: attend(*(t.transpose(1, 2).contiguous() for t in (q, k, v)))
+
+
+FIRES = {
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bhqd", torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) / 2, -1), v
+    ),
+    "einsum_positions_first": positions_first(
+        lambda q, k, v: torch.einsum("bhst,bthd->bshd", torch.softmax(torch.einsum("bshd,bthd->bhst", q, k) / 2, -1), v)
+    ),
+    "einsum_keys_first": lambda q, k, v: torch.einsum(
+        "bhkd,bhqk->bhqd", v, torch.softmax(torch.einsum("bhkd,bhqd->bhqk", k, q) * 0.5, -1)
+    ),
+    "einsum_length_first": lambda q, k, v: torch.einsum(
+        "bnij,jbnd->ibnd",
+        torch.softmax(torch.einsum("ibnd,jbnd->bnij", *(t.permute(2, 0, 1, 3) for t in (q, k))) * 0.5, 3),
+        v.permute(2, 0, 1, 3),
+    ),
+    "einsum_then_matmul": lambda q, k, v: torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) / 2, -1) @ v,
+    "matmul_then_einsum": lambda q, k, v: torch.einsum("bhqk,bhkd->bqhd", torch.softmax(q @ k.mT / 2, -1), v),
+    "baddbmm": lambda q, k, v: torch.bmm(
+        torch.softmax(torch.baddbmm(torch.zeros(B * H, S, T), flat(q), flat(k).mT, beta=0, alpha=0.5), -1), flat(v)
+    ),
+    "baddbmm_of_garbage": lambda q, k, v: torch.bmm(
+        torch.softmax(torch.baddbmm(torch.full((B * H, S, T), 7.0), flat(q), flat(k).mT, beta=0, alpha=0.5), -1), flat(v)
+    ),
+    "maximum_taken_off": lambda q, k, v: (lambda a: torch.softmax(a - a.max(-1, keepdim=True).values, -1))(q @ k.mT / 2) @ v,
+    "amax_taken_off": lambda q, k, v: (lambda a: torch.softmax(a - a.amax(-1, True), -1))(q @ k.mT / 2) @ v,
+    "scale_is_a_tensor": lambda q, k, v: torch.softmax(q @ k.mT / torch.sqrt(torch.tensor(4.0)), -1) @ v,
+    "scale_is_full": lambda q, k, v: torch.softmax(q @ k.mT / torch.full([], 2.0), -1) @ v,
+    "one_head_of_keys": lambda q, k, v: torch.softmax(q @ k[:, :1].mT / 2, -1) @ v[:, :1],
+    "one_head_of_keys_einsum": lambda q, k, v: torch.softmax(q @ k[:, :1].mT / 2, -1) @ v,
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("name", FIRES)
+def test_attention_fires_and_is_eagers(name, dynamic):
+    leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+    ours, report = rewritten(FIRES[name], *leaves[0], dynamic=dynamic)
+    if not dynamic:
+        assert report.count("attention") == 1, str(report)
+    theirs = FIRES[name](*leaves[1])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert ours.stride() == theirs.stride()
+    found, expected = (torch.autograd.grad(t.square().sum(), given) for t, given in zip((ours, theirs), leaves, strict=True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def other(q, k, v):
+    return torch.softmax(torch.einsum("bhqd,bhkd->bhkq", q, k) / 2, -1)
+
+
+NOT = {
+    "softmax_over_queries": (lambda q, k, v: torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k), 2) @ v, "dim 2"),
+    "values_by_query": (lambda q, k, v: torch.einsum("bhqk,bhqd->bhkd", torch.softmax(q @ k.mT, -1), q), "expected a product"),
+    "summed_over_heads": (
+        lambda q, k, v: torch.einsum("bhqk,bhkd->bqd", torch.softmax(q @ k.mT, -1), v), "expected a product",
+    ),
+    "alibi": (
+        lambda q, k, v: torch.bmm(
+            torch.softmax(torch.baddbmm(-torch.arange(float(T)).expand(B * H, 1, T), flat(q), flat(k).mT, alpha=0.5), -1),
+            flat(v),
+        ),
+        "the mask is not proved",
+    ),
+    "maximum_over_queries": (
+        lambda q, k, v: (lambda a: torch.softmax(a - a.amax(-2, True), -1))(q @ k.mT) @ v, "between the product",
+    ),
+    "maximum_of_another": (
+        lambda q, k, v: (lambda a: torch.softmax(a - (a * 2).amax(-1, True), -1))(q @ k.mT) @ v, "between the product",
+    ),
+    "scale_of_the_data": (lambda q, k, v: torch.softmax(q @ k.mT / v.square().sum(), -1) @ v, "not a positive constant"),
+    "negative_alpha": (
+        lambda q, k, v: torch.bmm(
+            torch.softmax(torch.baddbmm(torch.zeros(B * H, S, T), flat(q), flat(k).mT, beta=0, alpha=-0.5), -1), flat(v)
+        ),
+        "scales the scores by -0.5",
+    ),
+    "exp_over_sum": (lambda q, k, v: (lambda a: a / a.sum(-1, keepdim=True))(torch.exp(q @ k.mT)) @ v, "write softmax"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT)
+def test_what_is_no_attention_is_named(name):
+    function, reason = NOT[name]
+    result, report = rewritten(function, q, k, v)
+    assert report.count("attention") == 0, str(report)
+    assert reason in reasons(report, "attention"), str(report)
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["repeat", "expand"])
+def test_one_head_for_all_is_grouped_heads(how):
+    def function(q, k, v):
+        one = [t[:, :1].repeat(1, H, 1, 1) if how == "repeat" else t[:, :1].expand(-1, H, -1, -1) for t in (k, v)]
+        return F.scaled_dot_product_attention(q, *one)
+
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(repeat_kv=1)
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_repeats_of_several_heads_are_not_grouped_heads():
+    """a b a b, not a a b b; and repeats of another dim."""
+
+    def function(q, k, v):
+        several = [torch.cat([t, t[:, :1]], 1)[:, :2].repeat(1, 2, 1, 1) for t in (k, v)]
+        longer = [t[:, :1].repeat(1, 4, 2, 1) for t in (k, v)]
+        wide = torch.cat([q, q[:, :1]], 1)
+        return F.scaled_dot_product_attention(wide, *several), F.scaled_dot_product_attention(wide, *longer)
+
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(repeat_kv=0)
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,146 @@
+"""Losses as people write them: one meaning, one reader."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributions import Categorical
+
+from tests.helpers import reasons, rewritten
+from tests.losses import compare
+
+B, S, H, V = 2, 6, 8, 33
+generator = torch.Generator().manual_seed(0)
+x, w = torch.randn(B, S, H, generator=generator), torch.randn(V, H, generator=generator)
+y = torch.randint(0, V, (B, S), generator=generator)
+
+
+def log_p(x, w):
+    return F.log_softmax(F.linear(x, w), -1)
+
+
+ONE_LOSS = {
+    "mT": lambda x, w, y: F.cross_entropy(F.linear(x, w).mT, y),
+    "one_row": lambda x, w, y: F.cross_entropy(F.linear(x[0, 0], w), y[0, 0]),
+    "lse_minus_gathered": lambda x, w, y: (
+        lambda z: (z.logsumexp(-1) - z.gather(-1, y[..., None]).squeeze(-1)).mean()
+    )(F.linear(x, w)),
+    "minus_lse_keepdim": lambda x, w, y: (
+        lambda z: -(z - z.logsumexp(-1, keepdim=True)).gather(-1, y[..., None]).mean()
+    )(F.linear(x, w)),
+    "indexed": lambda x, w, y: -log_p(x, w).view(-1, V)[torch.arange(B * S), y.view(-1)].mean(),
+    "take_along_dim": lambda x, w, y: -torch.take_along_dim(log_p(x, w), y[..., None], -1).mean(),
+    "take_along_dim_by_name": lambda x, w, y: torch.take_along_dim(log_p(x, w), indices=y[..., None], dim=2).sum(),
+    "one_hot": lambda x, w, y: -(F.one_hot(y, V) * log_p(x, w)).sum(-1).mean(),
+    "one_hot_float_behind": lambda x, w, y: -(log_p(x, w) * F.one_hot(y, V).float()).sum(dim=2).sum(),
+    "one_hot_of_all": lambda x, w, y: -(F.one_hot(y, V) * log_p(x, w)).sum(),
+    "one_hot_as_target": lambda x, w, y: F.cross_entropy(F.linear(x, w).view(-1, V), F.one_hot(y.view(-1), V).float()),
+    "one_hot_smoothed": lambda x, w, y: F.cross_entropy(
+        F.linear(x, w).view(-1, V), F.one_hot(y.view(-1), V).to(x.dtype), label_smoothing=0.1, reduction="sum"
+    ),
+    "view_of_index": lambda x, w, y: -log_p(x, w).view(-1, V).gather(1, y.view(-1, 1)).mean(),
+    "reshape_of_index": lambda x, w, y: -log_p(x, w).gather(-1, y.reshape(B, S, 1)).squeeze(-1).sum(),
+    "nll_of_view": lambda x, w, y: F.nll_loss(log_p(x, w).view(-1, V), y.view(-1)),
+    "nll_module": lambda x, w, y: torch.nn.NLLLoss(reduction="sum")(
+        torch.nn.LogSoftmax(dim=-1)(F.linear(x, w)).flatten(0, 1), y.flatten()
+    ),
+    "categorical": lambda x, w, y: -Categorical(logits=F.linear(x, w), validate_args=False).log_prob(y).mean(),
+    "matmul_t": lambda x, w, y: F.cross_entropy((x @ w.t()).view(-1, V), y.view(-1)),
+    "matmul_T": lambda x, w, y: F.cross_entropy((x @ w.T).view(-1, V), y.view(-1)),
+    "matmul_transposed": lambda x, w, y: F.cross_entropy(torch.matmul(x, w.transpose(0, 1)).view(-1, V), y.view(-1)),
+    "mm": lambda x, w, y: F.cross_entropy(torch.mm(x.view(-1, H), w.t()), y.view(-1)),
+    "addmm": lambda x, w, y: F.cross_entropy(torch.addmm(torch.ones(V), x.view(-1, H), w.t()), y.view(-1)),
+    "einsum": lambda x, w, y: F.cross_entropy(torch.einsum("bsd,vd->bsv", x, w).reshape(-1, V), y.view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LOSS)
+def test_a_loss_behind_a_head(name):
+    compare(ONE_LOSS[name], x, w, y)
+
+
+@pytest.mark.parametrize("name", ["lse_minus_gathered", "view_of_index", "one_hot", "einsum", "mT"])
+def test_a_loss_of_symbolic_sizes(name):
+    def function(x, w, y):
+        return ONE_LOSS[name](x, w, y) if name not in ("einsum",) else F.cross_entropy(
+            torch.einsum("bsd,vd->bsv", x, w).flatten(0, 1), y.flatten()
+        )  # fmt: skip
+
+    result, report = rewritten(function, x, w, y, dynamic=True)
+    assert report.count("linear_cross_entropy") == 1 or report.count("linear_cross_entropy", "declined") == 1, str(report)
+    torch.testing.assert_close(result, function(x, w, y), rtol=1e-5, atol=1e-5)
+
+
+WITH_ENTROPY = {
+    "categorical": lambda z, y: (lambda d: (d.log_prob(y), d.entropy()))(Categorical(logits=z, validate_args=False)),
+    "einsum": lambda z, y: (lambda lp: (
+        lp.gather(-1, y[..., None]).squeeze(-1), -torch.einsum("bsv,bsv->bs", lp.exp(), lp)
+    ))(z.log_softmax(-1)),
+    "negated_inside": lambda z, y: (lambda lp: (
+        lp.gather(-1, y[..., None]).squeeze(-1), (lp.exp() * -lp).sum(-1)
+    ))(z.log_softmax(-1)),
+    "negated_before": lambda z, y: (lambda lp: (
+        lp.gather(-1, y[..., None]).squeeze(-1), (-lp * z.softmax(-1)).sum(-1)
+    ))(z.log_softmax(-1)),
+    "reduced": lambda z, y: (lambda lp: (
+        -lp.gather(-1, y[..., None]).squeeze(-1).mean(), -(lp.exp() * lp).sum(-1).mean()
+    ))(z.log_softmax(-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_ENTROPY)
+def test_log_probabilities_and_entropy(name):
+    def function(x, w, y):
+        return WITH_ENTROPY[name](F.linear(x, w), y)
+
+    leaves = [[t.clone().requires_grad_() for t in (x, w)] for _ in range(2)]
+    ours, report = rewritten(function, *leaves[0], y)
+    report.assert_fused(token_log_probs=1, linear_cross_entropy=0)
+    theirs = function(*leaves[1], y)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    found, expected = (
+        torch.autograd.grad(log_p.sum() + (entropy * 0.3).square().sum(), given)
+        for (log_p, entropy), given in zip((ours, theirs), leaves, strict=True)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+TABLES = {
+    "shifted_rows": lambda lp, y: lp[torch.arange(1, B * S), y[1:]],
+    "rows_and_classes_swapped": lambda lp, y: lp[y % (B * S), torch.arange(B * S)],
+    "another_order": lambda lp, y: lp[torch.arange(B * S - 1, -1, -1), y],
+    "every_class_of_some_rows": lambda lp, y: lp[y % (B * S)],
+    "gathered_rows": lambda lp, y: lp.gather(0, y[None, :V].expand(1, B * S)[:, :1] % (B * S)),
+    "two_classes_a_row": lambda lp, y: lp.gather(-1, torch.stack([y, y.flip(0)], -1)),
+    "one_hot_of_rows": lambda lp, y: (F.one_hot(y, V) * lp).sum(0),
+    "one_hot_twice": lambda lp, y: (F.one_hot(y, V) * 2 * lp).sum(-1),
+    "soft": lambda lp, y: (torch.softmax(lp.detach() * 2, -1) * lp).sum(-1),
+    "of_another_dim": lambda lp, y: lp.t().log_softmax(-1)[:, :1].gather(-1, torch.zeros(V, 1, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_picks_no_class_of_every_row(name):
+    def function(x, w, y):
+        return TABLES[name](log_p(x, w).view(-1, V), y.view(-1)).sum()
+
+    result, report = rewritten(function, x, w, y)
+    assert report.count("linear_cross_entropy") + report.count("cross_entropy") <= (name == "of_another_dim"), str(report)
+    torch.testing.assert_close(result, function(x, w, y), rtol=1e-5, atol=1e-5)
+
+
+UNREAD = {
+    "soft_targets": (lambda z, y: F.cross_entropy(z, z.detach().softmax(-1)), "targets that are probabilities"),
+    "kl": (lambda z, y: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"), "divergence"),
+    "log_of_softmax": (lambda z, y: -z.softmax(-1).log().gather(-1, y[..., None]).mean(), "write log_softmax"),
+    "images": (lambda z, y: F.cross_entropy(z.view(B, 3, S, 11), y[:, :1, None].expand(B, S, 11) % 3), "read as (rows"),
+    "nll_of_logits": (lambda z, y: F.nll_loss(z.view(-1, V), y.view(-1)), "no log_softmax"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_loss_that_is_not_read_is_named(name):
+    function, reason = UNREAD[name]
+    result, report = rewritten(lambda x, w, y: function(F.linear(x, w), y), x, w, y)
+    assert report.count("linear_cross_entropy") + report.count("cross_entropy") == 0
+    assert reason in reasons(report, "cross_entropy"), str(report)
+    torch.testing.assert_close(result, function(F.linear(x, w), y), rtol=1e-5, atol=1e-5)
