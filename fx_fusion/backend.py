@@ -21,6 +21,7 @@ from torch import fx
 from fx_fusion import pipeline
 from fx_fusion.errors import FusionError, OptionError
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
@@ -161,7 +162,7 @@ def rewrite(
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
-    assumptions = Assumptions(gm, allowed=options.speculate)
+    assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites, deferred = rewrite_graphs(gm, options, assumptions, report.index)
     report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
     listening = [weakref.ref(recorded) for recorded in recordings()]
@@ -172,9 +173,10 @@ def rewrite(
             untouched, backend, lambda: recording_in([r for reference in listening if (r := reference()) is not None])
         )
 
-    def exact() -> Compiled:
+    def without_assumption(ones: bool, masks: str | None) -> Compiled:
         sentence = "without its assumption, compiled when it first did not hold"
-        return another(Version(report.index, sentence), replace(options, speculate=False))
+        masks = options.masks if masks == GUESS else masks
+        return another(Version(report.index, sentence), replace(options, speculate=options.speculate and ones, masks=masks))
 
     def computing() -> Compiled:
         sentence = "while its deferred outputs are read in call after call"
@@ -183,7 +185,7 @@ def rewrite(
     layers: list[Callable[[Compiled], Compiled]] = [
         lambda compiled: deferred.wrap(compiled, report.reads),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
-        lambda fast: speculate(fast, assumptions.positions(), exact, report.calls),
+        lambda fast: speculate(fast, assumptions.checks(), without_assumption, report.calls),
         read_deferred_inputs(activations),
     ]
     report.after, report.nodes_after = text(gm), len(gm.graph.nodes)
@@ -204,7 +206,8 @@ def rewrite_graphs(
     for module, view in views.items():
         searches[view] = Search(
             view,
-            may_assume=assumptions.allowed and (module is gm or view.outside is not None),
+            may_assume=options.speculate and (module is gm or view.outside is not None),
+            masks=options.masks if module is gm else None,
             may_defer=options.defer_outputs and module is gm,
             outer=None if view.outside is None else searches[view.outside.view],
         )

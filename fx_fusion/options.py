@@ -9,6 +9,7 @@ from typing import Any
 
 from fx_fusion.errors import OptionError, nearest
 from fx_fusion.fusion import registry
+from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configuration, modes, option_names
 
 SELECT = ("auto", "measure", "always", "never")
@@ -32,7 +33,9 @@ class Options:
     strict: bool
     fuel: int | None
     inductor: Mapping[str, Any]
-    outputs_are_read: bool = False  # nobody's option: a version of a graph (fx_fusion.runtime.reads)
+    # Nobody's options: versions of a graph (fx_fusion.runtime.reads, graph.masks.assumed).
+    outputs_are_read: bool = False
+    masks: str | None = None
 
     @property
     def cuda_graphs(self) -> bool:
@@ -42,8 +45,8 @@ class Options:
     def key(self) -> tuple[Any, ...]:
         """What decides about our rewrite, for the compile cache."""
         names = tuple(sorted(self.fusions))
-        deferral = self.defer_outputs, self.outputs_are_read
-        return (self.select, names, deferral, self.speculate, self.cuda_graphs, self.fuel)
+        version = self.outputs_are_read, self.masks
+        return (self.select, names, self.defer_outputs, self.speculate, version, self.cuda_graphs, self.fuel)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -78,6 +81,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         strict=ours.get("strict", False),
         fuel=_fuel(),
         inductor=inductor,
+        masks=GUESS if ours.get("speculate", True) else None,
     )
 
 

@@ -161,12 +161,21 @@ def _shown(editor: Editor, positions: fx.Node, shown: Shown, root: fx.Node) -> f
 
 
 def _by_position(editor: Editor, positions: fx.Node, label: Label, root: fx.Node) -> fx.Node:
+    if example(label.node).dim() == 4:
+        return _shown_by(editor, label.node, root)
     given, (b, _, s, _) = example(label.node).shape, example(positions).shape
     rows = () if label.row is not None or len(given) == 1 else (b,)
     if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
         raise Mismatch(f"{label} has shape {tuple(given)}, the mask reads a part of it")
     node = carried_in(editor.view, label.node)
     return node if label.row is None else editor.call(operator.getitem, (node, label.row), like=root)
+
+
+def _shown_by(editor: Editor, mask: fx.Node, root: fx.Node) -> fx.Node:
+    """Which keys a mask (batch or 1, 1, queries, keys) shows to any query: (batch, keys), or (keys)."""
+    of_rows = editor.call(torch.any, (mask, 2), like=root)
+    first = 0 if statically_known_true(example(mask).shape[0] == 1) else slice(None)
+    return editor.call(operator.getitem, (of_rows, (first, 0)), like=root)
 
 
 FUSION = Fusion(

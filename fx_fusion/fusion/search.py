@@ -12,12 +12,16 @@ class Search:
     Args:
         view: of the graph.
         may_assume: whether a padding mask that it gets may be taken for all ones (checked at run time).
+        masks: what may be assumed of masks of attention calls that it gets (``graph.masks.assumed``).
         may_defer: whether outputs of it may be computed when they are read.
         outer: the search through the graph around this one, for a checkpointed body.
     """
 
     def __init__(
-        self, view: View, *, may_assume: bool = False, may_defer: bool = False, outer: Search | None = None
+        self, view: View, *, may_assume: bool = False, masks: str | None = None, may_defer: bool = False,
+        outer: Search | None = None,
     ):  # fmt: skip
         self.view, self.may_defer = view, may_defer
-        self.masks: MaskProver = MaskProver(view, may_assume=may_assume, outer=None if outer is None else outer.masks)
+        self.masks: MaskProver = MaskProver(
+            view, may_assume=may_assume, masks=masks, outer=None if outer is None else outer.masks
+        )

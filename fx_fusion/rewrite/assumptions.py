@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from fx_fusion.graph.masks.assumed import Assumed
+
 
 class Assumptions:
-    """The inputs of one graph that its rewrites take to be all ones.
+    """What the rewrites of one graph take its inputs for.
 
     Args:
         gm: the graph; None for one whose inputs are not seen at run time (bodies of higher-order ops).
@@ -19,22 +21,22 @@ class Assumptions:
         self.allowed = allowed and gm is not None
         placeholders = [] if gm is None else gm.graph.find_nodes(op="placeholder")
         self._places = {n: i for i, n in enumerate(placeholders)}
-        self._used: dict[fx.Node, int] = {}
+        self._used: dict[Assumed, int] = {}
 
     @staticmethod
     def none() -> Assumptions:
         """Nothing is assumed."""
         return Assumptions(None, allowed=False)
 
-    def assume(self, inputs: Iterable[fx.Node]) -> None:
-        """From now on the graph is right only if these inputs are all ones."""
-        for node in inputs:
-            self._used[node] = self._places[node]
+    def assume(self, inputs: Iterable[Assumed]) -> None:
+        """From now on the graph is right only if these inputs are what they are taken for."""
+        for assumed in inputs:
+            self._used[assumed] = self._places[assumed.node]
 
-    def positions(self) -> tuple[int, ...]:
-        """The positions of those inputs among the arguments of the graph."""
-        return tuple(self._used.values())
+    def checks(self) -> tuple[tuple[int, str], ...]:
+        """The positions of those inputs among the arguments of the graph, and what they have to be."""
+        return tuple((place, assumed.kind) for assumed, place in self._used.items())
 
     def sentences(self) -> tuple[str, ...]:
         """The assumptions for the report."""
-        return tuple(f"{str(n.target).strip('_').removeprefix('L_')} is all ones" for n in self._used)
+        return tuple(map(str, self._used))

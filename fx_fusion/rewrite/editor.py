@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph import signatures
 from fx_fusion.graph.effects import entered
+from fx_fusion.graph.masks.assumed import Assumed
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
@@ -174,8 +175,8 @@ class Editor:
             set_example(node, before)
             raise
 
-    def assume(self, inputs: Iterable[fx.Node]) -> None:
-        """From now on the graph is right only if these inputs of it are all ones; that is checked at run time."""
+    def assume(self, inputs: Iterable[Assumed]) -> None:
+        """From now on the graph is right only if these inputs of it are what they are taken for, checked at run time."""
         self.assumptions.assume(inputs)
 
     def defer(

@@ -136,7 +136,7 @@ class _Computed(torch.autograd.Function):
         ctx.recipe, ctx.operands = recipe, operands
         ctx.set_materialize_grads(False)
         assert recipe._computed is not None
-        return recipe._computed
+        return tuple(value.data for value in recipe._computed)  # no views: autograd refuses to write to a view made here
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Two versions of one graph: one that assumes a padding mask of ones, and the exact one.
+"""Versions of one graph: one that assumes a padding mask of ones, or a causal mask, and others for where that is not so.
 
 Collators pass an ``attention_mask`` with every batch, nearly always all ones; then attention is causal. The graph is
 compiled under that assumption. Before each call the assumption is checked (one small reduction and one host sync,
-skipped while the same tensor comes back unchanged); where it does not hold, the exact graph runs, compiled at first need.
+skipped while the same tensor comes back unchanged); where it does not hold, another version runs, compiled at first need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
+from fx_fusion.runtime.mask_kinds import kinds_of
 from fx_fusion.torch_internals.dispatch import version_of
 from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor
@@ -59,24 +61,38 @@ all_ones = AllOnes()
 
 
 def speculate(
-    fast: Compiled, positions: Sequence[int], compile_exact: Callable[[], Compiled], calls: Calls
-) -> Compiled:  # fmt: skip
-    """Call ``fast`` where the arguments at ``positions`` are all ones, else what ``compile_exact`` returns, made at first
-    need; count both."""
-    if not positions:
+    fast: Compiled,
+    checks: Sequence[tuple[int, str]],
+    compile_version: Callable[[bool, str | None], Compiled],
+    calls: Calls,
+) -> Compiled:
+    """Call ``fast`` where the arguments are what it assumes, else another version, made at first need; count both.
+
+    Args:
+        checks: positions of arguments, and what they have to be: all ones, or a kind of mask.
+        compile_version: returns the version for padding that is all ones or not, and for masks of the best kind that all of
+            them are of (None if there is none; a guess if there are no masks).
+    """
+    if not checks:
         return fast
-    exact: list[Compiled] = []
+    ones = [i for i, kind in checks if kind == ONES]
+    masks = [(i, kind) for i, kind in checks if kind != ONES]
+    versions: dict[tuple[bool, str | None], Compiled] = {}
 
     def run(*args: Any) -> Any:
-        if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i in positions):
-            return fast(*args)  # who has no values asks for the types of the results: both versions have the same
-        if all(all_ones(args[i]) for i in positions):
+        if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i, _ in checks):
+            return fast(*args)  # who has no values asks for the types of the results: all versions have the same
+        held = all(all_ones(args[i]) for i in ones)
+        found = [kinds_of(args[i]) for i, _ in masks]
+        if held and all(kind in kinds for (_, kind), kinds in zip(masks, found, strict=True)):
             calls.assumed += 1
             return fast(*args)
         calls.otherwise += 1
-        if not exact:
-            exact.append(compile_exact())
-        return exact[0](*args)
+        best = next((kind for kind in KINDS if all(kind in kinds for kinds in found)), None)
+        version = held, best if masks else GUESS
+        if version not in versions:
+            versions[version] = compile_version(*version)
+        return versions[version](*args)
 
     return run
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import fx
 
+from fx_fusion.graph.masks.assumed import ONES, Assumed
 from fx_fusion.rewrite.assumptions import Assumptions
 from tests.engine.graphs import capture
 
@@ -22,16 +23,16 @@ def inputs_of(module):
 def test_nothing_is_assumed_at_first(module):
     assumptions = Assumptions(module, allowed=True)
     assert assumptions.allowed
-    assert assumptions.positions() == ()
+    assert assumptions.checks() == ()
     assert assumptions.sentences() == ()
 
 
 def test_positions_are_those_of_the_arguments(module):
     x, mask, y = inputs_of(module)
     assumptions = Assumptions(module, allowed=True)
-    assumptions.assume([y])
-    assumptions.assume([mask, y])
-    assert assumptions.positions() == (2, 1), "each once"
+    assumptions.assume([Assumed(y, ONES)])
+    assumptions.assume([Assumed(mask, ONES), Assumed(y, ONES)])
+    assert assumptions.checks() == ((2, ONES), (1, ONES)), "each once"
     assert assumptions.sentences() == ("y is all ones", "attention_mask is all ones")
 
 
@@ -41,19 +42,21 @@ def test_positions_are_those_of_the_graph_as_it_was(module):
     assumptions = Assumptions(module, allowed=True)
     with module.graph.inserting_before(x):
         module.graph.placeholder("new")
-    assumptions.assume([mask])
-    assert assumptions.positions() == (1,)
+    assumptions.assume([Assumed(mask, "causal")])
+    assert assumptions.checks() == ((1, "causal"),)
+    assert assumptions.sentences() == ("attention_mask hides what comes later",)
 
 
 def test_only_inputs_can_be_assumed(module):
+    product = next(n for n in module.graph.nodes if n.op == "call_function")
     with pytest.raises(KeyError):
-        Assumptions(module, allowed=True).assume([next(n for n in module.graph.nodes if n.op == "call_function")])
+        Assumptions(module, allowed=True).assume([Assumed(product, ONES)])
 
 
 @pytest.mark.parametrize("assumptions", [Assumptions.none(), Assumptions(None, allowed=True)])
 def test_bodies_assume_nothing(assumptions):
     assert not assumptions.allowed
-    assert assumptions.positions() == ()
+    assert assumptions.checks() == ()
 
 
 def test_options_may_forbid_it(module):

@@ -78,7 +78,7 @@ def test_a_bias_that_is_dense_or_may_hide_a_row_is_left_alone():
 
     bias = torch.randn(9, 9, 3, dtype=torch.bfloat16).requires_grad_()
     with fx_fusion.recording() as report:
-        found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs, bias=bias, padding=padding)
+        found = torch.compile(function, backend=rewriting_backend(speculate=False))(**inputs, bias=bias, padding=padding)
     assert report.count("dense_mask") == 0
     assert "may hide a row entirely" in reasons(report, "dense_mask")
     assert torch.equal(found, function(**inputs, bias=bias, padding=padding))

@@ -22,17 +22,9 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.graph.masks.expressions import (
-    DIMS,
-    Opaque,
-    as_number,
-    as_predicate,
-    at_most_zero,
-    condition_for,
-    is_predicate,
-    size_of,
-    upper_bound,
-)
+from fx_fusion.graph.masks.assumed import ONES, Assumed, in_order, kind_for, shown
+from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predicate, size_of
+from fx_fusion.graph.masks.predicates import is_causal, undecided, visible
 from fx_fusion.graph.masks.shape_rules import RULES
 from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
 from fx_fusion.graph.terms import example, is_tensor
@@ -50,7 +42,7 @@ class MaskProof:
     kind: str
     reason: str = ""
     node: fx.Node | None = None
-    assumes: tuple[fx.Node, ...] = ()
+    assumes: tuple[Assumed, ...] = ()
     nodes: tuple[fx.Node, ...] = field(default=(), repr=False)  # everything that builds the mask
     structure: Structure | None = None
 
@@ -61,15 +53,18 @@ class MaskProver:
     Args:
         view: of the graph.
         may_assume: whether a padding mask may be taken for all ones.
+        masks: what may be assumed of masks that come in (``assumed.KINDS``, a guess, or nothing).
         outer: the prover of the graph around this one, for a checkpointed body.
     """
 
-    def __init__(self, view: View, *, may_assume: bool, outer: MaskProver | None = None):
-        self.view, self.may_assume, self.outer = view, may_assume, outer
+    def __init__(
+        self, view: View, *, may_assume: bool, masks: str | None = None, outer: MaskProver | None = None
+    ):  # fmt: skip
+        self.view, self.may_assume, self.masks, self.outer = view, may_assume, masks, outer
         # How many graphs are around this one: two functions of one name would be the same to sympy.
         self._depth: int = 0 if outer is None else outer._depth + 1
         self._known: dict[fx.Node, sympy.Basic] = {}
-        self._assumed: dict[fx.Node, set[fx.Node]] = {}
+        self._assumed: dict[fx.Node, set[Assumed]] = {}
         self._proofs: dict[tuple[fx.Node, bool], MaskProof] = {}
         self._labels: dict[Any, fx.Node] = {}  # functions of indices that stand for data
         self._why: dict[Any, Opaque] = {}  # and why no more is known of it
@@ -91,19 +86,19 @@ class MaskProver:
     def _prove(self, mask: fx.Node, hides: bool) -> MaskProof:
         expression = self.expression(mask)
         shape = example(mask).shape
-        predicate = _visible(expression, example(mask).dtype, mask)
+        predicate = visible(expression, example(mask).dtype, mask)
         predicate = sympy.Not(predicate) if hides else predicate
         rank = len(shape)
         q, k = (DIMS[rank - 2], DIMS[rank - 1]) if rank >= 2 else (None, DIMS[0])
         # A dim of size 1 is broadcast: its index is 0 for every q.
         sizes = {dim: size_of(s) for dim, s in zip(DIMS, shape, strict=False)}
         predicate = predicate.subs({dim: 0 for dim, size in sizes.items() if size == 1})
-        left = _undecided(predicate, sizes, mask)
-        assumes = tuple(sorted(self._assumed.get(mask, ()), key=lambda n: n.name))
+        left = undecided(predicate, sizes, mask)
+        assumes = in_order(self._assumed.get(mask, ()))
         nodes = self._below(mask)
         if left is sympy.true:
             return MaskProof("none", "hides nothing", mask, assumes, nodes)
-        if q is not None and _is_causal(left, q, k):
+        if q is not None and is_causal(left, q, k):
             return MaskProof("causal", "k <= q", mask, assumes, nodes)
         if q is not None:
             batch = sympy.Integer(0) if rank < 4 or sizes[DIMS[0]] == 1 else DIMS[0]
@@ -116,6 +111,8 @@ class MaskProver:
                 return MaskProof("structured", str(structure), mask, assumes, nodes, structure)
         for applied in left.atoms(sympy.core.function.AppliedUndef):
             raise self._why[applied.func]
+        for given in (a.node for a in assumes if a.kind != ONES):  # taken for something else in vain
+            raise Opaque(given, f"depends on the input {_readable_input(given)}")
         return MaskProof("unknown", f"visible where {_readable(left, rank)}", mask, assumes, nodes)
 
     def _below(self, mask: fx.Node) -> tuple[fx.Node, ...]:
@@ -183,12 +180,24 @@ class MaskProver:
         if self.view.outside is not None:
             return self._from_outside(node, self.view.outside)
         tensor = example(node)
+        if (kind := kind_for(node, self.masks)) is not None:
+            return self._mask_of(node, kind)
         is_mask = tensor.dim() == 2 and not tensor.dtype.is_complex
         is_index = any(self.name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
         if not (self.may_assume and is_mask and not is_index) or tensor.requires_grad:
             raise Opaque(node, f"depends on the input {_readable_input(node)}")
-        self._assumed[node] = {node}
+        self._assumed[node] = {Assumed(node, ONES)}
         return sympy.true if tensor.dtype == torch.bool else sympy.Integer(1)
+
+    def _mask_of(self, node: fx.Node, kind: str) -> sympy.Basic:
+        """A mask of an attention call that comes in, assumed to be of this kind."""
+        self._assumed[node] = {Assumed(node, kind)}
+        function = sympy.Function(f"{node.name}_keys", integer=True)
+        self._labels[function], self._why[function] = node, Opaque(node, f"depends on the input {_readable_input(node)}")
+        predicate = shown(kind, sympy.Ne(function(DIMS[0], DIMS[3]), 0))
+        if example(node).dtype == torch.bool:
+            return predicate
+        return sympy.Integer(0) if kind == "none" else sympy.Piecewise((0, predicate), (-sympy.oo, True))
 
     def _from_outside(self, node: fx.Node, outside: Outside) -> sympy.Basic:
         """An input of a checkpointed body is what the graph around it hands in."""
@@ -244,51 +253,6 @@ def called(node: fx.Node) -> str:
     """What a node calls, as the user wrote it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return str(name).strip("_") if node.op in ("call_function", "call_method") and name else node.op
-
-
-def _visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boolean:
-    """Boolean mask: where it is true. Additive mask: where it adds 0, if it adds -inf (or the dtype's lowest) elsewhere."""
-    if dtype == torch.bool:
-        return as_predicate(expression, node)
-    lowest = torch.finfo(dtype).min
-    expression = sympy.piecewise_fold(expression)
-    parts = list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
-    for added, _ in parts:
-        if added is sympy.nan or added.has(sympy.nan):
-            raise Opaque(node, f"{node.name} is not a number somewhere")
-        hides = added == sympy.S.NegativeInfinity or (added.is_number and bool(added <= lowest))
-        if not hides and not added.is_zero:
-            raise Opaque(node, f"{node.name} adds {added} to the scores")
-    return condition_for(parts, lambda added: added.is_zero)
-
-
-def _undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: fx.Node) -> Boolean:
-    """What is left of a conjunction once everything that holds at every index is dropped."""
-    predicate = sympy.to_nnf(predicate, simplify=False) if not isinstance(predicate, (sympy.And, sympy.Or)) else predicate
-    if isinstance(predicate, sympy.And):
-        return sympy.And(*(_undecided(p, sizes, node) for p in predicate.args))
-    if isinstance(predicate, sympy.Or):
-        return sympy.Or(*(_undecided(p, sizes, node) for p in predicate.args))
-    if isinstance(predicate, sympy.core.relational.Relational):
-        bound = upper_bound(at_most_zero(predicate), sizes)
-        if bound is not None and bound.is_nonpositive:
-            return sympy.true
-        lower = upper_bound(_negated(at_most_zero(predicate)), sizes)
-        if lower is not None and lower.is_nonpositive:
-            return sympy.false
-    return predicate
-
-
-def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:
-    """``not (e <= 0)  <=>  1 - e <= 0``."""
-    return None if expression is None else 1 - expression
-
-
-def _is_causal(predicate: Boolean, q: sympy.Symbol, k: sympy.Symbol) -> bool:
-    if not isinstance(predicate, sympy.core.relational.Relational):
-        return False
-    expression = at_most_zero(predicate)
-    return expression is not None and sympy.expand(expression - (k - q)) == 0
 
 
 def _readable(predicate: Boolean, rank: int) -> str:

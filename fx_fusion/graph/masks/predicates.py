@@ -1,0 +1,56 @@
+"""What a mask shows, as a predicate on indices, and what of it holds everywhere."""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from sympy.logic.boolalg import Boolean
+from torch import fx
+
+from fx_fusion.graph.masks.expressions import Opaque, as_predicate, at_most_zero, condition_for, upper_bound
+
+
+def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boolean:
+    """Boolean mask: where it is true. Additive mask: where it adds 0, if it adds -inf (or the dtype's lowest) elsewhere."""
+    if dtype == torch.bool:
+        return as_predicate(expression, node)
+    lowest = torch.finfo(dtype).min
+    expression = sympy.piecewise_fold(expression)
+    parts = list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+    for added, _ in parts:
+        if added is sympy.nan or added.has(sympy.nan):
+            raise Opaque(node, f"{node.name} is not a number somewhere")
+        hides = added == sympy.S.NegativeInfinity or (added.is_number and bool(added <= lowest))
+        if not hides and not added.is_zero:
+            raise Opaque(node, f"{node.name} adds {added} to the scores")
+    return condition_for(parts, lambda added: added.is_zero)
+
+
+def undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: fx.Node) -> Boolean:
+    """What is left of a conjunction once everything that holds at every index is dropped."""
+    predicate = sympy.to_nnf(predicate, simplify=False) if not isinstance(predicate, (sympy.And, sympy.Or)) else predicate
+    if isinstance(predicate, sympy.And):
+        return sympy.And(*(undecided(p, sizes, node) for p in predicate.args))
+    if isinstance(predicate, sympy.Or):
+        return sympy.Or(*(undecided(p, sizes, node) for p in predicate.args))
+    if isinstance(predicate, sympy.core.relational.Relational):
+        bound = upper_bound(at_most_zero(predicate), sizes)
+        if bound is not None and bound.is_nonpositive:
+            return sympy.true
+        lower = upper_bound(_negated(at_most_zero(predicate)), sizes)
+        if lower is not None and lower.is_nonpositive:
+            return sympy.false
+    return predicate
+
+
+def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:
+    """``not (e <= 0)  <=>  1 - e <= 0``."""
+    return None if expression is None else 1 - expression
+
+
+def is_causal(predicate: Boolean, q: sympy.Symbol, k: sympy.Symbol) -> bool:
+    """Whether a predicate is exactly ``k <= q``."""
+    if not isinstance(predicate, sympy.core.relational.Relational):
+        return False
+    expression = at_most_zero(predicate)
+    return expression is not None and sympy.expand(expression - (k - q)) == 0
