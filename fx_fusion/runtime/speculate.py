@@ -23,6 +23,7 @@ from fx_fusion.runtime.mask_kinds import kinds_of
 from fx_fusion.torch_internals.dispatch import version_of
 from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor
+from fx_fusion.torch_internals.nodes import write_autocast_as_blocks
 
 Compiled = Callable[..., Any]
 _numbers = itertools.count()
@@ -104,6 +105,8 @@ def compiled_apart(
 ) -> Compiled:
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
     guards and dynamic shapes of its own. Each call runs inside of ``around()``."""
+
+    write_autocast_as_blocks(graph)
 
     def forward(*args: Any) -> Any:
         return graph(*args)  # Dynamo skips the code that the graph module was made with while Dynamo ran

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,6 +134,8 @@ def region_change(node: fx.Node) -> str | None:
     is a region of its own, in which nothing is fused; another name that speaks of grad mode or autocast raises
     RuntimeError, and the graph goes to Inductor unchanged."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    if "autocast" in name and not name.startswith("_"):  # the parts that autocast is made of
+        raise RuntimeError(f"the graph calls {name}, which may change grad mode or autocast")
     if not name.startswith("_"):
         return None
     if name == "_set_grad_enabled":
@@ -146,3 +149,29 @@ def region_change(node: fx.Node) -> str | None:
     if "grad_enabled" in name or "autocast" in name:
         raise RuntimeError(f"the graph calls {name}, which may change grad mode or autocast")
     return None
+
+
+_ENTERS = re.compile(r"^(\w+) = torch\.amp\.autocast_mode\._enter_autocast\((.*?)\)(;.*)?$")
+_EXITS = re.compile(r"^(\w+ = )?torch\.amp\.autocast_mode\._exit_autocast\((\w+)\)")
+
+
+def write_autocast_as_blocks(module: fx.GraphModule) -> None:
+    """Let the code of a module say ``with torch.autocast(...):`` where its graph enters and exits: Dynamo, which wrote the
+    graph, reads that back as it was, and takes the calls apart. Gone, or not one inside the other: the code stays."""
+    module.graph.on_generate_code(lambda before: lambda body: _in_blocks(body if before is None else before(body)))
+    module.recompile()
+
+
+def _in_blocks(body: list[str]) -> list[str]:
+    written: list[str] = []
+    inside: list[str] = []  # the regions that are open
+    for line in "".join(body).splitlines():
+        if (enters := _ENTERS.match(line)) is not None:
+            written += ["    " * len(inside) + f"with torch.autocast({enters[2]}):", "    " * len(inside) + "    pass"]
+            inside.append(enters[1])
+        elif (exits := _EXITS.match(line)) is not None:
+            if not inside or inside.pop() != exits[2]:
+                return body
+        else:
+            written.append("    " * len(inside) + line)
+    return body if inside else [line + "\n" for line in written]

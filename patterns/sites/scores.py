@@ -12,7 +12,7 @@ from torch import fx
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.masks.prover import MaskProof
-from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.patterns.sites.products import NAMES as PRODUCTS
@@ -36,7 +36,7 @@ class Scores:
 
 def read_scores(search: Search, node: Any, scores: Scores) -> None:
     """From the softmax down to the first product, one step at a time."""
-    view = search.view
+    view, top = search.view, node
     while True:
         if not isinstance(node, fx.Node) or not is_tensor(node):
             raise NotThis(node, "not a softmax of scores")
@@ -47,6 +47,8 @@ def read_scores(search: Search, node: Any, scores: Scores) -> None:
                 raise NotThis(node, f"{node.name} has queries and keys in other than its last two dims")
             if product.alpha <= 0:
                 raise NotThis(node, f"{node.name} scales the scores by {product.alpha}")
+            if not same_shape(example(top), example(node)):
+                raise NotThis(top, f"a mask or bias makes scores of shape {tuple(example(top).shape)} of {node.name}")
             scores.q, scores.keys, scores.product = product.left, product.right, product
             if product.added is not None:
                 _add_bias(search, node, product.added, scores)

@@ -1,13 +1,17 @@
 """A padding mask assumed to be all ones: never a wrong result, whatever comes."""
 
+import contextlib
 import copy
+from collections import Counter
 
 import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.runtime.speculate import AllOnes
+from fx_fusion.graph.snapshot import snapshot
+from fx_fusion.runtime.speculate import AllOnes, compiled_apart
 from fx_fusion.testing import rewriting_backend
+from fx_fusion.torch_internals.nodes import region_change
 from tests.helpers import tiny_llama, tokens
 
 ids = tokens()
@@ -211,3 +215,75 @@ def test_padded_batches_of_many_lengths():
             torch.testing.assert_close(compiled(**cut).loss, eager(**cut).loss)
     assert sum(g.instead_of is not None for g in report.graphs) <= 3
     assert sum(g.calls.otherwise for g in report.graphs) == 11
+
+
+class Autocast(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(**given)
+
+
+SETUPS = {
+    "autocast_inside": lambda model: contextlib.nullcontext(),
+    "plain": lambda model: contextlib.nullcontext(),
+    "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
+    "checkpoint": lambda model: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    or contextlib.nullcontext(),
+    "no_grad": lambda model: torch.no_grad(),
+    "inference": lambda model: torch.inference_mode(),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, None], ids=["static", "automatic"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_padded_batch_is_rewritten_as_a_full_one_is(name, dynamic):
+    """Its graph is captured a second time: what the first one says of autocast, checkpoints and grad mode is still there."""
+    eager, ours = tiny_llama(), tiny_llama()
+    ours.load_state_dict(eager.state_dict())
+    eager.train(), ours.train()
+    wrapped = [Autocast(m) if name == "autocast_inside" else m for m in (ours, eager)]
+    given = {"input_ids": ids, "labels": ids}
+    with fx_fusion.recording() as report, SETUPS[name](eager), SETUPS[name](ours):
+        compiled = torch.compile(wrapped[0], backend=rewriting_backend(), dynamic=dynamic)
+        for mask in (ones, padded, ones, padded):
+            found, expected = (m(**given, attention_mask=mask) for m in (compiled, wrapped[1]))
+            torch.testing.assert_close(found.loss, expected.loss, rtol=2e-2 if "autocast" in name else 1e-4, atol=1e-4)
+            if found.loss.requires_grad:
+                found.loss.backward()
+                expected.loss.backward()
+    full, other = report.graphs
+    assert (full.calls.assumed, full.calls.otherwise) == (2, 2)
+    assert not any(g.fallback or g.broke for g in report.graphs), str(report)
+    by_graph = [Counter(s.fusion for s in report.sites if s.graph == g.index and s.status == "fused") for g in (full, other)]
+    left_out = by_graph[0] - by_graph[1]
+    assert set(left_out) <= {"causal_mask", "repeat_kv"}, left_out  # FlexAttention has no backward on a CPU
+    assert by_graph[1]["linear_cross_entropy"] == 1
+
+
+def test_a_graph_that_is_captured_again_has_the_same_regions():
+    """Dynamo takes the private calls apart that it wrote itself, unless they are written as blocks."""
+
+    def function(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.nn.functional.linear(x, w)
+            with torch.autocast("cpu", enabled=False), torch.no_grad():
+                z = torch.nn.functional.linear(x, w)
+        return y, z
+
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm if len(graphs) > 1 else compiled_apart(snapshot(gm), backend, contextlib.nullcontext)
+
+    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3)
+    found = torch.compile(function, backend=backend)(x, w)
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32]
+    assert [t.requires_grad for t in found] == [True, False]
+    changes = [[c for n in gm.graph.nodes if (c := region_change(n)) is not None] for gm in graphs]
+    assert changes[0] == changes[1]
+    assert changes[0].count("enter autocast") == 2

@@ -339,3 +339,4 @@ def test_torch_says_which_attention_takes_grouped_heads(monkeypatch):
     assert not takes_grouped_heads("no tensor", *given[1:])
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     assert not takes_grouped_heads(*given)
+

@@ -90,6 +90,12 @@ NOT = {
     "maximum_of_another": (
         lambda q, k, v: (lambda a: torch.softmax(a - (a * 2).amax(-1, True), -1))(q @ k.mT) @ v, "between the product",
     ),
+    "bias_of_five_dims": (
+        lambda q, k, v: torch.softmax(q @ k.mT + torch.zeros(1, 1, H, S, T), -1)[0] @ v, "makes scores of shape",
+    ),
+    "bias_of_more_rows": (
+        lambda q, k, v: torch.softmax(q[:1] @ k[:1].mT + torch.zeros(B, 1, S, T), -1) @ v, "makes scores of shape",
+    ),
     "scale_of_the_data": (lambda q, k, v: torch.softmax(q @ k.mT / v.square().sum(), -1) @ v, "not a positive constant"),
     "negative_alpha": (
         lambda q, k, v: torch.bmm(
