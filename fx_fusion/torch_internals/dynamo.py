@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any
@@ -51,6 +52,8 @@ def why_it_ends(gm: fx.GraphModule) -> str:
     text = next(iter(new), "") or str(getattr(reason, "reason", ""))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     hint = next((line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), "")
+    if (logs := re.search(r"method: <Logger .*?>\.(\w+)", text)) is not None:
+        hint = f"Its message aside, torch._dynamo.config.ignore_logging_functions.add(logging.Logger.{logs[1]}) mends it."
     stack = getattr(reason, "user_stack", None)
     at = f" at {stack[-1].filename.rsplit('/', 1)[-1]}:{stack[-1].lineno}" if stack else ""
     return f"graph break{at}: {lines[0] if lines else 'no reason given'}.{' ' + hint if hint else ''}"
