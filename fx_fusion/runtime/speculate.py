@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
-from fx_fusion.runtime.mask_kinds import kinds_of
+from fx_fusion.runtime.mask_kinds import is_of_kind
 from fx_fusion.torch_internals.dispatch import version_of
 from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor
@@ -84,12 +84,11 @@ def speculate(
         if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i, _ in checks):
             return fast(*args)  # who has no values asks for the types of the results: all versions have the same
         held = all(all_ones(args[i]) for i in ones)
-        found = [kinds_of(args[i]) for i, _ in masks]
-        if held and all(kind in kinds for (_, kind), kinds in zip(masks, found, strict=True)):
+        if held and all(is_of_kind(args[i], kind) for i, kind in masks):
             calls.assumed += 1
             return fast(*args)
         calls.otherwise += 1
-        best = next((kind for kind in KINDS if all(kind in kinds for kinds in found)), None)
+        best = next((kind for kind in KINDS if all(is_of_kind(args[i], kind) for i, _ in masks)), None)
         version = held, best if masks else GUESS
         if version not in versions:
             versions[version] = compile_version(*version)

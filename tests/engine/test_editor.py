@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fx_fusion.graph.masks.assumed import ONES, Assumed
 from fx_fusion.graph.view import View
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.editor import Editor, Mismatch, differs
@@ -244,6 +245,6 @@ def test_assumptions_are_noted():
     assumptions = Assumptions(module, allowed=True)
     editor = Editor(graph.view, assumptions)
     mask = module.graph.find_nodes(op="placeholder")[1]
-    editor.assume([mask])
-    assert assumptions.positions() == (1,)
+    editor.assume([Assumed(mask, ONES)])
+    assert assumptions.checks() == ((1, ONES),)
     assert not Editor(graph.view).assumptions.allowed

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion.graph.masks.assumed import KINDS
-from fx_fusion.runtime.mask_kinds import kinds_of
+from fx_fusion.runtime.mask_kinds import is_of_kind
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import tiny_llama, tokens
 from tests.structured_masks import S, positions, tensors
@@ -34,6 +34,10 @@ MASKS = {
     "nearly_lowest": (torch.zeros(1, 1, S, S).masked_fill(~CAUSAL, -1e4), set()),
     "not_a_number": (torch.zeros(1, 1, S, S).masked_fill(~CAUSAL, float("nan")), set()),
 }
+
+
+def kinds_of(mask):
+    return {kind for kind in KINDS if is_of_kind(mask, kind)}
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -109,7 +109,12 @@ def _results(program: Program, function: Any, given: dict[str, Any], after: Any,
 def _record(call: Call, results: list[Any], given: dict[str, Any], leaves: dict[str, Tensor]) -> None:
     """Values first, then gradients, then who sees a write to whom."""
     tensors = {f"out{i}": t for i, t in enumerate(results) if isinstance(t, Tensor)}
-    call.facts.update({f"out{i}": t for i, t in enumerate(results) if not isinstance(t, Tensor)})
+    for name, item in ((f"out{i}", item) for i, item in enumerate(results) if not isinstance(item, Tensor)):
+        if isinstance(item, list):  # of .tolist(): numbers like any others
+            call.numbers[name] = torch.tensor(item, dtype=torch.float64)
+            call.facts[f"type of {name}"] = tuple(call.numbers[name].shape)
+        else:
+            call.facts[name] = item
     for name, t in tensors.items():
         strides = tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else ()
         call.facts[f"type of {name}"] = (tuple(t.shape), strides, str(t.dtype), t.requires_grad)
