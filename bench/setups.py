@@ -2,6 +2,7 @@
 
     python -m bench.setups                      all of them
     python -m bench.setups padded bert-padded   some of them
+    python -m bench.setups --tiny               whether all of them run, on a CPU too; no figures
 
 One JSON line a set-up: milliseconds a step (the mean over whole rounds of its batches, the median of three rounds), peak
 memory, seconds to the first step, losses, what was fused. Then the rules: no set-up below 0.97 of Inductor's speed or
@@ -36,9 +37,29 @@ from bench.process import environment
 
 Batch = dict[str, Any]
 VARIANTS = ("inductor", "fx_fusion")
-VOCABULARY, IGNORED = 128256, -100
-LENGTHS = (2048, 1536, 1792, 1088, 1920, 1664, 1344, 2048)  # 0.82 of 2048 in the mean
+IGNORED = -100
+SHARES = (1.0, 0.75, 0.875, 0.53125, 0.9375, 0.8125, 0.65625, 1.0)  # of a row that is no padding; 0.82 in the mean
 SLOWEST, MOST_MEMORY, LLAMA_TRAINS = 0.97, 1.03, 1.13
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of models and batches."""
+
+    device: str = "cuda"
+    vocabulary: int = 128256
+    hidden: int = 2048
+    heads: int = 32
+    batch: int = 4
+    length: int = 2048
+    bert_batch: int = 64
+    bert_length: int = 512
+    bert_layers: int = 12
+    bert_vocabulary: int = 30522
+
+
+FULL, TINY = Sizes(), Sizes("cpu", 5000, 64, 4, 2, 64, 4, 32, 1, 5000)
+SIZES = FULL
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -47,9 +68,9 @@ def llama(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, rope_theta=5e5, tie_word_embeddings=True,
-        use_cache=False,
+        vocab_size=SIZES.vocabulary, hidden_size=SIZES.hidden, intermediate_size=4 * SIZES.hidden, num_hidden_layers=layers,
+        num_attention_heads=SIZES.heads, num_key_value_heads=SIZES.heads // 4, head_dim=SIZES.hidden // SIZES.heads,
+        max_position_embeddings=8192, rope_theta=5e5, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -60,7 +81,10 @@ def bert(dropout: float) -> Callable[[int], nn.Module]:
     def build(layers: int) -> nn.Module:
         from transformers import BertConfig, BertForMaskedLM
 
-        config = BertConfig(attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout)
+        config = BertConfig(
+            attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout, vocab_size=SIZES.bert_vocabulary,
+            num_hidden_layers=SIZES.bert_layers,
+        )  # fmt: skip
         return BertForMaskedLM(config)
 
     return build
@@ -93,31 +117,32 @@ def with_checkpointing(model: Any) -> None:
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
-def tokens(b: int, s: int, vocabulary: int = VOCABULARY) -> Tensor:
-    return torch.randint(5, vocabulary, (b, s), device="cuda")
+def tokens(b: int, s: int, vocabulary: int = 0) -> Tensor:
+    return torch.randint(5, vocabulary or SIZES.vocabulary, (b, s), device=SIZES.device)
 
 
-def plain(b: int, s: int) -> Callable[[], list[Batch]]:
-    def make() -> list[Batch]:
-        return [{"input_ids": ids, "labels": ids} for ids in (tokens(b, s) for _ in range(4))]
+def plain() -> list[Batch]:
+    return [{"input_ids": ids, "labels": ids} for ids in (tokens(SIZES.batch, SIZES.length) for _ in range(4))]
 
-    return make
+
+def one_short_row() -> list[Batch]:
+    return [{"input_ids": ids, "labels": ids} for ids in (tokens(1, SIZES.length // 4) for _ in range(4))]
 
 
 def with_mask(ids: Tensor, lengths: list[int], *, left: bool = False) -> Batch:
-    shown = torch.arange(ids.shape[1], device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    shown = torch.arange(ids.shape[1], device=SIZES.device) < torch.tensor(lengths, device=SIZES.device)[:, None]
     shown = shown.flip(-1) if left else shown
     return {"input_ids": ids, "labels": ids.masked_fill(~shown, IGNORED), "attention_mask": shown.long()}
 
 
 def ones() -> list[Batch]:
-    return [with_mask(tokens(4, 2048), [2048] * 4) for _ in range(4)]
+    return [with_mask(tokens(SIZES.batch, SIZES.length), [SIZES.length] * SIZES.batch) for _ in range(4)]
 
 
 def padded(left: bool = False) -> list[Batch]:
-    """A quarter to a fifth of the tokens is padding, other lengths in every batch."""
-    rows = [[LENGTHS[(i + b) % 8] for b in range(4)] for i in range(8)]
-    return [with_mask(tokens(4, 2048), lengths, left=left) for lengths in rows]
+    """A fifth of the tokens is padding, other lengths in every batch."""
+    rows = [[int(SIZES.length * SHARES[(i + b) % 8]) for b in range(SIZES.batch)] for i in range(8)]
+    return [with_mask(tokens(SIZES.batch, SIZES.length), lengths, left=left) for lengths in rows]
 
 
 def alternating() -> list[Batch]:
@@ -128,30 +153,32 @@ def prompts() -> list[Batch]:
     """Instructions: the loss is on the answer, the last two fifths of each row."""
     made = ones()
     for batch in made:
-        batch["labels"][:, : 2048 * 3 // 5] = IGNORED
+        batch["labels"][:, : SIZES.length * 3 // 5] = IGNORED
     return made
 
 
 def packed() -> list[Batch]:
-    """Documents of 512 to 3072 positions behind each other, without a mask: position_ids begin anew."""
-    positions = torch.cat([torch.arange(n, device="cuda") for n in (1024, 3072, 512, 1536, 2048)])[None]
-    return [{**batch, "position_ids": positions} for batch in plain(1, 8192)()]
+    """Documents of other lengths behind each other, without a mask: position_ids begin anew."""
+    lengths = [int(SIZES.length * share) for share in (0.5, 1.5, 0.25, 0.75, 1.0)]
+    positions = torch.cat([torch.arange(n, device=SIZES.device) for n in lengths])[None]
+    ids = [tokens(1, sum(lengths)) for _ in range(4)]
+    return [{"input_ids": i, "labels": i, "position_ids": positions} for i in ids]
 
 
 def other_lengths() -> list[Batch]:
-    made = plain(4, 2048)() * 2
-    return [{k: v[:, :n].contiguous() for k, v in batch.items()} for batch, n in zip(made, LENGTHS, strict=True)]
+    lengths = [int(SIZES.length * share) for share in SHARES]
+    return [{k: v[:, :n].contiguous() for k, v in batch.items()} for batch, n in zip(plain() * 2, lengths, strict=True)]
 
 
-def bert_batches(shortest: int) -> Callable[[], list[Batch]]:
-    """64 rows of 512, lengths from the shortest to 512; a sixth of the tokens is to be guessed."""
+def bert_batches(shortest: float) -> Callable[[], list[Batch]]:
+    """64 rows of 512, lengths from this share of 512 to all of it; a sixth of the tokens is to be guessed."""
 
     def make() -> list[Batch]:
-        made = []
+        made, b, s = [], SIZES.bert_batch, SIZES.bert_length
         for _ in range(4):
-            lengths = torch.linspace(shortest, 512, 64).long()[torch.randperm(64)].tolist()
-            batch = with_mask(tokens(64, 512, 30000), lengths)
-            batch["labels"] = batch["labels"].masked_fill(torch.rand(64, 512, device="cuda") > 0.15, IGNORED)
+            lengths = torch.linspace(shortest * s, s, b).long()[torch.randperm(b)].tolist()
+            batch = with_mask(tokens(b, s, SIZES.bert_vocabulary), lengths)
+            batch["labels"] = batch["labels"].masked_fill(torch.rand(b, s, device=SIZES.device) > 0.15, IGNORED)
             made.append(batch)
         return made
 
@@ -176,7 +203,7 @@ def train_and_read(model: nn.Module, batch: Batch) -> Tensor:
 
 def accumulate(model: nn.Module, batch: Batch) -> Tensor:
     """Four micro-batches, as transformers' Trainer weighs them."""
-    count = torch.tensor(4 * batch["labels"][:, 1:].numel(), device="cuda")
+    count = torch.tensor(4 * batch["labels"][:, 1:].numel(), device=SIZES.device)
     losses = []
     for _ in range(4):
         loss = model(**batch, num_items_in_batch=count).loss
@@ -213,37 +240,40 @@ class Setup:
 
 
 SETUPS = {
-    "no-mask": Setup(plain(4, 2048)),
+    "no-mask": Setup(plain),
     "ones": Setup(ones),
     "padded": Setup(padded),
     "left-padded": Setup(lambda: padded(left=True)),
     "alternating": Setup(alternating),
     "prompts": Setup(prompts),
     "packed": Setup(packed),
-    "small": Setup(plain(1, 512)),
-    "autocast": Setup(plain(4, 2048), autocast=True),
-    "checkpoint": Setup(plain(4, 2048), change=with_checkpointing),
+    "small": Setup(one_short_row),
+    "autocast": Setup(plain, autocast=True),
+    "checkpoint": Setup(plain, change=with_checkpointing),
     "checkpoint-padded": Setup(padded, change=with_checkpointing),
-    "lora": Setup(plain(4, 2048), change=with_lora),
+    "lora": Setup(plain, change=with_lora),
     "dynamic": Setup(other_lengths),
-    "accumulate": Setup(plain(4, 2048), step=accumulate),
+    "accumulate": Setup(plain, step=accumulate),
     "evaluate": Setup(ones, step=evaluate),
     "evaluate-read": Setup(ones, step=evaluate_and_read),
     "evaluate-read-padded": Setup(padded, step=evaluate_and_read),
     "train-read": Setup(ones, step=train_and_read),
-    "bert": Setup(bert_batches(512), bert(0.0), is_bert=True),
-    "bert-padded": Setup(bert_batches(64), bert(0.0), is_bert=True),
-    "bert-dropout": Setup(bert_batches(64), bert(0.1), is_bert=True),
+    "bert": Setup(bert_batches(1.0), bert(0.0), is_bert=True),
+    "bert-padded": Setup(bert_batches(0.125), bert(0.0), is_bert=True),
+    "bert-dropout": Setup(bert_batches(0.125), bert(0.1), is_bert=True),
 }
 
 
 def measure(setup: Setup, variant: str, layers: int, options: dict[str, Any]) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
-    torch.cuda.empty_cache()
+    on_gpu = SIZES.device == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    if on_gpu:
+        torch.cuda.empty_cache()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32 if setup.autocast else torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(SIZES.device):
         model = setup.model(layers)
     torch.set_default_dtype(torch.float32)
     model.train(setup.trains)
@@ -256,7 +286,7 @@ def measure(setup: Setup, variant: str, layers: int, options: dict[str, Any]) ->
     batches = setup.batches()
 
     def step(batch: Batch) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16) if setup.autocast else contextlib.nullcontext():
+        with torch.autocast(SIZES.device, torch.bfloat16) if setup.autocast else contextlib.nullcontext():
             loss = setup.step(compiled, dict(batch))
         if setup.trains:
             optimizer.step()
@@ -265,21 +295,23 @@ def measure(setup: Setup, variant: str, layers: int, options: dict[str, Any]) ->
 
     started = time.perf_counter()
     losses = [step(batches[0])]
-    torch.cuda.synchronize()
+    synchronize()
     first = time.perf_counter() - started
     losses += [step(batch) for batch in (*batches[1:], *batches)]  # everything is compiled then
-    torch.cuda.synchronize()
+    synchronize()
     graphs = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
-    torch.cuda.reset_peak_memory_stats()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     rounds = []
     for _ in range(3):
         started = time.perf_counter()
         for batch in itertools.islice(itertools.cycle(batches), max(8, len(batches))):
             losses.append(step(batch))
-        torch.cuda.synchronize()
+        synchronize()
         rounds.append((time.perf_counter() - started) / max(8, len(batches)))
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 2**30
     return {
-        "ms": round(1e3 * statistics.median(rounds), 2), "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "ms": round(1e3 * statistics.median(rounds), 2), "gib": round(peak / 2**30, 2),
         "first_s": round(first, 1), "losses": [round(float(losses[i]), 4) for i in (0, 1, -1)],
         "graphs": graphs, "more_graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) - graphs,
     }  # fmt: skip
@@ -327,7 +359,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the Llama")
     parser.add_argument("--options", default="{}", help="of fx_fusion, as JSON")
     parser.add_argument("--out", default="bench/results/setups.jsonl")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU: whether everything runs")
     given = parser.parse_args()
+    if given.tiny:
+        global SIZES
+        SIZES, given.layers, given.out = TINY, 1, "/dev/null"
     if unknown := set(given.setups) - SETUPS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(SETUPS)}")
     warnings.filterwarnings("ignore")

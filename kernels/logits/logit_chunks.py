@@ -176,7 +176,8 @@ def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, den
     ratio = torch.tanh(z / softcap) if softcap else None
     z = z if ratio is None else softcap * ratio
     top = z.amax(1)
-    total = (z - top[:, None]).exp_().sum(1)
+    powers = (z - top[:, None]).exp_()
+    total = powers.sum(1)
     counts = target != ignore_index
     index = torch.where(counts, target, 0)  # an index error for a target out of range, as in PyTorch
     w = None if weight is None else weight.float()
@@ -191,7 +192,7 @@ def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, den
         return
     q_target = (1 - smoothing) * w_target
     q_sum = q_target + smoothing / v * w_sum if smoothing else q_target  # without smoothing w_sum may be inf: not 0 · inf
-    dz = (z - top[:, None]).exp_().mul_((q_sum / total)[:, None])
+    dz = powers.mul_((q_sum / total)[:, None])
     dz.scatter_add_(1, index[:, None], -q_target[:, None])
     if smoothing:
         dz -= smoothing / v * (1.0 if w is None else w)
