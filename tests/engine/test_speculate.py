@@ -128,7 +128,7 @@ def test_through_inductor(masks):
     """Both versions are compiled, fused and in the report, which counts how often each was called."""
     eager = tiny_llama(num_hidden_layers=1, vocab_size=5000)
     ours = copy.deepcopy(eager)
-    compiled = torch.compile(ours, backend="fx_fusion", options={"strict": True})
+    compiled = torch.compile(ours, backend="fx_fusion", options={"strict": True, "select": "always"})
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with fx_fusion.recording() as report:
         for mask in masks:
