@@ -15,6 +15,7 @@ from fx_fusion.graph.size_hints import expected, too_small
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.cross_entropy import cross_entropy
+from fx_fusion.patterns.sites.log_probs import is_indexed
 from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.patterns.sites.rows import rows_of, shaped_as
 from fx_fusion.rewrite.editor import Editor
@@ -59,6 +60,9 @@ def unread(view: View) -> Iterator[NearMiss]:
     known = {node for site in find_losses(view) for node in site.nodes}
     for node in view.graph.nodes:
         name = view.name(node)
+        if is_indexed(view, node):
+            reason = "an index below 0 counts from the end; write gather(-1, classes[:, None])"
+            yield NearMiss("cross_entropy", node, node, reason)
         if node in known or name not in ("cross_entropy", "nll_loss", "kl_div", "log"):
             continue
         bound = view.arguments(node)

@@ -76,6 +76,8 @@ def _one_hot(view: View, node: fx.Node, product: Product) -> Match | None:
     plain = (product.left_order, product.right_order, product.added, product.alpha) == (None, None, None, 1)
     if hot is None or not plain or not _is_table(weight) or example(node).dtype != example(weight).dtype:
         return None
+    if not statically_known_true(example(product.left).shape[-1] == example(weight).shape[0]):
+        return None
     nodes = frozenset((node, *hot[1]))
     return Match("embedding", (node,), nodes, {"ids": hot[0], "weight": weight}, {"padding_idx": NO_PADDING})
 

@@ -21,7 +21,7 @@ from fx_fusion.graph import signatures
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.terms import example, is_tensor, same_sizes
 from fx_fusion.graph.view import View
-from fx_fusion.graph.walk import attention_calls
+from fx_fusion.graph.walk import attention_calls, source_of
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.torch_internals.attention import takes_grouped_heads
 
@@ -73,8 +73,8 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
         return _of_one_head(node)
     if name not in ("reshape", "view", "flatten"):
         return None
-    expanded = node.args[0]
-    if view.name(expanded) != "expand" or example(expanded).dim() != 5:
+    expanded = source_of(node)
+    if expanded is None or view.name(expanded) != "expand" or example(expanded).dim() != 5:
         return None
     inner = view.term(expanded.args[0])
     if inner.op != "unsqueeze" or inner.attrs != (-3,) or not is_tensor(inner.operands[0]):
@@ -96,8 +96,8 @@ def unread(view: View) -> Iterator[NearMiss]:
 
 def _of_one_head(node: fx.Node) -> tuple[fx.Node, int] | None:
     """One head of keys for all (multi-query attention), ``x.expand(-1, n, -1, -1)`` or ``x.repeat(1, n, 1, 1)``."""
-    x = node.args[0]
-    if not is_tensor(x) or example(x).dim() != 4:
+    x = source_of(node)
+    if x is None or not is_tensor(x) or example(x).dim() != 4:
         return None
     (b, h, s, d), (c, n, t, e) = example(x).shape, example(node).shape
     one = statically_known_true(h == 1) and isinstance(n, int) and same_sizes((b, s, d), (c, t, e))
@@ -108,7 +108,10 @@ def chain(view: View, node: fx.Node) -> list[fx.Node]:
     """The nodes that repeat, from the repeated tensor down to (not including) the one with few heads."""
     chain = [node]
     while view.name(chain[-1]) in ("reshape", "view", "flatten", "expand", "repeat"):
-        chain.append(chain[-1].args[0])
+        below = source_of(chain[-1])
+        if below is None:
+            break
+        chain.append(below)
     return chain
 
 

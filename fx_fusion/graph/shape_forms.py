@@ -140,7 +140,7 @@ def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term
 
 def _of_split_columns(view: Reader, x: fx.Node, dim: int, index: int, nodes: tuple[fx.Node, ...]) -> Term | None:
     """One of the two dims that a view made of the last one, at an index: every so many columns, or a part of them."""
-    below = x.args[0] if view.name(x) in ("view", "reshape", "unflatten") else None
+    below = x.args[0] if x.args and view.name(x) in ("view", "reshape", "unflatten") else None
     if not is_tensor(below) or example(below).dim() != example(x).dim() - 1 or dim not in (-1, -2):  # type: ignore[arg-type]
         return None
     before, after = example(below).shape, example(x).shape
@@ -174,6 +174,7 @@ def _statistic(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term | No
     bound = view.arguments(x)
     if bound is None:
         return None
+    bound = {name: view.folded(item) for name, item in bound.items()}
     if view.name(x) == "native_layer_norm":
         term = norm_forms.RULES["layer_norm"](view, node, dict(bound)) if index == 0 else None
     elif index == 0:

@@ -130,7 +130,7 @@ def _einsum_factors(bound: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> Iterator[str]:
-    if not is_tensor(factor):
+    if not is_tensor(factor) or example(factor).dtype == torch.float64:  # the kernels compute in float32
         return
     if _same_rows(view, factor, logits, nodes):
         yield "logits"
@@ -152,19 +152,10 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
             nodes.update(term.nodes)
             yield "p"
         return
-    clamped, above = _clamped(view, factor)
-    found = logits_of(view, clamped)
+    found = logits_of(view, factor)
     if found is not None and _same_rows(view, found[0], logits, nodes):
-        nodes.update((*above, *found[1]))
+        nodes.update(found[1])
         yield "log_p"
-
-
-def _clamped(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Below ``clamp(min=lowest)``, which keeps 0 · log 0 from being no number in ``Categorical.entropy``."""
-    bound = view.arguments_of(node, "clamp")
-    if bound is None or not is_tensor(bound["input"]) or bound["max"] is not None:
-        return node, []
-    return (bound["input"], [node]) if bound["min"] == torch.finfo(example(node).dtype).min else (node, [])
 
 
 def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -> bool:

@@ -1,9 +1,10 @@
 """Log-probabilities and the class that is picked of each row, however they are spelled.
 
     log p  =  log_softmax(z)  =  z − logsumexp(z)           of logits z, over the last dim
-    picked =  gather(log p, y)  =  take_along_dim  =  log p[arange(n), y]  =  Σ_c one_hot(y)_c · log p_c
+    picked =  gather(log p, y)  =  take_along_dim  =  Σ_c one_hot(y)_c · log p_c
 
-A view that keeps the last dim changes nothing of either.
+A view that keeps the last dim changes nothing of either. ``log p[arange(n), y]`` is something else where y is below 0:
+there it counts from the end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Picked:
 def logits_of(view: View, log_probs: Any) -> tuple[fx.Node, set[fx.Node]] | None:
     """The logits whose log-probabilities over the last dim a node holds, and the nodes that make them; None for anything
     else. No cast on the way rounds."""
-    if not is_tensor(log_probs):
+    if not is_tensor(log_probs) or example(log_probs).dtype == torch.float64:  # the kernels compute in float32
         return None
     node, nodes = below_views(view, log_probs)
     term = inner_term(view, node, "log_softmax")
@@ -92,8 +93,6 @@ def picked(view: View, node: fx.Node) -> Picked | None:
     name = view.name(node)
     if name in ("gather", "take_along_dim"):
         return _gathered(view, node)
-    if name == "getitem":
-        return _indexed(view, node)
     return _one_hot_product(view, node) if name == "sum" else None
 
 
@@ -144,19 +143,12 @@ def _first_column(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return source, [node, below, below.args[0]]  # type: ignore[list-item,union-attr]
 
 
-def _indexed(view: View, node: fx.Node) -> Picked | None:
-    """``source[arange(n), target]`` of n rows."""
-    source = node.args[0]
-    index = index_of(node.args[1], 2) if is_tensor(source) and example(source).dim() == 2 else None
-    if index is None or len(index.items) != 2 or not all(is_tensor(i) for i in index.items):
-        return None
-    rows, target = index.items
-    if example(target).dtype != torch.int64 or not same_shape(example(target), example(source)[:, 0]):
-        return None
-    bound = view.arguments_of(rows, "arange")
-    plain = bound is not None and len(bound["bounds"]) == 1 and not {"start", "end", "step"} & set(bound["keywords"])
-    counted = plain and example(rows).dim() == 1 and same_shape(example(rows), example(source)[:, 0])
-    return Picked(node, source, target, frozenset([node])) if counted else None
+def is_indexed(view: View, node: fx.Node) -> bool:
+    """Whether ``node`` is ``log p[rows, classes]``."""
+    source = node.args[0] if view.name(node) == "getitem" else None
+    index = index_of(node.args[1], 2) if is_tensor(source) and example(source).dim() == 2 else None  # type: ignore[arg-type]
+    pairs = index is not None and len(index.items) == 2 and all(map(is_tensor, index.items))
+    return pairs and logits_of(view, source) is not None
 
 
 def _one_hot_product(view: View, node: fx.Node) -> Picked | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
@@ -64,6 +65,11 @@ def _einsum(equation: Any, operands: Sequence[Any]) -> Product | None:
     batch = "".join(c for c in out if c in left and c in right)
     summed = [c for c in left if c in right and c not in out]
     own = [[c for c in part if c not in batch and c not in summed] for part in (left, right)]
+    sizes: dict[str, Any] = {}
+    shapes = (*example(operands[0]).shape, *example(operands[1]).shape)
+    for letter, size in zip(left + right, shapes, strict=True):
+        if not statically_known_true(sizes.setdefault(letter, size) == size):
+            return None  # one of them is 1, and broadcast
     if len(summed) != 1 or [len(o) for o in own] != [1, 1] or set(out) != {*batch, own[0][0], own[1][0]}:
         return None
     k, m, n = summed[0], own[0][0], own[1][0]

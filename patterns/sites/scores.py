@@ -153,6 +153,8 @@ def _number(view: View, item: Any) -> Any:
     """A number that the graph makes a tensor of, ``torch.tensor(64.0).sqrt()``, as it is; anything else unchanged."""
     if not is_tensor(item) or example(item).dim() != 0 or not example(item).dtype.is_floating_point:
         return item
+    if view.effects.written_after(view.order[item], [item]) is not None:
+        return item
     if item.target is torch.tensor and item.args and isinstance(item.args[0], (int, float)):
         return torch.tensor(item.args[0], dtype=example(item).dtype).item()
     if (full := view.arguments_of(item, "full")) is not None and isinstance(view.folded(full["fill_value"]), (int, float)):
@@ -167,6 +169,8 @@ def _number(view: View, item: Any) -> Any:
 def _fill(search: Search, node: fx.Node, mask: Any, hides: bool, fill: Any, scores: Scores) -> None:
     view = search.view
     fill = view.folded(fill)
+    if isinstance(fill, fx.Node) and view.effects.written_after(view.order[fill], [fill]) is not None:
+        raise NotThis(node, f"{node.name} fills with a value that is written to")
     if isinstance(fill, fx.Node) and fill.target is torch.tensor:
         fill = fill.args[0] if fill.args else None
     elif (full := view.arguments_of(fill, "full")) is not None:

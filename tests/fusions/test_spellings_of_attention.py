@@ -139,3 +139,30 @@ def test_repeats_of_several_heads_are_not_grouped_heads():
     result, report = rewritten(function, q, k, v)
     report.assert_fused(repeat_kv=0)
     torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def written_scale(q, k, v):
+    scale = torch.tensor(2.0)
+    scale.view(()).mul_(2)
+    return torch.softmax(q @ k.mT / scale, -1) @ v
+
+
+def written_fill(q, k, v):
+    low = torch.full((), float("-inf"))
+    low.zero_()
+    return torch.softmax(torch.where(torch.ones(S, T, dtype=torch.bool).tril(), q @ k.mT, low), -1) @ v
+
+
+def one_key_for_all_values(q, k, v):
+    return torch.einsum("bhqk,bhkd->bhqd", torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :1]), -1), v)
+
+
+def by_keyword(q, k, v):
+    return F.scaled_dot_product_attention(q, torch.reshape(input=k, shape=k.shape), torch.flatten(input=v, start_dim=3))
+
+
+@pytest.mark.parametrize("function", [written_scale, written_fill, one_key_for_all_values, by_keyword])
+def test_what_is_not_what_it_seems(function):
+    result, report = rewritten(function, q, k, v)
+    assert report.count("attention") == 0, str(report)
+    torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)

@@ -107,6 +107,10 @@ NOT = {
     "two_dims": ("layer_norm", lambda x: F.layer_norm(x, (6, D)), "the last 2 dims"),
     "bag": ("embedding", lambda t: F.embedding_bag(ids, t), "embedding_bag"),
     "one_hot_of_a_product": ("embedding", lambda t: F.one_hot(ids, V).float() @ (t * 2), "write F.embedding"),
+    "one_hot_of_other_classes": (
+        "embedding", lambda t: torch.einsum("tv,vd->td", F.one_hot(ids[0] * 0, 1).float(), t), "",
+    ),
+    "no_dims": ("layer_norm", lambda x: sum(torch.var_mean(x, [], correction=0, keepdim=True)), ""),
     "heads_by_index": (
         "repeat_kv", lambda q: F.scaled_dot_product_attention(q, *(q[:, torch.tensor([0, 0, 1])],) * 2), "tensor of indices",
     ),

@@ -27,7 +27,6 @@ ONE_LOSS = {
     "minus_lse_keepdim": lambda x, w, y: (
         lambda z: -(z - z.logsumexp(-1, keepdim=True)).gather(-1, y[..., None]).mean()
     )(F.linear(x, w)),
-    "indexed": lambda x, w, y: -log_p(x, w).view(-1, V)[torch.arange(B * S), y.view(-1)].mean(),
     "take_along_dim": lambda x, w, y: -torch.take_along_dim(log_p(x, w), y[..., None], -1).mean(),
     "take_along_dim_by_name": lambda x, w, y: torch.take_along_dim(log_p(x, w), indices=y[..., None], dim=2).sum(),
     "one_hot": lambda x, w, y: -(F.one_hot(y, V) * log_p(x, w)).sum(-1).mean(),
@@ -71,7 +70,6 @@ def test_a_loss_of_symbolic_sizes(name):
 
 
 WITH_ENTROPY = {
-    "categorical": lambda z, y: (lambda d: (d.log_prob(y), d.entropy()))(Categorical(logits=z, validate_args=False)),
     "einsum": lambda z, y: (lambda lp: (
         lp.gather(-1, y[..., None]).squeeze(-1), -torch.einsum("bsv,bsv->bs", lp.exp(), lp)
     ))(z.log_softmax(-1)),
@@ -129,6 +127,7 @@ def test_what_picks_no_class_of_every_row(name):
 
 
 UNREAD = {
+    "indexed": (lambda z, y: -z.view(-1, V).log_softmax(-1)[torch.arange(B * S), y.view(-1) - V].mean(), "counts from the end"),
     "soft_targets": (lambda z, y: F.cross_entropy(z, z.detach().softmax(-1)), "targets that are probabilities"),
     "kl": (lambda z, y: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"), "divergence"),
     "log_of_softmax": (lambda z, y: -z.softmax(-1).log().gather(-1, y[..., None]).mean(), "write log_softmax"),
@@ -144,3 +143,25 @@ def test_a_loss_that_is_not_read_is_named(name):
     assert report.count("linear_cross_entropy") + report.count("cross_entropy") == 0
     assert reason in reasons(report, "cross_entropy"), str(report)
     torch.testing.assert_close(result, function(F.linear(x, w), y), rtol=1e-5, atol=1e-5)
+
+
+MASKED = torch.zeros(V).index_fill_(0, torch.tensor([7]), -torch.inf)
+LEFT_ALONE = {
+    "entropy_of_a_masked_class": lambda z, y: (lambda d: d.log_prob(y % 7).sum() + d.entropy().sum())(
+        Categorical(logits=z + MASKED, validate_args=False)
+    ),
+    "float64": lambda z, y: F.nll_loss(z.log_softmax(-1, dtype=torch.float64).view(-1, V), y.view(-1)),
+    "gathered_float64": lambda z, y: F.log_softmax(z, -1, dtype=torch.float64).gather(-1, y[..., None]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_kernels_would_compute_otherwise_is_eagers_to_the_bit(name):
+    z = torch.randn(B, S, V, generator=generator)
+    leaves = [z.clone().requires_grad_() for _ in range(2)]
+    ours, report = rewritten(lambda z: LEFT_ALONE[name](z, y), leaves[0])
+    theirs = LEFT_ALONE[name](leaves[1], y)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12 if ours.dtype == torch.float64 else 1e-6, atol=0)
+    assert ours.isfinite()
+    found, expected = (torch.autograd.grad(t, leaf)[0] for t, leaf in zip((ours, theirs), leaves, strict=True))
+    torch.testing.assert_close(found, expected, equal_nan=True)
