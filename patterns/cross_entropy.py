@@ -77,7 +77,7 @@ def unread(view: View) -> Iterator[NearMiss]:
         elif is_tensor(bound["target"]) and example(bound["target"]).is_floating_point():
             reason = "targets that are probabilities have no kernel; those of one_hot(...) are read as classes"
         elif name == "nll_loss":
-            reason = f"{bound['input'].name} is no log_softmax over the last dim"
+            reason = f"{bound['input'].name} is no log_softmax over the last dim, or one in float64"
         else:
             sizes = tuple(example(bound["input"]).shape)
             reason = f"logits of shape {sizes} are read as (rows, classes), or (batch, length, classes) transposed"
