@@ -263,7 +263,7 @@ def sites(
     said: set[tuple[Fusion, fx.Node]] = set()
     candidates = sorted(candidates, key=lambda c: c.unread)
     for candidate in candidates:
-        if candidate.unread and candidate.root in {*taken, *(root for _, root in said)}:
+        if candidate.unread and (candidate.root in taken or any(root is candidate.root for _, root in said)):
             continue
         about = candidate.fusion, candidate.root
         spoken_for = candidate.root in taken and candidate.fusion.find is None
