@@ -75,6 +75,13 @@ def llama(layers: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def llama_with_cache(layers: int) -> nn.Module:
+    """From transformers 5.18 on, without a mask, Inductor gets is_causal by itself then."""
+    model = llama(layers)
+    model.config.use_cache = True
+    return model
+
+
 def bert(dropout: float) -> Callable[[int], nn.Module]:
     """BERT base for masked language modelling."""
 
@@ -241,6 +248,7 @@ class Setup:
 
 SETUPS = {
     "no-mask": Setup(plain),
+    "use-cache": Setup(plain, llama_with_cache),
     "ones": Setup(ones),
     "padded": Setup(padded),
     "left-padded": Setup(lambda: padded(left=True)),

@@ -1,8 +1,9 @@
 """Versions of one graph: one that assumes a padding mask of ones, or a causal mask, and others for where that is not so.
 
 Collators pass an ``attention_mask`` with every batch, nearly always all ones; then attention is causal. The graph is
-compiled under that assumption. Before each call the assumption is checked (one small reduction and one host sync,
-skipped while the same tensor comes back unchanged); where it does not hold, another version runs, compiled at first need.
+compiled under that assumption. Before each call the assumption is checked (one small reduction and one host sync, skipped
+while the same tensor comes back unchanged, or batches are padded one after another); where it does not hold, another
+version runs, compiled at first need.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import fx
 
 from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
-from fx_fusion.runtime.mask_kinds import is_of_kind
-from fx_fusion.torch_internals.dispatch import version_of
+from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor
 from fx_fusion.torch_internals.nodes import write_autocast_as_blocks
@@ -35,30 +34,6 @@ class Calls:
 
     assumed: int = 0
     otherwise: int = 0
-
-
-class AllOnes:
-    """Whether a tensor is all ones, remembered for all graphs while the same tensor comes back unchanged. A tensor in CPU
-    memory is read each time: that costs no synchronisation, and its memory may belong to NumPy as well. On a GPU, a write
-    that PyTorch is not told of (through ``.data``) goes unnoticed."""
-
-    def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()  # of each tensor its version then, and the verdict
-        self.checks = 0  # how often a tensor was really read
-
-    def __call__(self, tensor: Tensor) -> bool:
-        version = version_of(tensor)
-        known = self._known.get(tensor)
-        if known is not None and known[0] == version and version >= 0 and tensor.device.type != "cpu":
-            return known[1]
-        with torch.no_grad():
-            verdict = bool((tensor if tensor.dtype == torch.bool else tensor == 1).all())
-        self.checks += 1
-        self._known[tensor] = (version, verdict)
-        return verdict
-
-
-all_ones = AllOnes()
 
 
 def speculate(
@@ -76,19 +51,22 @@ def speculate(
     """
     if not checks:
         return fast
-    ones = [i for i, kind in checks if kind == ONES]
+    ones = {i: Padding() for i, kind in checks if kind == ONES}
     masks = [(i, kind) for i, kind in checks if kind != ONES]
     versions: dict[tuple[bool, str | None], Compiled] = {}
 
     def run(*args: Any) -> Any:
         if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i, _ in checks):
             return fast(*args)  # who has no values asks for the types of the results: all versions have the same
-        held = all(all_ones(args[i]) for i in ones)
+        on_gpu = any(args[i].is_cuda for i, _ in checks)
+        unknown = on_gpu and torch.cuda.is_current_stream_capturing()  # whoever replays the kernels brings other masks
+        held = not unknown and all(padding.is_absent(args[i]) for i, padding in ones.items())
         if held and all(is_of_kind(args[i], kind) for i, kind in masks):
             calls.assumed += 1
             return fast(*args)
         calls.otherwise += 1
-        best = next((kind for kind in KINDS if all(is_of_kind(args[i], kind) for i, _ in masks)), None)
+        kinds = () if unknown else KINDS
+        best = next((kind for kind in kinds if all(is_of_kind(args[i], kind) for i, _ in masks)), None)
         version = held, best if masks else GUESS
         if version not in versions:
             versions[version] = compile_version(*version)

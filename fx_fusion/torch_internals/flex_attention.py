@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ _OPTIONS = {
 
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Tensor], blocks: tuple[Any, ...], scale: float,
-    mask_operands: Sequence[Tensor],
+    mask_operands: Sequence[Tensor], tiles: Mapping[str, int],
 ) -> Tensor:  # fmt: skip
     """Attention over a block mask, by the operator that AOTAutograd and Inductor know; the public function compiles itself
-    where nothing is being compiled. Gone: raises when the replacement is made, and the graph goes to Inductor unchanged."""
+    where nothing is being compiled. Gone: raises when the replacement is made, and the graph goes to Inductor unchanged.
+
+    tiles: how its kernels are tiled, by the names of ``kernel_options``; empty: Inductor decides."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
-    options = {**_OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled()}
+    options: dict[str, Any] = {**_OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled(), **tiles}
+    if tiles:
+        options["FORCE_USE_FLEX_ATTENTION"] = True  # the other kernel, for short queries, tiles in another way
     return operator(query, key, value, score, blocks, scale, options, (), tuple(mask_operands))[0]

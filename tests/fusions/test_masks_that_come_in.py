@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion.graph.masks.assumed import KINDS
-from fx_fusion.runtime.mask_kinds import is_of_kind
+from fx_fusion.runtime.mask_values import is_of_kind
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import tiny_llama, tokens
 from tests.structured_masks import S, positions, tensors

@@ -1,0 +1,111 @@
+"""What masks show, by their values: one reading for all graphs and layers that are given the same tensor.
+
+To read the memory of a GPU, the host waits for all kernels before the mask, and the GPU then for the host's next kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fx_fusion.graph.masks.assumed import ONES
+from fx_fusion.torch_internals.dispatch import version_of
+
+HABIT = 2  # calls in a row
+_LARGEST = 2**28  # elements; masks of attention calls above are not read
+_known = WeakIdKeyDictionary()  # of each mask its version then, and of which kinds it is, as far as was asked
+
+
+def is_of_kind(mask: Tensor, kind: str) -> bool:
+    """Whether a mask is of a kind (``graph.masks.assumed``): a padding mask all ones, a mask (batch, heads, queries, keys) of
+    booleans true where it shows, one of numbers 0 there and -inf or the lowest number of its dtype elsewhere.
+
+    On a GPU the answer is remembered while the same tensor comes back unchanged; a write that PyTorch is not told of
+    (through ``.data``) goes unnoticed. A tensor in CPU memory is read each time: that makes nobody wait, and its memory may
+    belong to NumPy as well."""
+    verdicts = _remembered(mask)
+    if kind not in verdicts:
+        verdicts[kind] = bool(_holds(mask, kind))
+    return verdicts[kind]
+
+
+class Padding:
+    """Whether the padding masks that one argument brings are all ones, call after call."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0  # masks that were not
+        self._unread: Callable[[], bool] | None = None
+
+    def is_absent(self, mask: Tensor) -> bool:
+        """Whether a mask is all ones. After two in a row that were not, False without a look: a graph for any padding is
+        right for ones too. Such a mask is read while its call runs, and the next call looks again if it was all ones.
+        (The next, not the first that finds the answer there: which version a call runs does not depend on the clock.)"""
+        verdicts = _remembered(mask)
+        if ONES in verdicts:
+            return verdicts[ONES]
+        if self._unread is not None:
+            self._note(self._unread())
+        if self._in_a_row >= HABIT and reading_waits(mask):
+            self._unread = read_later(_holds(mask, ONES))
+            # Whoever brings the tensor again gets the same answer: activation checkpointing runs a graph twice.
+            verdicts[ONES] = False
+            return False
+        return self._note(is_of_kind(mask, ONES))
+
+    def _note(self, ones: bool) -> bool:
+        self._in_a_row, self._unread = 0 if ones else self._in_a_row + 1, None
+        return ones
+
+
+def reading_waits(mask: Tensor) -> bool:
+    """Whether the host waits for another device when it reads a tensor."""
+    return mask.device.type != "cpu"
+
+
+def read_later(answer: Tensor) -> Callable[[], bool]:
+    """Returns what a tensor of one boolean holds, once that is asked for; the host waits then at the most."""
+    copied, event = answer.to("cpu", non_blocking=True), None
+    if answer.device.type != "cpu":
+        event = torch.get_device_module(answer.device).Event()
+        event.record()
+
+    def read() -> bool:
+        if event is not None:
+            event.synchronize()
+        return bool(copied)
+
+    return read
+
+
+def _remembered(mask: Tensor) -> dict[str, bool]:
+    """What is known of a mask, to be added to."""
+    version, (at, verdicts) = version_of(mask), _known.get(mask, (None, {}))
+    if at == version and version >= 0 and reading_waits(mask):
+        return verdicts
+    _known[mask] = version, (verdicts := {})
+    return verdicts
+
+
+@torch.no_grad()
+def _holds(mask: Tensor, kind: str) -> Tensor:
+    """A boolean on the mask's device."""
+    if kind == ONES:
+        return (mask if mask.dtype == torch.bool else mask == 1).all()
+    if mask.dim() != 4 or mask.numel() == 0 or mask.numel() > _LARGEST:
+        return torch.zeros((), dtype=torch.bool)
+    of_keys = kind in ("keys", "causal_keys")
+    if of_keys and (mask.dtype != torch.bool or mask.shape[1] != 1):
+        return torch.zeros((), dtype=torch.bool)
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    expected = torch.ones((), dtype=torch.bool, device=mask.device)
+    if kind in ("causal", "causal_keys"):
+        expected = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    if of_keys:
+        expected = expected & shown.any(-2, keepdim=True)
+    holds = (shown == expected).all()
+    if mask.dtype != torch.bool:
+        holds = holds & (shown | (mask <= torch.finfo(mask.dtype).min)).all()
+    return holds
