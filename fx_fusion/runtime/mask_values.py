@@ -20,8 +20,8 @@ _known = WeakIdKeyDictionary()  # of each mask its version then, and of which ki
 
 
 def is_of_kind(mask: Tensor, kind: str) -> bool:
-    """Whether a mask is of a kind (``graph.masks.assumed``): a padding mask all ones, a mask (batch, heads, queries, keys) of
-    booleans true where it shows, one of numbers 0 there and -inf or the lowest number of its dtype elsewhere.
+    """Whether a mask is of a kind (``graph.masks.assumed``): padding all ones; a mask (batch, heads, queries, keys) of
+    booleans true where it shows; one of numbers 0 there, and -inf or the lowest number of its dtype elsewhere.
 
     On a GPU the answer is remembered while the same tensor comes back unchanged; a write that PyTorch is not told of
     (through ``.data``) goes unnoticed. A tensor in CPU memory is read each time: that makes nobody wait, and its memory may

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.masks.assumed import ONES
+from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.runtime import mask_values
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.runtime.speculate import compiled_apart

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
-from tests.structured_masks import TWO, S, attend, by_label, positions, tensors
+from tests.structured_masks import TWO, S, attend, by_label, documents_by_position, positions, tensors
 
 
 def test_labels_that_are_overwritten_in_between_decline(on_cpu):
@@ -51,12 +51,18 @@ def runs_of_others(ids):
     return ((number[:, :, None] == number[:, None, :]) & (at[:, None, :] <= at[:, :, None]))[:, None]
 
 
+def runs_of_the_first_row(ids):
+    number = (torch.diff(ids[:1], prepend=ids[:1, :1] - 1) != 1).cumsum(-1)
+    return ((number[:, :, None] == number[:, None, :]) & (ids[:, None, :] <= ids[:, :, None]))[:, None]
+
+
 TRICKY = {  # mask, ids, whether it may fire
     "first_row": (lambda ids: by_label(ids[0]), TWO, True),
     "first_row_of_two": (lambda ids: by_label(ids[:1])[:, None], TWO, True),
     "one_row": (lambda ids: by_label(ids)[:, None], TWO[:1], True),
     "three_dims": (lambda ids: by_label(ids), TWO[:1], True),
     "one_dim": (by_label, TWO[0], True),
+    "one_packed_row": (documents_by_position, RUNS[:1, :S], True),
     "longer": (lambda ids: by_label(ids[:, :S])[:, None], torch.cat([TWO, TWO * 9 + 4], 1), False),
     "longer_one_dim": (lambda ids: by_label(ids[:S]), torch.cat([TWO[0], TWO[1] * 9 + 4]), False),
     "later_part": (lambda ids: by_label(ids[:, 1:])[:, None], torch.cat([TWO[:, :1] + 5, TWO], 1), False),
@@ -66,6 +72,7 @@ TRICKY = {  # mask, ids, whether it may fire
     "over_batch": (over_batch, RUNS[:, :S], False),
     "without_prepend": (without_prepend, RUNS, False),
     "runs_of_others": (runs_of_others, RUNS, False),
+    "runs_of_the_first_row": (runs_of_the_first_row, RUNS[:, :S], False),
 }
 
 

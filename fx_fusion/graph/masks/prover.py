@@ -151,7 +151,9 @@ class MaskProver:
         dims = DIMS[: tensor.dim()]
         sums = self.view.arguments_of(node, "cumsum")
         if sums is not None and sums["input"] in self._known and sums["dim"] in (-1, tensor.dim() - 1):
-            self._runs[function] = counted_runs(self._known[sums["input"]], dims)
+            rows = [sympy.Integer(0)] if statically_known_true(tensor.shape[0] == 1) else dims[:1]  # a row alone is row 0
+            over = dims if tensor.dim() == 1 else [*rows, dims[1]]
+            self._runs[function] = counted_runs(self._known[sums["input"]], over)
         return sympy.Ne(function(*dims), 0) if tensor.dtype == torch.bool else function(*dims)
 
     def _interpret(self, node: fx.Node) -> sympy.Basic:
