@@ -226,7 +226,7 @@ def test_the_operator_below_flex_attention():
     def score(s, b, h, q, k):
         return s
 
-    ours = flex_attention.flex_attention(q, q, q, score, mask.as_tuple(), 0.25, ())
+    ours = flex_attention.flex_attention(q, q, q, score, mask.as_tuple(), 0.25, (), {})
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.25))
 
 
