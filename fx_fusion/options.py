@@ -10,6 +10,7 @@ from typing import Any
 from fx_fusion.errors import OptionError, nearest
 from fx_fusion.fusion import registry
 from fx_fusion.graph.masks.assumed import GUESS
+from fx_fusion.memory.recompute import MEMORY
 from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configuration, modes, option_names
 
 SELECT = ("auto", "measure", "always", "never")
@@ -18,6 +19,7 @@ _OURS: dict[str, tuple[type, str]] = {
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
     "defer_outputs": (bool, "whether an output that a fusion absorbed is computed only when it is read"),
     "speculate": (bool, "whether to compile for an attention_mask without padding, checked at run time"),
+    "memory": (str, f"one of {', '.join(MEMORY)}: how much of what is cheap the backward computes again"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
 
@@ -30,6 +32,7 @@ class Options:
     fusions: frozenset[str]
     defer_outputs: bool
     speculate: bool
+    memory: str
     strict: bool
     fuel: int | None
     inductor: Mapping[str, Any]
@@ -46,7 +49,7 @@ class Options:
         """What decides about our rewrite, for the compile cache."""
         names = tuple(sorted(self.fusions))
         version = self.outputs_are_read, self.masks
-        return (self.select, names, self.defer_outputs, self.speculate, version, self.cuda_graphs, self.fuel)
+        return (self.select, names, self.defer_outputs, self.speculate, self.memory, version, self.cuda_graphs, self.fuel)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -73,11 +76,15 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     select = ours.get("select", "auto")
     if select not in SELECT:
         raise OptionError(f"options['select'] = {select!r}. {nearest(select, SELECT)}")
+    memory = ours.get("memory", "auto")
+    if memory not in MEMORY:
+        raise OptionError(f"options['memory'] = {memory!r}. {nearest(memory, MEMORY)}")
     return Options(
         select=select,
         fusions=_chosen(ours.get("fusions", [])),
         defer_outputs=ours.get("defer_outputs", True),
         speculate=ours.get("speculate", True),
+        memory=memory,
         strict=ours.get("strict", False),
         fuel=_fuel(),
         inductor=inductor,

@@ -34,4 +34,5 @@ layer_norm = fused_op(
     fake=_fake,
     stats=("stats",),
     grads=("x", "weight", "bias"),
+    cheap=True,
 )

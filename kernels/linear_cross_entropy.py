@@ -23,6 +23,7 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
 from fx_fusion.ops.library import plain_op, register_autograd
@@ -159,6 +160,12 @@ linear_cross_entropy_rows_bwd = plain_op(
     _bwd_rows,
     _fake_bwd_rows,
 )
+
+
+@register_flop_formula(torch.ops.fx_fusion.linear_cross_entropy)
+def _flops(x_shape, lm_head_shape, *_, **__):
+    """Returns the FLOPs of the three products, for ``torch.utils.flop_counter``."""
+    return 6 * x_shape[0] * x_shape[1] * lm_head_shape[0]
 
 
 def _setup_context(ctx, inputs, output):

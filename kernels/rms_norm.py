@@ -30,4 +30,5 @@ rms_norm = fused_op(
     fake=_fake,
     stats=("rstd",),
     grads=("x", "weight"),
+    cheap=True,
 )

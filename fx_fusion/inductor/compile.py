@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from fx_fusion.inductor.cache_key import config_patches
+from fx_fusion.inductor.cache_key import config_patches, key_of
+from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.ops.layouts import without_donated_buffers
 from fx_fusion.ops.library import register_lowerings
 from fx_fusion.options import Options
 from fx_fusion.rewrite.foreach_floats import without_caches
-from fx_fusion.torch_internals.inductor import compile_graph
+from fx_fusion.torch_internals.dynamo import CONTROL_FLOW
+from fx_fusion.torch_internals.inductor import compile_graph, with_joint_pass
 from fx_fusion.torch_internals.kernel_accesses import remember_accesses
 
 Compiled = Callable[..., Any]
@@ -26,16 +28,42 @@ class OursFailed(Exception):
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Compile a rewritten graph, with the user's options and our part of the cache key. Raises OursFailed where it is not
     Inductor that fails."""
+    decisions: Decisions = gm.meta.get(DECISIONS, Decisions())
+    decisions.asked = True
     with contextlib.ExitStack() as patched:
         try:
             register_lowerings()
             remember_accesses()
             patches = config_patches(options)
+            with_memory = with_joint_pass(patches, _memory_pass(decisions, options), key_of(options))
             patched.enter_context(without_donated_buffers(gm))
             patched.enter_context(without_caches(gm))
         except Exception as error:
             raise OursFailed from error
-        return compile_graph(gm, example_inputs, patches)
+        try:
+            return compile_graph(gm, example_inputs, with_memory)
+        except CONTROL_FLOW:
+            raise
+        except Exception as error:
+            if options.strict or not any(value.again for value in decisions.values):
+                raise
+            decisions.trouble = f"with our choice Inductor raised {type(error).__name__}: {error}"
+            return compile_graph(gm, example_inputs, patches)
+
+
+DECISIONS = "fx_fusion_decisions"  # in the meta of a graph: where to write down what its backward computes again
+
+
+def _memory_pass(decisions: Decisions, options: Options) -> Callable[[fx.Graph], None]:
+    def run(graph: fx.Graph) -> None:
+        try:
+            decide(graph, options.memory, decisions)
+        except Exception as error:
+            if options.strict:
+                raise
+            decisions.trouble = f"{type(error).__name__}: {error}"
+
+    return run
 
 
 def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -66,6 +66,7 @@ def fused_op(
     constants: Sequence[str] = (),
     grads: Sequence[str | tuple[str, ...]],
     backward_reference: Callable[..., Any] | None = None,
+    cheap: bool = False,
 ) -> FusedOp:
     """Define ``fx_fusion::name`` and ``fx_fusion::name_bwd`` and connect them.
 
@@ -84,6 +85,8 @@ def fused_op(
             gradient: ``(template, input, input)``, the template being the saved value that it looks like.
         backward_reference: the backward on CPU; needed only where the backward doesn't take all inputs of the forward
             (then the reference can't be differentiated).
+        cheap: whether the op takes little longer than to read its inputs and write its outputs, and draws no random numbers:
+            then the backward may compute outputs again that were to be saved (``fx_fusion.memory``).
     """
     op, bwd = define(name, forward[0]), define(f"{name}_bwd", backward[0])
     parameters, results = parameter_names(op), result_names(op)
@@ -176,7 +179,7 @@ def fused_op(
         return tuple(made) if len(made) > 1 else made[0]
 
     torch.library.register_fake(f"{NAMESPACE}::{name}_bwd", fake_backward, lib=LIBRARY)
-    trace_launches(op, forward[1])
+    trace_launches(op, forward[1], cheap=cheap)
     trace_launches(bwd, backward_like_fake)
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:

@@ -15,25 +15,38 @@ class NotTraceable(Exception):
 
 
 _traced: ContextVar[bool] = ContextVar("traced", default=False)  # of this thread: another one may launch for real
+_cheap: ContextVar[bool] = ContextVar("cheap", default=False)
+CHEAP_KERNELS: set[str] = set()  # by name, those that cheap ops launched in a trace
 
 
 @contextlib.contextmanager
-def traced() -> Iterator[None]:
-    """Inside, launches become nodes of the graph that is being traced: Inductor then launches the kernels itself."""
-    before = _traced.set(True)
+def traced(*, cheap: bool = False) -> Iterator[None]:
+    """Inside, launches become nodes of the graph that is being traced: Inductor then launches the kernels itself.
+
+    cheap: whether they may be made once more, for the backward (``fused_op``)."""
+    before = _traced.set(True), _cheap.set(cheap)
     try:
         yield
     finally:
-        _traced.reset(before)
+        _traced.reset(before[0])
+        _cheap.reset(before[1])
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run ``kernel[grid](*args, **options)``, or trace it. Kernels cast their float arguments to fp32: Triton's launcher
     passes fp32, Inductor's fp64, which would make the arithmetic fp64."""
     if _traced.get():
+        if _cheap.get():
+            CHEAP_KERNELS.add(qualified_name(kernel))
         torch.library.wrap_triton(kernel)[grid](*args, **options)
     else:
         kernel[grid](*args, **options)
+
+
+def qualified_name(kernel: Any) -> str:
+    """The module and name of a kernel; empty where it has none."""
+    function = getattr(kernel, "fn", None)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
 
 
 def refuse_tracing() -> None:

@@ -16,6 +16,7 @@ NAMESPACE = "fx_fusion"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 DEVICES = ("CPU", "CUDA")
 PLAIN_FUNCTIONS: list[str] = []  # qualified names, for the compile cache
+CHEAP_OPS: set[Any] = set()  # overloads that the backward may call again (``fused_op``)
 _OVERLOADS: list[Any] = []
 _LOWERINGS: dict[Any, Callable[..., Any]] = {}
 
@@ -68,11 +69,13 @@ def register_lowerings() -> None:
     lowerings.register(_OVERLOADS, _LOWERINGS)
 
 
-def trace_launches(overload: Any, launcher: Callable[..., Any]) -> None:
+def trace_launches(overload: Any, launcher: Callable[..., Any], *, cheap: bool = False) -> None:
     """Let AOTAutograd trace the op's launcher on CUDA tensors of static size, instead of leaving a call of the op."""
+    if cheap:
+        CHEAP_OPS.add(overload)
 
     def launch(*args: Any) -> Any:
-        with traced():
+        with traced(cheap=cheap):
             return launcher(*args)
 
     def applies(args: tuple[Any, ...]) -> bool:

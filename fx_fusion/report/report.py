@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
+from fx_fusion.memory.recompute import Decisions
 from fx_fusion.report.diff import unified
 from fx_fusion.report.site import STATUSES, Site
 from fx_fusion.runtime.reads import Reads
@@ -38,6 +39,7 @@ class GraphReport:
     assumes: tuple[str, ...] = ()
     calls: Calls = field(default_factory=Calls)
     reads: Reads = field(default_factory=Reads)
+    memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
     instead_of: int | None = None  # the graph that this one is another version of
     version: str = ""  # which, and when it is compiled
     compile_id: str = ""
@@ -101,6 +103,7 @@ class Report:
         notes += [f"graph {g.index}: {_deferred(g)}" for g in self.graphs if g.deferred]
         notes += [f"graph {g.index}: computed beside the loss: {', '.join(g.computed)}" for g in self.graphs if g.computed]
         notes += [f"graph {g.index}: {_assumed(g)}" for g in self.graphs if g.assumes]
+        notes += [f"graph {g.index}: {sentence}" for g in self.graphs for sentence in g.memory.sentences()]
         notes += [
             f"graph {g.index}: graph {g.instead_of} {g.version}"
             for g in self.graphs
@@ -135,10 +138,10 @@ class Report:
 
 
 def _facts(graph: GraphReport) -> dict[str, object]:
-    texts_and_counts = ("before", "after", "calls", "reads")
+    texts_and_counts = ("before", "after", "calls", "reads", "memory")
     facts = {f.name: getattr(graph, f.name) for f in fields(graph) if f.name not in texts_and_counts}
     reads = {"calls": graph.reads.calls, "read": graph.reads.calls_read}
-    return {**facts, "calls": asdict(graph.calls), "reads": reads}
+    return {**facts, "calls": asdict(graph.calls), "reads": reads, "memory": asdict(graph.memory)}
 
 
 def _deferred(graph: GraphReport) -> str:

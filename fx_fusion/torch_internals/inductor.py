@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._inductor.config as config
+import torch._inductor.utils
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -128,3 +129,52 @@ def optimizes_layouts() -> bool:
 def forces_layouts() -> bool:
     """Whether Inductor lays out every convolution channels last. Gone: False."""
     return bool(getattr(config, "force_layout_optimization", False))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+_JOINT_SLOT = "joint_custom_post_pass"
+_FLOPS, _BYTES = 989e12, 4.0e12  # a second: an H200's tensor cores in bfloat16, and its memory as copies reach it
+
+
+class JointPass(CustomGraphPass):
+    """A pass over joint graphs, behind the user's own if there is one; ``key`` is part of the key of both compile caches."""
+
+    def __init__(self, run: Callable[[fx.Graph], None], key: str, users: Any):
+        self._run, self._key, self._users = run, key, users
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._users is not None:
+            self._users(graph)
+        self._run(graph)
+
+    def uuid(self) -> Any:
+        if self._users is None:
+            return self._key
+        theirs = self._users.uuid() if isinstance(self._users, CustomGraphPass) else None
+        return None if theirs is None else (theirs, self._key)
+
+
+def with_joint_pass(options: Mapping[str, Any], run: Callable[[fx.Graph], None], key: str) -> dict[str, Any]:
+    """Inductor's options with a pass over joint graphs before they are partitioned. Gone: the options as they are, and only
+    what the partitioner chooses by itself is computed again."""
+    if not hasattr(config, _JOINT_SLOT):
+        return dict(options)
+    return {**options, _JOINT_SLOT: JointPass(run, key, options.get(_JOINT_SLOT, getattr(config, _JOINT_SLOT)))}
+
+
+def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """The peak of a device in products of this dtype. Gone, or not known: an H200's."""
+    known = getattr(torch._inductor.utils, "get_device_tflops", None) if device.type == "cuda" else None
+    if known is None or not torch.cuda.is_available():
+        return _FLOPS
+    with torch.cuda.device(device):
+        return 1e12 * known(dtype) or _FLOPS
+
+
+def bytes_per_second(device: torch.device) -> float:
+    """How fast a device reads and writes its memory, as large copies do: 0.85 of its peak. Gone, or not known: an H200's."""
+    known = getattr(torch._inductor.utils, "get_gpu_dram_gbps", None) if device.type == "cuda" else None
+    if known is None or not torch.cuda.is_available():
+        return _BYTES
+    with torch.cuda.device(device):
+        return 0.85e9 * known() or _BYTES

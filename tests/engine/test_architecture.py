@@ -14,6 +14,7 @@ ORDER = (
     {"ops"},
     {"runtime"},
     {"kernels"},
+    {"memory"},
     {"fusion"},
     {"options"},
     {"rewrite"},

@@ -1,0 +1,171 @@
+"""Saved values that the backward can have again from what it reads anyway.
+
+A value is saved because a product, a convolution or attention reads it in the backward (silu(gate) * up, a norm's result, a
+weight in bfloat16). It is *cheap* where elementwise ops, views and cheap kernels of ours lead to it from sources that the
+backward reads too: then it costs its own traffic to have it again, and nothing else is saved for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fx_fusion.memory.joint_graph import JointGraph, bytes_of
+from fx_fusion.memory.norms import NormOfASum, norms_of_sums
+from fx_fusion.ops.launch import CHEAP_KERNELS, qualified_name
+from fx_fusion.ops.library import CHEAP_OPS
+from fx_fusion.torch_internals.partitioner import (
+    compute_again,
+    is_decided,
+    is_elementwise,
+    is_empty,
+    is_fusible,
+    is_view,
+)
+from fx_fusion.torch_internals.traced_kernels import functional_graph, insert, launched
+
+_LONGEST = 24  # nodes that lead to a value
+_SMALLEST = 2**16  # bytes: a page or two of the allocator
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value of the forward that the backward may compute again.
+
+    Attributes:
+        node: it.
+        kind: what computes it.
+        saved: bytes that need not be saved then.
+        traffic: bytes that are read and written for it, besides what a kernel of the backward reads anyway.
+        launches: kernels that are launched for it.
+        apply: makes the backward compute it.
+    """
+
+    node: fx.Node
+    kind: str
+    saved: float
+    traffic: float
+    launches: int
+    apply: Callable[[], None]
+
+
+def candidates(joint: JointGraph) -> list[Candidate]:
+    """Every value that is saved although it is cheap."""
+    return [c for c in (*_by_tags(joint), *_from_sums(joint)) if c.saved >= _SMALLEST]
+
+
+def _is_saved(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether the forward computes a value that the partitioner will save."""
+    if is_empty(node) or bytes_of(node) < _SMALLEST or all(user in joint.backward for user in node.users):
+        return False
+    return joint.read_as_it_is(node) and not joint.is_returned(node)
+
+
+# -- elementwise ops and cheap kernels --------------------------------------------------------------------------------
+def _is_cheap(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_decided(node):
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_cheap_kernel(node.args[0])
+    return is_elementwise(node) or is_cheap_kernel(node)
+
+
+def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
+    for node in joint.forward:
+        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node):
+            candidate = _from_what_is_there(joint, node)
+            if candidate is not None:
+                yield candidate
+
+
+def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
+    members: dict[fx.Node, None] = {node: None}
+    saved = written = bytes_of(node)
+    read, launches = 0.0, 0
+    for member in _growing(members):
+        launches += is_cheap_kernel(member)
+        for source in member.all_input_nodes:
+            if source in members:
+                continue
+            # Results of an op are read one by one.
+            readers = joint.readers(_base(source)) if bytes_of(source) else []
+            if source.op != "call_function" or readers:
+                # There anyway. A kernel of ours reads it once more; Inductor's does where no other of its kernels does.
+                read += 0 if any(map(is_fusible, readers)) and not is_cheap_kernel(member) else bytes_of(source)
+            elif _is_cheap(source):
+                members[source] = None
+                if len(members) > _LONGEST:
+                    return None
+            else:
+                saved -= bytes_of(source)
+                read += bytes_of(source)
+    views = [view for view in joint.with_views(node)[1:] if joint.readers(view)]
+
+    def apply() -> None:
+        for n in (*members, *views):
+            compute_again(n)
+
+    return Candidate(node, _kind(list(members)), saved, read + written, launches, apply)
+
+
+def _growing(members: dict[fx.Node, None]) -> Iterator[fx.Node]:
+    """The keys of a dict that grows meanwhile."""
+    for i in range(_LONGEST + 1):
+        if i < len(members):
+            yield list(members)[i]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _kind(members: list[fx.Node]) -> str:
+    shown = (n for n in reversed(members) if not is_view(n) and not is_empty(n) and n.target is not operator.getitem)
+    names = [_name(n) for n in shown]
+    return ", ".join(dict.fromkeys(names[-3:]))
+
+
+def is_cheap_kernel(node: fx.Node) -> bool:
+    """Whether a node is an op of ours that may run again, or a launch of its kernel that AOTAutograd traced."""
+    if node.target in CHEAP_OPS:
+        return True
+    found = launched(node)
+    # A norm behind an add is launched with the same kernel, and reads what is not saved.
+    return found is not None and qualified_name(found[0]) in CHEAP_KERNELS and not found[1].get("HAS_RES", False)
+
+
+def _name(node: fx.Node) -> str:
+    if (found := launched(node)) is not None:
+        *_, file, kernel = qualified_name(found[0]).split(".")
+        return kernel.removesuffix("_kernel").removesuffix("_fwd") or file
+    op = node.meta.get("original_aten") or node.target
+    return str(getattr(op, "overloadpacket", op)).split(".", 1)[-1]
+
+
+# -- norms behind an add ----------------------------------------------------------------------------------------------
+def _from_sums(joint: JointGraph) -> Iterator[Candidate]:
+    for found in norms_of_sums(joint):
+        if not is_decided(found.y) and _is_saved(joint, found.y):
+            size, traffic = bytes_of(found.y), bytes_of(found.y) + bytes_of(found.h)
+            yield Candidate(found.y, "norm of a sum", size, traffic, 1, functools.partial(_norm_again, joint, found))
+
+
+def _norm_again(joint: JointGraph, found: NormOfASum) -> None:
+    """Have the backward read a norm of h that is computed there."""
+    traced = functional_graph(found.norm, [n.meta["val"] for n in found.operands])
+    made = insert(traced, joint.graph, found.operands, found.h)
+    copies, after = {found.y: made[-1]}, made[-1]
+    for member in joint.with_views(found.y):
+        if member is not found.y:
+            with joint.graph.inserting_after(after):
+                copies[member] = after = joint.graph.node_copy(member, lambda n: copies.get(n, n))
+        for reader in [u for u in member.users if u in joint.backward]:
+            reader.replace_input_with(member, copies[member])
+    for node in (*made, *copies.values()):
+        compute_again(node)

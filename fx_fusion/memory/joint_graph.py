@@ -1,0 +1,67 @@
+"""AOTAutograd's joint graph, forward and backward in one, as the question sees it: what does the backward read?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, fx
+
+from fx_fusion.graph.size_hints import elements
+from fx_fusion.torch_internals.partitioner import is_fusible, is_tangent, is_view
+
+
+class JointGraph:
+    """The nodes of a joint graph. Those that lead to an output of the forward are its own, all others the backward's: what a
+    backward computes before it meets a gradient (the derivative of an activation) too."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self._behind_tangents = behind_tangents = set[fx.Node]()
+        for node in graph.nodes:
+            if is_tangent(node) or any(n in behind_tangents for n in node.all_input_nodes):
+                behind_tangents.add(node)
+        self._returned = {n for n in graph.output_node().all_input_nodes if n not in behind_tangents}
+        ours, stack = set(self._returned), list(self._returned)
+        while stack:
+            found = [n for n in stack.pop().all_input_nodes if n not in ours]
+            ours.update(found)
+            stack += found
+        self.backward = {n for n in graph.nodes if n.op == "call_function" and n not in ours} if behind_tangents else set()
+
+    @property
+    def forward(self) -> Iterator[fx.Node]:
+        """The nodes of the forward."""
+        return (n for n in self.graph.nodes if n not in self.backward and n.op == "call_function")
+
+    def with_views(self, node: fx.Node) -> list[fx.Node]:
+        """A node and its views that need no gradient, the backward's too: one storage."""
+        found = [node]
+        for member in found:
+            found += [u for u in member.users if is_view(u) and u not in self._behind_tangents and u not in found]
+        return found
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of the backward that read a node of the forward, or a view of it."""
+        views = self.with_views(node)
+        return [u for member in views for u in member.users if u in self.backward and u not in views]
+
+    def read_as_it_is(self, node: fx.Node) -> bool:
+        """Whether something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""
+        return any(not is_fusible(reader) and not is_view(reader) for reader in self._behind_views(node))
+
+    def _behind_views(self, node: fx.Node) -> list[fx.Node]:
+        found = self.readers(node)
+        for reader in found:
+            if is_view(reader):
+                found += [u for u in reader.users if u not in found and u.op != "output"]
+        return found
+
+    def is_returned(self, node: fx.Node) -> bool:
+        """Whether the forward returns a node or a view of it: it stays in memory anyway."""
+        return any(member in self._returned for member in self.with_views(node))
+
+
+def bytes_of(node: fx.Node) -> float:
+    """The size of what a node holds, by the expected sizes where they are symbolic; 0 for no tensor."""
+    value = node.meta.get("val")
+    return elements(value) * value.dtype.itemsize if isinstance(value, Tensor) else 0

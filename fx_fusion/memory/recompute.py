@@ -1,0 +1,100 @@
+"""What the backward computes again: chosen by bytes saved against time lost, before AOTAutograd's partitioner decides.
+
+``speed``: nothing of ours. ``auto``: what frees most bytes a second first, up to half a percent of a step in all. ``min``:
+everything that is cheap. Attention, products, losses and random numbers are never computed twice; under a budget of the user
+(``activation_memory_budget``) the partitioner is told so, as it does not know ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fx_fusion.memory.candidates import Candidate, candidates
+from fx_fusion.memory.cost import is_expensive, seconds_again, seconds_of_step
+from fx_fusion.memory.joint_graph import JointGraph
+from fx_fusion.torch_internals.partitioner import has_a_budget, is_decided, save
+
+MEMORY = ("speed", "auto", "min")
+_SHARE = 0.005  # of a step
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that is saved although it is cheap, or that is computed again."""
+
+    kind: str
+    module: str
+    bytes: float
+    seconds: float
+    again: bool
+
+
+@dataclass
+class Decisions:
+    """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already."""
+
+    asked: bool = False
+    made: bool = False
+    values: list[Value] = field(default_factory=list)
+    step: float = 0.0  # seconds, estimated
+    trouble: str = ""  # why nothing was decided, if something raised
+
+    def sentences(self) -> list[str]:
+        """One for what is computed again, one for what could be; or why nothing is known."""
+        if self.trouble:
+            return [f"what the backward computes again is torch's choice alone: {self.trouble}"]
+        if self.asked and not self.made:
+            return ["from torch's compile cache: what its backward computes again was decided when it was compiled"]
+        return [_sentence(again, [v for v in self.values if v.again is again], self.step) for again in (True, False)
+                if any(v.again is again for v in self.values)]  # fmt: skip
+
+
+def _sentence(again: bool, values: list[Value], step: float) -> str:
+    kinds: dict[tuple[str, str], list[Value]] = defaultdict(list)
+    for value in values:
+        kinds[value.kind, re.sub(r"\.\d+(?=\.|$)", "", value.module).split(".")[-1]].append(value)
+    parts = [
+        f"{len(of)} x {kind}{' in ' * bool(module)}{module} ({_size(sum(v.bytes for v in of))})"
+        for (kind, module), of in kinds.items()
+    ]
+    took = sum(v.seconds for v in values)
+    what = "computed again in the backward, not saved" if again else "saved, though cheap"
+    time = f"{1e6 * took:.0f} us" + (f" of about {1e3 * step:.0f} ms" if step else "")
+    return f"{what}: {', '.join(parts)}; {time}"
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 2**10:.0f} KiB"
+
+
+def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
+    """Mark in a joint graph what the backward computes again, and write it down. An inference graph stays as it is."""
+    decisions.made = True
+    joint = JointGraph(graph)
+    if not joint.backward:
+        return
+    if has_a_budget():
+        for node in joint.forward:
+            if is_expensive(node) and not is_decided(node):
+                save(node)
+    decisions.step = seconds_of_step(graph)
+    found = sorted(((c, seconds_again(c)) for c in candidates(joint)), key=lambda item: item[1] / item[0].saved)
+    left = {"speed": 0.0, "auto": _SHARE * decisions.step, "min": float("inf")}[memory]
+    for candidate, seconds in found:
+        again = seconds <= left
+        left -= seconds if again else 0
+        decisions.values.append(Value(candidate.kind, _module(candidate), candidate.saved, seconds, again))
+        if again:
+            candidate.apply()
+
+
+def _module(candidate: Candidate) -> str:
+    stack = candidate.node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]).removeprefix("L['self'].").removeprefix("L['self']") if stack else ""

@@ -1,0 +1,72 @@
+"""AOTAutograd's partitioner: what it saves for the backward, and how it is told to compute a value again instead."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_MARK = "recompute"  # of torch.utils.checkpoint
+
+
+@functools.cache
+def _kinds() -> Any:
+    """Gone: raises, and nothing is computed again that the partitioner would not by itself."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node of a joint graph is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is a view of its first argument."""
+    return node.op == "call_function" and (_kinds().is_view(node) or node.target is torch.ops.aten._unsafe_view.default)
+
+
+def is_empty(node: fx.Node) -> bool:
+    """Whether a node is memory that something else fills."""
+    aten = torch.ops.aten
+    return getattr(node.target, "overloadpacket", None) in (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided)
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether Inductor can compute what a node reads in the node's own kernel: no product, convolution, attention."""
+    return node.op == "call_function" and _kinds().is_fusible(node)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether a node is an elementwise op, a reduction, a view or a copy, which the partitioner may compute twice."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return _kinds().is_recomputable(node) and not _kinds().is_random(node)
+
+
+def compute_again(node: fx.Node) -> None:
+    """Have the backward compute a node again."""
+    node.meta[_MARK] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
+def save(node: fx.Node) -> None:
+    """Have the forward save what the backward reads of a node."""
+    node.meta[_MARK] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+def is_decided(node: fx.Node) -> bool:
+    """Whether it is said of a node already: by activation checkpointing, or here."""
+    return node.meta.get(_MARK) is not None
+
+
+def has_a_budget() -> bool:
+    """Whether the user gave the partitioner a budget of memory, under which it computes again what it deems cheap. Gone:
+    False."""
+    import torch._functorch.config as config
+
+    return getattr(config, "activation_memory_budget", 1.0) != 1.0

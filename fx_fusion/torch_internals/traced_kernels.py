@@ -1,0 +1,47 @@
+"""Launches of Triton kernels as nodes of a functional graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+
+def launched(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
+    """The kernel that a node launches and its arguments by name, constants included; None for another node.
+    Gone: None, and such a launch is never made twice."""
+    try:
+        from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+    except ImportError:
+        return None
+    if node.target is not triton_kernel_wrapper_functional:
+        return None
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+    return kernel, {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
+
+
+def functional_graph(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> fx.GraphModule:
+    """``function`` traced on fake tensors, with launches and writes as functional nodes, as AOTAutograd has them. Gone:
+    raises, and what would have been traced is not computed again."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()))(*examples)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def insert(traced: fx.GraphModule, graph: fx.Graph, operands: Sequence[fx.Node], after: fx.Node) -> list[fx.Node]:
+    """Copy the nodes of a traced function of ``operands`` into a graph, behind ``after``; the last one is its result."""
+    inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    copies: dict[fx.Node, fx.Node] = dict(zip(inputs, operands, strict=True))
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with graph.inserting_after(after):
+            copies[node] = after = graph.node_copy(node, copies.__getitem__)
+    (result,) = traced.graph.output_node().all_input_nodes
+    made = list(copies.values())[len(inputs) :]
+    return [*(n for n in made if n is not copies[result]), copies[result]]

@@ -1,0 +1,227 @@
+"""What the backward computes again: how much is saved then, that nothing else changes, and what is said of it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fx_fusion
+from fx_fusion.memory import candidates, recompute
+from fx_fusion.options import OptionError, parse
+from tests import zoo
+from tests.helpers import slow_but, tiny_llama, tokens
+from tests.partitioned import partitioned
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The models are tiny."""
+    monkeypatch.setattr(candidates, "_SMALLEST", 1)
+
+
+@pytest.fixture
+def fresh_cache():
+    """Nothing was compiled before."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+# -- how much -----------------------------------------------------------------------------------------------------------
+# Bytes that are saved with memory="min", of those with "speed". A value that is saved anew makes these red.
+SHARES = {
+    "Llama": 0.77, "Qwen3": 0.79, "Gemma2": 0.72, "Gemma3": 0.81, "Olmo2": 0.82, "Mixtral": 0.75, "GPT2": 0.72, "Bert": 0.73,
+    "T5": 0.79, "GPTNeoX": 0.68, "Cohere": 0.81, "Granite": 0.77,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", slow_but(("Llama", "GPT2", "T5"), SHARES))
+def test_families(family):
+    """Less is saved, and every gradient is the same to the last bit."""
+    model = zoo.build(family)
+    before, after = (partitioned(model, zoo.batch(), memory) for memory in ("speed", "min"))
+    assert not before.again()
+    assert after.bytes <= SHARES[family] * before.bytes, (after.bytes / before.bytes, after.again())
+    for name, gradient in before.gradients.items():
+        assert torch.equal(after.gradients[name], gradient), name
+
+
+def test_what_of_a_llama_is_saved():
+    """gate and up without their product, h without the norm's result."""
+    model, ids = tiny_llama(intermediate_size=192), tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    before, after = (partitioned(model, batch, memory, fusions=["-swiglu", "-swish"]) for memory in ("speed", "min"))
+    wide = [sum(n for (shape, _), n in found.saved.items() if shape[-1:] == (192,)) for found in (before, after)]
+    assert wide[1] * 3 == wide[0] * 2
+    assert after.again()["norm of a sum"] == 3
+    assert after.again()["rms_norm"] == 1
+    assert after.again()["mul"] >= 2
+    assert {v.module.split(".")[-1] for v in after.decisions.values if v.kind == "mul"} >= {"mlp"}
+
+
+def test_launches_that_are_traced():
+    """As on a GPU: AOTAutograd traced the kernels, and the norm of h is one more launch in the backward."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.traced_launches"], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
+    )
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["again"] == {"norm of a sum": 3, "row_norm": 1, "mul": 2}
+    assert found["launches"]["min"] - found["launches"]["speed"] == 4
+    assert found["bytes"]["min"] < 0.8 * found["bytes"]["speed"]
+
+
+# -- which --------------------------------------------------------------------------------------------------------------
+class Layer(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.up, self.down, self.activation = nn.Linear(8, 32), nn.Linear(32, 8), activation
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x))).square().mean()
+
+
+ACTIVATIONS = {
+    "gelu": (F.gelu, ["gelu"]),
+    "silu": (F.silu, ["silu"]),
+    "relu": (F.relu, []),  # the backward reads the result, and not the input
+    "squared_relu": (lambda x: F.relu(x).square(), ["pow"]),  # from the relu, which the backward reads
+    "dropout": (lambda x: F.dropout(F.gelu(x), 0.5), ["native_dropout"]),  # with the mask that was drawn
+    "double": (lambda x: F.gelu(x.double()).float(), ["_to_copy"]),
+    "returned": (F.gelu, ["gelu"]),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    function, kinds = ACTIVATIONS[name]
+    torch.manual_seed(0)
+    model, x = Layer(function), torch.randn(6, 8)
+    found = []
+    for memory in ("speed", "min"):
+        torch.manual_seed(1)
+        found.append(partitioned(model, {"x": x}, memory, fusions=["-swish"]))
+    before, after = found
+    assert [kind.split(", ")[-1] for kind in after.again()] == kinds
+    assert (after.bytes < before.bytes) == bool(kinds)
+    assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
+
+
+def test_a_value_that_is_returned_is_in_memory_anyway():
+    class Returns(Layer):
+        def forward(self, x):
+            wide = self.activation(self.up(x))
+            return {"loss": self.down(wide).square().mean(), "wide": wide}
+
+    model = Returns(F.gelu)
+    assert not partitioned(model, {"x": torch.randn(6, 8)}).again()
+
+
+def test_random_numbers_are_drawn_once():
+    model = Layer(lambda x: F.dropout(F.gelu(x), 0.5))
+    found = partitioned(model, {"x": torch.randn(6, 8)})
+    assert not [op for op in found.backward if "rand" in op or "bernoulli" in op]
+
+
+def test_checkpointed_layers_are_the_users():
+    plain, checkpointed = tiny_llama(), tiny_llama()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    assert partitioned(plain, batch).again()["norm of a sum"] == 3
+    found = partitioned(checkpointed, batch)
+    assert found.again()["norm of a sum"] <= 1, "the final norm"
+    assert found.bytes < partitioned(plain, batch).bytes
+
+
+def test_a_budget_of_the_user_runs_attention_and_the_loss_once():
+    model, ids = tiny_llama(), tokens()
+    with torch._functorch.config.patch(activation_memory_budget=0.1):
+        found = partitioned(model, {"input_ids": ids, "labels": ids})
+    again = [op for op in found.backward if "attention" in op and "backward" not in op]
+    assert not again
+    assert "linear_cross_entropy" not in found.backward
+
+
+# -- how much of it -----------------------------------------------------------------------------------------------------
+def test_auto_takes_what_frees_most_a_second_up_to_half_a_percent(monkeypatch):
+    model, batch = zoo.build("Llama"), zoo.batch()
+    every = partitioned(model, batch, "min").decisions.values
+    assert all(v.seconds > 0 for v in every)
+    allowed = sum(v.seconds for v in every) / 2
+    monkeypatch.setattr(recompute, "seconds_of_step", lambda graph: allowed / 0.005)
+    some = partitioned(model, batch, "auto").decisions.values
+    taken, left = ([v for v in some if v.again is again] for again in (True, False))
+    assert taken
+    assert left
+    assert sum(v.seconds for v in taken) <= allowed
+    assert not partitioned(model, batch, "speed").again()
+
+
+def test_the_time_of_a_step_counts_every_product():
+    model, batch = zoo.build("Llama"), zoo.batch()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_: None)
+    found = partitioned(model, batch)
+    rows, layers = batch["input_ids"].numel(), 2
+    weights = sum(p.numel() for n, p in model.named_parameters() if "proj" in n) + 128 * 32
+    products = 6 * rows * weights
+    attention = 3.5 * 4 * layers * batch["input_ids"].shape[1] * rows * 32
+    assert products <= found.decisions.step * 0.55 * 989e12 <= products + 1.2 * attention
+
+
+def test_an_unknown_name():
+    with pytest.raises(OptionError, match="Did you mean 'min'"):
+        parse(None, {"memory": "minimum"})
+
+
+# -- what is said -------------------------------------------------------------------------------------------------------
+def compiled_step(model, **options):
+    torch._dynamo.reset()
+    ids = tokens()
+    with fx_fusion.recording() as report:
+        call = torch.compile(model, backend="fx_fusion", options={"select": "always", "fusions": ["-swiglu"], **options})
+        call(input_ids=ids, labels=ids).loss.backward()
+    return report
+
+
+def test_through_inductor(fresh_cache):
+    model = tiny_llama(num_hidden_layers=1)
+    sizes = []
+    for memory in ("speed", "min"):
+        model.zero_grad()
+        report = compiled_step(model, memory=memory)
+        sizes.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    assert all(torch.equal(sizes[0][n], g) for n, g in sizes[1].items())
+    assert "computed again in the backward, not saved: " in str(report)
+    assert "1 x norm of a sum in post_attention_layernorm" in str(report)
+    (graph,) = json.loads(report.to_json())["graphs"]
+    assert Counter(v["kind"] for v in graph["memory"]["values"])["norm of a sum"] == 1
+
+
+def test_a_graph_from_the_cache_says_so(fresh_cache):
+    model = tiny_llama(num_hidden_layers=1)
+    compiled_step(model, memory="min")
+    assert "from torch's compile cache" in str(compiled_step(model, memory="min"))
+
+
+def test_what_fails_is_told_and_nothing_else_changes(monkeypatch, fresh_cache):
+    def fails(joint):
+        raise ZeroDivisionError("as a test")
+
+    monkeypatch.setattr(recompute, "candidates", fails)
+    report = compiled_step(tiny_llama(num_hidden_layers=1))
+    assert report.count("linear_cross_entropy") == 1
+    assert "torch's choice alone: ZeroDivisionError: as a test" in str(report)
+    assert not report.graphs[0].fallback

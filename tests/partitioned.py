@@ -1,0 +1,89 @@
+"""Models whose graphs are partitioned as under Inductor, and run eagerly: what is saved for the backward."""
+
+import contextlib
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from fx_fusion.backend import compile_graph
+from fx_fusion.graph.size_hints import expected
+from fx_fusion.memory.recompute import Decisions, decide
+from fx_fusion.options import parse
+
+
+class _Enough(Exception):
+    pass
+
+
+@dataclass
+class Partitioned:
+    """What the forward saves, besides inputs and parameters: bytes by shape and dtype; the ops of the backward; what was
+    decided; the gradients."""
+
+    saved: Counter = field(default_factory=Counter)
+    backward: Counter = field(default_factory=Counter)
+    decisions: Decisions = field(default_factory=Decisions)
+    gradients: dict = field(default_factory=dict)
+
+    @property
+    def bytes(self):
+        return sum(self.saved.values())
+
+    def again(self):
+        return Counter(v.kind for v in self.decisions.values if v.again)
+
+
+def partitioned(model, batch, memory="min", *, step=True, **options):
+    """One step of a model: loss and backward; ``step=False``: the graph is partitioned and not run."""
+    torch._dynamo.reset()
+    found = Partitioned()
+    parsed = parse(None, {"select": "always", "memory": memory, "strict": True, **options})
+
+    def rest(gm, examples, options):
+        def partition(joint, inputs, *, num_fwd_outputs, **rest):
+            decide(joint.graph, options.memory, found.decisions)
+            joint.graph.lint()
+            joint.recompile()
+            both = min_cut_rematerialization_partition(
+                joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **rest
+            )
+            for node in both[0].graph.output_node().args[0][num_fwd_outputs:]:
+                value = node.meta.get("val")
+                if isinstance(value, torch.Tensor) and node.op != "placeholder":
+                    shape = tuple(map(expected, value.shape))
+                    found.saved[shape, value.dtype] += math.prod(shape) * value.dtype.itemsize
+            found.backward += Counter(_name(n) for n in both[1].graph.nodes if n.op == "call_function")
+            if not step:
+                raise _Enough
+            return both
+
+        def as_it_is(gm, examples):
+            return gm
+
+        return aot_module_simplified(
+            gm, examples, fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )  # fmt: skip
+
+    def backend(gm, examples):
+        return compile_graph(gm, examples, parsed, rest)
+
+    model.zero_grad()
+    compiled = torch.compile(model, backend=backend)
+    if not step:
+        with contextlib.suppress(Exception):
+            compiled(**batch)
+        return found
+    out = compiled(**batch)
+    (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
+    found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def _name(node):
+    return getattr(node.target, "__name__", str(node.target)).removesuffix(".default")

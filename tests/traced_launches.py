@@ -1,0 +1,50 @@
+"""Prints what a Llama saves whose launches are traced, as on a GPU with static sizes; no kernel runs.
+
+Run in a process of its own without Triton's interpreter, whose kernels can't be traced.
+"""
+
+import json
+
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fx_fusion.kernels.norms import row_norm
+from fx_fusion.memory import candidates
+from fx_fusion.ops import library
+from tests.helpers import tiny_llama
+from tests.partitioned import partitioned
+
+WRITTEN = {"y_ptr", "stats_ptr", "dx_ptr", "parts_ptr", "dw_ptr"}
+
+
+def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
+    """What PyTorch finds out with Triton's compiler for a GPU."""
+    names = WRITTEN | {"h_ptr"} if kwargs.get("HAS_RES") else WRITTEN
+    return [n for n, value in kwargs.items() if n in names and isinstance(value, torch.Tensor)]
+
+
+def main():
+    triton_kernel_wrap.get_mutated_tensors = writes
+    library._is_static_cuda = lambda tensor: True
+    row_norm.multiprocessors = lambda tensor: 132
+    candidates._SMALLEST = 1
+    with torch.device("meta"):
+        model = tiny_llama()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        ids = torch.zeros(2, 16, dtype=torch.long)
+        only = ["rms_norm", "add_rms_norm", "linear_cross_entropy"]
+        found = {
+            memory: partitioned(model, {"input_ids": ids, "labels": ids}, memory, fusions=only, step=False)
+            for memory in ("speed", "min")
+        }
+    launches = {memory: of.backward["triton_kernel_wrapper_functional"] for memory, of in found.items()}
+    kinds = found["min"].again()
+    again = {kind: kinds[kind] for kind in ("norm of a sum", "row_norm", "mul")}
+    print(json.dumps({"again": again, "launches": launches, "bytes": {memory: of.bytes for memory, of in found.items()}}))
+
+
+if __name__ == "__main__":
+    main()
