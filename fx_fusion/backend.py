@@ -204,6 +204,8 @@ def rewrite_graphs(
     fuel = pipeline.Fuel(options.fuel)
     searches: dict[View, Search] = {}
     views = views_of(gm)
+    if DECISIONS in gm.meta:
+        gm.meta[DECISIONS].inputs_change = any(view.effects.write_to_inputs() for view in views.values())
     for module, view in views.items():
         searches[view] = Search(
             view,

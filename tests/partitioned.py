@@ -12,6 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from fx_fusion.backend import compile_graph
 from fx_fusion.graph.size_hints import expected
+from fx_fusion.inductor.compile import DECISIONS
 from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.options import parse
 
@@ -46,6 +47,7 @@ def partitioned(model, batch, memory="min", *, step=True, **options):
 
     def rest(gm, examples, options):
         def partition(joint, inputs, *, num_fwd_outputs, **rest):
+            found.decisions = gm.meta[DECISIONS]
             decide(joint.graph, options.memory, found.decisions)
             joint.graph.lint()
             joint.recompile()

@@ -70,6 +70,11 @@ class Effects:
         found = {alias: None for storage in storages(node) for alias in self._by_storage.get(storage, ())}
         return list(found) or [node]
 
+    def write_to_inputs(self) -> bool:
+        """Whether the graph writes to an input of it, a buffer for example."""
+        written = (alias for write in self.writes for operand in self.mutated(write) for alias in self.aliases(operand))
+        return any(alias.op in ("placeholder", "get_attr") for alias in written)
+
     def returned(self, node: fx.Node) -> bool:
         """Whether the graph returns ``node`` or a view of it."""
         return any(user.op == "output" for alias in self.aliases(node) for user in alias.users)

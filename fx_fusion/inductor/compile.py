@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
         except Exception as error:
             if options.strict or not any(value.again for value in decisions.values):
                 raise
-            decisions.trouble = f"with our choice Inductor raised {type(error).__name__}: {error}"
+            _tell(decisions, f"with ours Inductor raised {type(error).__name__}: {error}")
             return compile_graph(gm, example_inputs, patches)
 
 
@@ -61,9 +62,14 @@ def _memory_pass(decisions: Decisions, options: Options) -> Callable[[fx.Graph],
         except Exception as error:
             if options.strict:
                 raise
-            decisions.trouble = f"{type(error).__name__}: {error}"
+            _tell(decisions, f"{type(error).__name__}: {error}")
 
     return run
+
+
+def _tell(decisions: Decisions, trouble: str) -> None:
+    decisions.trouble = trouble
+    warnings.warn(f"fx_fusion: what the backward computes again is torch's choice alone: {trouble}", stacklevel=2)
 
 
 def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

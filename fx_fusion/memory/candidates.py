@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fx_fusion.memory.joint_graph import JointGraph, bytes_of
+from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of
 from fx_fusion.memory.norms import NormOfASum, norms_of_sums
 from fx_fusion.ops.launch import CHEAP_KERNELS, qualified_name
 from fx_fusion.ops.library import CHEAP_OPS
@@ -71,7 +71,12 @@ def _is_cheap(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_cheap_kernel(node.args[0])
-    return is_elementwise(node) or is_cheap_kernel(node)
+    return (is_elementwise(node) and not _reduces(node)) or is_cheap_kernel(node)
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Whether a node reads much more than it holds: a sum, rows of a table. Its result is saved for next to nothing."""
+    return not is_view(node) and 4 * bytes_of(node) < sum(map(bytes_of, node.all_input_nodes))
 
 
 def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
@@ -91,11 +96,12 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
         for source in member.all_input_nodes:
             if source in members:
                 continue
-            # Results of an op are read one by one.
-            readers = joint.readers(_base(source)) if bytes_of(source) else []
-            if source.op != "call_function" or readers:
-                # There anyway. A kernel of ours reads it once more; Inductor's does where no other of its kernels does.
-                read += 0 if any(map(is_fusible, readers)) and not is_cheap_kernel(member) else bytes_of(source)
+            if joint.is_there(source):
+                # A kernel of ours reads it once more; one of Inductor's does where no other of its kernels reads it.
+                shared = any(map(is_fusible, joint.readers(base(source)))) and not is_cheap_kernel(member)
+                read += 0 if shared else bytes_of(source)
+            elif source.op != "call_function":
+                return None  # the backward finds it as the forward left it
             elif _is_cheap(source):
                 members[source] = None
                 if len(members) > _LONGEST:
@@ -117,12 +123,6 @@ def _growing(members: dict[fx.Node, None]) -> Iterator[fx.Node]:
     for i in range(_LONGEST + 1):
         if i < len(members):
             yield list(members)[i]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _kind(members: list[fx.Node]) -> str:

@@ -14,8 +14,8 @@ class JointGraph:
     """The nodes of a joint graph. Those that lead to an output of the forward are its own, all others the backward's: what a
     backward computes before it meets a gradient (the derivative of an activation) too."""
 
-    def __init__(self, graph: fx.Graph):
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, *, inputs_change: bool = False):
+        self.graph, self._inputs_change = graph, inputs_change
         self._behind_tangents = behind_tangents = set[fx.Node]()
         for node in graph.nodes:
             if is_tangent(node) or any(n in behind_tangents for n in node.all_input_nodes):
@@ -45,6 +45,13 @@ class JointGraph:
         views = self.with_views(node)
         return [u for member in views for u in member.users if u in self.backward and u not in views]
 
+    def is_there(self, node: fx.Node) -> bool:
+        """Whether the backward has a value anyway: it reads it, or it is an input that nothing writes to. (Of an op with
+        several results each is read by itself.)"""
+        if node.op != "call_function" and not self._inputs_change:
+            return True
+        return bytes_of(node) > 0 and bool(self.readers(base(node)))
+
     def read_as_it_is(self, node: fx.Node) -> bool:
         """Whether something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""
         return any(not is_fusible(reader) and not is_view(reader) for reader in self._behind_views(node))
@@ -59,6 +66,13 @@ class JointGraph:
     def is_returned(self, node: fx.Node) -> bool:
         """Whether the forward returns a node or a view of it: it stays in memory anyway."""
         return any(member in self._returned for member in self.with_views(node))
+
+
+def base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, in the end."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def bytes_of(node: fx.Node) -> float:

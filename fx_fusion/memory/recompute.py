@@ -35,8 +35,10 @@ class Value:
 
 @dataclass
 class Decisions:
-    """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already."""
+    """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already.
+    ``inputs_change``: the graph writes to inputs, which the backward then finds as they were left."""
 
+    inputs_change: bool = False
     asked: bool = False
     made: bool = False
     values: list[Value] = field(default_factory=list)
@@ -63,8 +65,12 @@ def _sentence(again: bool, values: list[Value], step: float) -> str:
     ]
     took = sum(v.seconds for v in values)
     what = "computed again in the backward, not saved" if again else "saved, though cheap"
-    time = f"{1e6 * took:.0f} us" + (f" of about {1e3 * step:.0f} ms" if step else "")
+    time = f"{_ms(took)} ms" + (f" of about {_ms(step)}" if step else "")
     return f"{what}: {', '.join(parts)}; {time}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2g}"
 
 
 def _size(count: float) -> str:
@@ -77,7 +83,7 @@ def _size(count: float) -> str:
 def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     """Mark in a joint graph what the backward computes again, and write it down. An inference graph stays as it is."""
     decisions.made = True
-    joint = JointGraph(graph)
+    joint = JointGraph(graph, inputs_change=decisions.inputs_change)
     if not joint.backward:
         return
     if has_a_budget():

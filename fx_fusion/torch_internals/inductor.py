@@ -134,6 +134,7 @@ def forces_layouts() -> bool:
 # -- memory ----------------------------------------------------------------------------------------------------------------
 _JOINT_SLOT = "joint_custom_post_pass"
 _FLOPS, _BYTES = 989e12, 4.0e12  # a second: an H200's tensor cores in bfloat16, and its memory as copies reach it
+_FLOPS_OF_A_CORE, _BYTES_OF_A_CPU = 5e10, 2e10
 
 
 class JointPass(CustomGraphPass):
@@ -164,6 +165,8 @@ def with_joint_pass(options: Mapping[str, Any], run: Callable[[fx.Graph], None],
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """The peak of a device in products of this dtype. Gone, or not known: an H200's."""
+    if device.type == "cpu":
+        return _FLOPS_OF_A_CORE * torch.get_num_threads()
     known = getattr(torch._inductor.utils, "get_device_tflops", None) if device.type == "cuda" else None
     if known is None or not torch.cuda.is_available():
         return _FLOPS
@@ -173,6 +176,8 @@ def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 def bytes_per_second(device: torch.device) -> float:
     """How fast a device reads and writes its memory, as large copies do: 0.85 of its peak. Gone, or not known: an H200's."""
+    if device.type == "cpu":
+        return _BYTES_OF_A_CPU
     known = getattr(torch._inductor.utils, "get_gpu_dram_gbps", None) if device.type == "cuda" else None
     if known is None or not torch.cuda.is_available():
         return _BYTES

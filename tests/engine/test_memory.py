@@ -1,5 +1,6 @@
 """What the backward computes again: how much is saved then, that nothing else changes, and what is said of it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -117,6 +118,52 @@ def test_activations(name):
     assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
 
 
+def test_sums_are_saved():
+    """What is small beside what it is made of."""
+
+    class Sums(Layer):
+        def forward(self, x):
+            wide = self.up(x)
+            weights = wide.square().sum(-1, keepdim=True).sqrt()  # (6, 1), read by the product's backward
+            return (self.down(wide).mT @ weights).square().mean()
+
+    model, x = Sums(None), torch.randn(6, 8)
+    before, after = (partitioned(model, {"x": x}, memory) for memory in ("speed", "min"))
+    assert not after.again()
+    assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
+
+
+@pytest.mark.parametrize("memory", ["speed", "min"])
+def test_what_is_written_to_in_place_meanwhile(memory):
+    """A buffer that the forward changes after it was read, a running statistic, an input."""
+
+    class Writes(Layer):
+        def __init__(self):
+            super().__init__(F.gelu)
+            self.register_buffer("scale", torch.full((32,), 2.0))
+            self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            wide = self.activation(self.up(x.detach().clone())) + self.scale + x.sum(-1, keepdim=True)
+            self.scale.add_(1.0)  # eager needs neither for the sum's backward, and the product reads the sum
+            x.mul_(0.5)
+            return self.out(self.norm(self.down(wide)) + self.scale[:8]).square().mean()
+
+    torch.manual_seed(0)
+    ours, eager = Writes(), Writes()
+    eager.load_state_dict(ours.state_dict())
+    x = torch.randn(6, 8)
+    given = x.clone()
+    found = partitioned(ours, {"x": given}, memory)
+    theirs = x.clone()
+    eager(theirs).backward()
+    assert torch.equal(given, theirs)
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    for (name, a), (_, b) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
 def test_a_value_that_is_returned_is_in_memory_anyway():
     class Returns(Layer):
         def forward(self, x):
@@ -170,15 +217,14 @@ def test_auto_takes_what_frees_most_a_second_up_to_half_a_percent(monkeypatch):
 
 def test_the_time_of_a_step_counts_every_product():
     model, batch = zoo.build("Llama"), zoo.batch()
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_: None)
     found = partitioned(model, batch)
     rows, layers = batch["input_ids"].numel(), 2
     weights = sum(p.numel() for n, p in model.named_parameters() if "proj" in n) + 128 * 32
     products = 6 * rows * weights
     attention = 3.5 * 4 * layers * batch["input_ids"].shape[1] * rows * 32
-    assert products <= found.decisions.step * 0.55 * 989e12 <= products + 1.2 * attention
+    counted = found.decisions.step * 0.55 * 5e10 * torch.get_num_threads()
+    assert products <= counted * (1 + 1e-9)
+    assert counted <= products + 1.2 * attention
 
 
 def test_an_unknown_name():
@@ -221,7 +267,28 @@ def test_what_fails_is_told_and_nothing_else_changes(monkeypatch, fresh_cache):
         raise ZeroDivisionError("as a test")
 
     monkeypatch.setattr(recompute, "candidates", fails)
-    report = compiled_step(tiny_llama(num_hidden_layers=1))
+    with pytest.warns(UserWarning, match="torch's choice alone: ZeroDivisionError: as a test"):
+        report = compiled_step(tiny_llama(num_hidden_layers=1))
     assert report.count("linear_cross_entropy") == 1
     assert "torch's choice alone: ZeroDivisionError: as a test" in str(report)
+    assert not report.graphs[0].fallback
+
+
+def test_where_the_partitioner_refuses_our_choice_it_chooses_alone(monkeypatch, tmp_path, fresh_cache):
+    """A node that can neither be saved nor computed again."""
+    monkeypatch.chdir(tmp_path)  # torch writes the graph to a file
+    from fx_fusion.memory.joint_graph import JointGraph
+    from fx_fusion.torch_internals import partitioner
+
+    def refused(joint: JointGraph):
+        (found, *_) = [c for c in original(joint) if c.kind == "norm of a sum"]
+        (attention,) = [n for n in joint.forward if "attention" in str(n.target)]
+        results = [n for n in attention.users if n.args[1] == 0]
+        return [dataclasses.replace(found, apply=lambda: [partitioner.compute_again(n) for n in results])]
+
+    original = recompute.candidates
+    monkeypatch.setattr(recompute, "candidates", refused)
+    with pytest.warns(UserWarning, match="torch's choice alone: with ours Inductor raised"):
+        report = compiled_step(tiny_llama(num_hidden_layers=1), memory="min")
+    assert report.count("linear_cross_entropy") == 1
     assert not report.graphs[0].fallback
