@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
@@ -39,15 +39,12 @@ class Partitioned:
         return Counter(v.kind for v in self.decisions.values if v.again)
 
 
-def partitioned(model, batch, memory="min", *, step=True, **options):
-    """One step of a model: loss and backward; ``step=False``: the graph is partitioned and not run."""
-    torch._dynamo.reset()
-    found = Partitioned()
-    parsed = parse(None, {"select": "always", "memory": memory, "strict": True, **options})
+def partitioning(found, *, step=True):
+    """What runs a rewritten graph: AOTAutograd, our choice and the partitioner's, and no compiler."""
 
     def rest(gm, examples, options):
         def partition(joint, inputs, *, num_fwd_outputs, **rest):
-            found.decisions = gm.meta[DECISIONS]
+            found.decisions = gm.meta.get(DECISIONS, Decisions())
             decide(joint.graph, options.memory, found.decisions)
             joint.graph.lint()
             joint.recompile()
@@ -65,18 +62,24 @@ def partitioned(model, batch, memory="min", *, step=True, **options):
             return both
 
         def as_it_is(gm, examples):
-            return gm
+            return make_boxed_func(gm.forward)
 
         return aot_module_simplified(
             gm, examples, fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition,
             decompositions=select_decomp_table(),
         )  # fmt: skip
 
-    def backend(gm, examples):
-        return compile_graph(gm, examples, parsed, rest)
+    return rest
 
+
+def partitioned(model, batch, memory="min", *, step=True, **options):
+    """One step of a model: loss and backward; ``step=False``: the graph is partitioned and not run."""
+    torch._dynamo.reset()
+    found = Partitioned()
+    parsed = parse(None, {"select": "always", "memory": memory, "strict": True, **options})
+    rest = partitioning(found, step=step)
     model.zero_grad()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=lambda gm, examples: compile_graph(gm, examples, parsed, rest))
     if not step:
         with contextlib.suppress(Exception):
             compiled(**batch)

@@ -138,21 +138,19 @@ _FLOPS_OF_A_CORE, _BYTES_OF_A_CPU = 5e10, 2e10
 
 
 class JointPass(CustomGraphPass):
-    """A pass over joint graphs, behind the user's own if there is one; ``key`` is part of the key of both compile caches."""
+    """A pass over joint graphs, behind the user's own ones; ``key`` is part of the key of both compile caches."""
 
-    def __init__(self, run: Callable[[fx.Graph], None], key: str, users: Any):
+    def __init__(self, run: Callable[[fx.Graph], None], key: str, users: Sequence[Any]):
         self._run, self._key, self._users = run, key, users
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self._users is not None:
-            self._users(graph)
+        for users in self._users:
+            users(graph)
         self._run(graph)
 
     def uuid(self) -> Any:
-        if self._users is None:
-            return self._key
-        theirs = self._users.uuid() if isinstance(self._users, CustomGraphPass) else None
-        return None if theirs is None else (theirs, self._key)
+        theirs = [users.uuid() if isinstance(users, CustomGraphPass) else None for users in self._users]
+        return None if None in theirs else (self._key, *theirs)
 
 
 def with_joint_pass(options: Mapping[str, Any], run: Callable[[fx.Graph], None], key: str) -> dict[str, Any]:
@@ -160,7 +158,9 @@ def with_joint_pass(options: Mapping[str, Any], run: Callable[[fx.Graph], None],
     what the partitioner chooses by itself is computed again."""
     if not hasattr(config, _JOINT_SLOT):
         return dict(options)
-    return {**options, _JOINT_SLOT: JointPass(run, key, options.get(_JOINT_SLOT, getattr(config, _JOINT_SLOT)))}
+    users = options.get(_JOINT_SLOT, getattr(config, _JOINT_SLOT))
+    listed = users if isinstance(users, (list, tuple)) else [] if users is None else [users]
+    return {**options, _JOINT_SLOT: JointPass(run, key, listed)}
 
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:

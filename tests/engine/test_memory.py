@@ -256,6 +256,14 @@ def test_through_inductor(fresh_cache):
     assert Counter(v["kind"] for v in graph["memory"]["values"])["norm of a sum"] == 1
 
 
+def test_a_pass_of_the_user_runs_too(fresh_cache):
+    seen = []
+    with torch._inductor.config.patch(joint_custom_post_pass=lambda graph: seen.append(graph)):
+        report = compiled_step(tiny_llama(num_hidden_layers=1), memory="min")
+    assert seen
+    assert "computed again in the backward" in str(report)
+
+
 def test_a_graph_from_the_cache_says_so(fresh_cache):
     model = tiny_llama(num_hidden_layers=1)
     compiled_step(model, memory="min")

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,16 +20,19 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.backend import compile_graph, inductor
+from fx_fusion.memory import candidates
 from fx_fusion.options import parse
 from fx_fusion.testing import eager_rest
 from tests.fuzz.blocks import structures_on_cpu
 from tests.fuzz.compare import Call, Verdict, compare, largest
 from tests.fuzz.oracle import in_double
 from tests.fuzz.program import CALLS, Program, functions
+from tests.partitioned import Partitioned, partitioning
 
 RESTS: dict[str, Callable[..., Any]] = {
     "eager": eager_rest,
     "aot_eager": lambda gm, inputs, options: aot_eager(gm, list(inputs)),
+    "partitioned": partitioning(Partitioned()),  # with everything computed again that is cheap
     "inductor": inductor,
 }
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -36,12 +40,13 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def ours(rest: str) -> Callable[..., Any]:
     """A backend that rewrites wherever it is legal; without ``strict`` an error of ours would be hidden."""
-    return functools.partial(compile_graph, options=parse(None, {"select": "always", "strict": True}), rest=RESTS[rest])
+    options = {"select": "always", "strict": True, "memory": "min" if rest == "partitioned" else "auto"}
+    return functools.partial(compile_graph, options=parse(None, options), rest=RESTS[rest])
 
 
 def plain(rest: str) -> Callable[..., Any]:
     """The same without the rewrite."""
-    options = parse(None, {})
+    options = parse(None, {"memory": "speed"})
     return lambda gm, inputs: RESTS[rest](gm, inputs, options)
 
 
@@ -211,7 +216,8 @@ def _without_the_rewrite(program: Program, rest: str, usual: list[Call], exact: 
 
 def _through(program: Program, backend: Callable[..., Any]) -> tuple[list[Call], Any]:
     torch._dynamo.reset()
-    with fx_fusion.recording() as report, structures_on_cpu():
+    small = mock.patch.object(candidates, "_SMALLEST", 1)
+    with fx_fusion.recording() as report, structures_on_cpu(), small:
         found = execute(program, lambda f: torch.compile(f, backend=backend, dynamic=program.dynamic))
     torch._dynamo.reset()
     return found, report

@@ -1,0 +1,40 @@
+"""What the backward computes again, on a GPU: traced launches, less memory, the same gradients."""
+
+import pytest
+import torch
+
+import fx_fusion
+from tests.helpers import tiny_llama
+
+pytestmark = pytest.mark.gpu
+
+
+def step(model, memory):
+    torch._dynamo.reset()
+    model.zero_grad()
+    ids = torch.randint(0, 4096, (4, 1024), generator=torch.Generator().manual_seed(0)).cuda()
+    call = torch.compile(model, backend="fx_fusion", options={"memory": memory, "strict": True, "fusions": ["-swiglu"]})
+    with fx_fusion.recording() as report, torch._inductor.config.patch(force_disable_caches=True):
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            call(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}, torch.cuda.max_memory_allocated(), report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_less_memory_and_the_same_gradients(dtype):
+    model = tiny_llama(
+        dtype, vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=4, max_position_embeddings=1024,
+    ).cuda()  # fmt: skip
+    before, most, _ = step(model, "speed")
+    after, less, report = step(model, "min")
+    kinds = [value.kind for value in report.graphs[0].memory.values if value.again]
+    assert kinds.count("norm of a sum") == 7, str(report)  # the loss needs no result of the last
+    assert sum("mul" in kind for kind in kinds) >= 4, str(report)
+    tokens = 4 * 1024 * dtype.itemsize
+    assert most - less >= 0.8 * tokens * (3 * 4 * 4096 // 4 + 3 * 1024), (most, less)  # not all of it at the peak
+    for name, gradient in before.items():  # attention adds up its own in any order
+        torch.testing.assert_close(after[name], gradient, rtol=2e-2, atol=2e-3 * gradient.abs().max().item())
