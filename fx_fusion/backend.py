@@ -26,6 +26,7 @@ from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.compile import DECISIONS, Compiled, OursFailed, inductor, plain_inductor
+from fx_fusion.memory.recompute import describe_inputs
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import trace
 from fx_fusion.report.diff import text
@@ -205,7 +206,7 @@ def rewrite_graphs(
     searches: dict[View, Search] = {}
     views = views_of(gm)
     if DECISIONS in gm.meta:
-        gm.meta[DECISIONS].inputs_change = any(view.effects.write_to_inputs() for view in views.values())
+        describe_inputs(gm, views, gm.meta[DECISIONS])
     for module, view in views.items():
         searches[view] = Search(
             view,

@@ -72,14 +72,14 @@ def partitioning(found, *, step=True):
     return rest
 
 
-def partitioned(model, batch, memory="min", *, step=True, **options):
+def partitioned(model, batch, memory="min", *, step=True, dynamic=None, **options):
     """One step of a model: loss and backward; ``step=False``: the graph is partitioned and not run."""
     torch._dynamo.reset()
     found = Partitioned()
     parsed = parse(None, {"select": "always", "memory": memory, "strict": True, **options})
     rest = partitioning(found, step=step)
     model.zero_grad()
-    compiled = torch.compile(model, backend=lambda gm, examples: compile_graph(gm, examples, parsed, rest))
+    compiled = torch.compile(model, backend=lambda gm, examples: compile_graph(gm, examples, parsed, rest), dynamic=dynamic)
     if not step:
         with contextlib.suppress(Exception):
             compiled(**batch)

@@ -70,10 +70,10 @@ class Effects:
         found = {alias: None for storage in storages(node) for alias in self._by_storage.get(storage, ())}
         return list(found) or [node]
 
-    def write_to_inputs(self) -> bool:
-        """Whether the graph writes to an input of it, a buffer for example."""
+    def written_inputs(self) -> set[fx.Node]:
+        """The inputs of the graph that it writes to, buffers for example."""
         written = (alias for write in self.writes for operand in self.mutated(write) for alias in self.aliases(operand))
-        return any(alias.op in ("placeholder", "get_attr") for alias in written)
+        return {alias for alias in written if alias.op in ("placeholder", "get_attr")}
 
     def returned(self, node: fx.Node) -> bool:
         """Whether the graph returns ``node`` or a view of it."""

@@ -100,8 +100,8 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
                 # A kernel of ours reads it once more; one of Inductor's does where no other of its kernels reads it.
                 shared = any(map(is_fusible, joint.readers(base(source)))) and not is_cheap_kernel(member)
                 read += 0 if shared else bytes_of(source)
-            elif source.op != "call_function":
-                return None  # the backward finds it as the forward left it
+            elif joint.is_lost(source):
+                return None
             elif _is_cheap(source):
                 members[source] = None
                 if len(members) > _LONGEST:
@@ -151,7 +151,7 @@ def _name(node: fx.Node) -> str:
 # -- norms behind an add ----------------------------------------------------------------------------------------------
 def _from_sums(joint: JointGraph) -> Iterator[Candidate]:
     for found in norms_of_sums(joint):
-        if not is_decided(found.y) and _is_saved(joint, found.y):
+        if not is_decided(found.y) and _is_saved(joint, found.y) and all(map(joint.is_there, found.operands)):
             size, traffic = bytes_of(found.y), bytes_of(found.y) + bytes_of(found.h)
             yield Candidate(found.y, "norm of a sum", size, traffic, 1, functools.partial(_norm_again, joint, found))
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import torch
 from torch import Tensor, fx
 
 from fx_fusion.graph.size_hints import elements
-from fx_fusion.torch_internals.partitioner import is_fusible, is_tangent, is_view
+from fx_fusion.torch_internals.partitioner import input_number, is_fusible, is_tangent, is_view
 
 
 class JointGraph:
     """The nodes of a joint graph. Those that lead to an output of the forward are its own, all others the backward's: what a
     backward computes before it meets a gradient (the derivative of an activation) too."""
 
-    def __init__(self, graph: fx.Graph, *, inputs_change: bool = False):
-        self.graph, self._inputs_change = graph, inputs_change
+    def __init__(self, graph: fx.Graph, *, written: Collection[int] = (), parameters: Collection[int] = ()):
+        self.graph, self._written, self._parameters = graph, written, parameters
         self._behind_tangents = behind_tangents = set[fx.Node]()
         for node in graph.nodes:
             if is_tangent(node) or any(n in behind_tangents for n in node.all_input_nodes):
@@ -43,14 +44,23 @@ class JointGraph:
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes of the backward that read a node of the forward, or a view of it."""
         views = self.with_views(node)
-        return [u for member in views for u in member.users if u in self.backward and u not in views]
+        users = (u for member in views for u in member.users if u in self.backward and u not in views)
+        return [u for u in users if not isinstance(u.meta.get("val"), torch.SymInt)]  # who asks for a size reads nothing
 
     def is_there(self, node: fx.Node) -> bool:
-        """Whether the backward has a value anyway: it reads it, or it is an input that nothing writes to. (Of an op with
-        several results each is read by itself.)"""
-        if node.op != "call_function" and not self._inputs_change:
+        """Whether the backward has a value anyway: it reads it, or it is a parameter. (Of an op with several results each is
+        read by itself.)"""
+        node = base(node)
+        if self.is_lost(node):
+            return False
+        if node.op == "get_attr" or input_number(node) in self._parameters:
             return True
-        return bytes_of(node) > 0 and bool(self.readers(base(node)))
+        return bytes_of(node) > 0 and bool(self.readers(node))
+
+    def is_lost(self, node: fx.Node) -> bool:
+        """Whether a node is an input that the graph may write to: the backward finds it as it was left."""
+        number = input_number(node)
+        return node.op == "placeholder" and (number in self._written or (number is None and bool(self._written)))
 
     def read_as_it_is(self, node: fx.Node) -> bool:
         """Whether something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""

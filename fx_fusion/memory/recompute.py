@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
+from torch.nn import Parameter
 
+from fx_fusion.graph.terms import example
+from fx_fusion.graph.view import View
 from fx_fusion.memory.candidates import Candidate, candidates
 from fx_fusion.memory.cost import is_expensive, seconds_again, seconds_of_step
 from fx_fusion.memory.joint_graph import JointGraph
@@ -36,9 +40,11 @@ class Value:
 @dataclass
 class Decisions:
     """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already.
-    ``inputs_change``: the graph writes to inputs, which the backward then finds as they were left."""
+    ``written``: the inputs that the graph writes to, which the backward then finds as they were left; ``parameters``: those
+    that are parameters, in memory anyway."""
 
-    inputs_change: bool = False
+    written: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
     asked: bool = False
     made: bool = False
     values: list[Value] = field(default_factory=list)
@@ -83,7 +89,7 @@ def _size(count: float) -> str:
 def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     """Mark in a joint graph what the backward computes again, and write it down. An inference graph stays as it is."""
     decisions.made = True
-    joint = JointGraph(graph, inputs_change=decisions.inputs_change)
+    joint = JointGraph(graph, written=decisions.written, parameters=decisions.parameters)
     if not joint.backward:
         return
     if has_a_budget():
@@ -99,6 +105,15 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
         decisions.values.append(Value(candidate.kind, _module(candidate), candidate.saved, seconds, again))
         if again:
             candidate.apply()
+
+
+def describe_inputs(gm: fx.GraphModule, views: Mapping[fx.GraphModule, View], decisions: Decisions) -> None:
+    """Write down which inputs of Dynamo's graph are parameters, and which it writes to."""
+    inside = any(view.effects.written_inputs() for module, view in views.items() if module is not gm)
+    written = views[gm].effects.written_inputs()
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        decisions.written += (i,) if inside or node in written else ()
+        decisions.parameters += (i,) if isinstance(example(node), Parameter) else ()
 
 
 def _module(candidate: Candidate) -> str:

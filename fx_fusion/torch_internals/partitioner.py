@@ -25,6 +25,13 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def input_number(node: fx.Node) -> int | None:
+    """The position of an input of a joint graph among those that AOTAutograd was given. Gone, or another node: None, and the
+    memory of a parameter is taken for memory that the backward would need besides."""
+    described = node.meta.get("desc") if node.op == "placeholder" else None
+    return getattr(described, "idx", None) if type(described).__name__ == "PlainAOTInput" else None
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of its first argument."""
     return node.op == "call_function" and (_kinds().is_view(node) or node.target is torch.ops.aten._unsafe_view.default)

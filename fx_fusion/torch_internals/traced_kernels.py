@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 
@@ -28,7 +29,8 @@ def functional_graph(function: Callable[..., Tensor], examples: Sequence[Tensor]
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()))(*examples)
+    with torch.no_grad():
+        traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()))(*examples)
     traced.graph.eliminate_dead_code()
     return traced
 

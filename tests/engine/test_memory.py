@@ -164,6 +164,43 @@ def test_what_is_written_to_in_place_meanwhile(memory):
         torch.testing.assert_close(a, b, msg=name)
 
 
+def test_a_view_of_an_input_that_is_written_to():
+    """The copy that AOTAutograd makes of it is kept: the input itself is another by then. Found by the fuzzer, 1199."""
+
+    class Repeats(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(16, 1)
+
+        def forward(self, q, k, v):
+            repeated = [t.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2) for t in (k, v)]
+            k.transpose(0, -1).add_(1)
+            return self.out(F.scaled_dot_product_attention(q, *repeated)).square().mean()
+
+    q, k, v = (torch.randn(2, heads, 6, 16) for heads in (4, 2, 2))
+    found = partitioned(Repeats(), {"q": q, "k": k.requires_grad_() * 1, "v": v}, dynamic=True)
+    assert found.again()["clone"] <= 1  # of v
+
+
+class Casts(nn.Module):
+    """As autocast casts weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x, bias):
+        return F.linear((x + bias).bfloat16(), self.weight.bfloat16()).float().square().mean()
+
+
+def test_a_parameter_is_in_memory_anyway_and_another_input_is_not():
+    model, x = Casts(), torch.randn(6, 8, requires_grad=True)
+    found = partitioned(model, {"x": x, "bias": torch.randn(6, 8, requires_grad=True)})
+    values = [(v.kind, v.bytes) for v in found.decisions.values]
+    assert ("_to_copy", 64 * 8 * 2) in values, "the weight in bfloat16"
+    assert len(values) == 1, "x and bias would be kept for their sum"
+
+
 def test_a_value_that_is_returned_is_in_memory_anyway():
     class Returns(Layer):
         def forward(self, x):
