@@ -89,7 +89,9 @@ def _size(count: float) -> str:
 def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     """Mark in a joint graph what the backward computes again, and write it down. An inference graph stays as it is."""
     decisions.made = True
-    joint = JointGraph(graph, written=decisions.written, parameters=decisions.parameters)
+    # A program may change a parameter between forward and backward if its cast alone was saved, as under autocast.
+    there = decisions.parameters if memory == "min" else ()
+    joint = JointGraph(graph, written=decisions.written, parameters=there)
     if not joint.backward:
         return
     if has_a_budget():

@@ -201,6 +201,12 @@ def test_a_parameter_is_in_memory_anyway_and_another_input_is_not():
     assert len(values) == 1, "x and bias would be kept for their sum"
 
 
+def test_auto_leaves_casts_of_parameters():
+    """Which may change between forward and backward then: one network's step between the passes of another."""
+    x, bias = (torch.randn(6, 8, requires_grad=True) for _ in range(2))
+    assert not partitioned(Casts(), {"x": x, "bias": bias}, "auto").decisions.values
+
+
 def test_a_value_that_is_returned_is_in_memory_anyway():
     class Returns(Layer):
         def forward(self, x):
