@@ -32,9 +32,9 @@ BLOCK = 128
 
 _FORWARD = "fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_warps", "fwd_num_stages"
 _BACKWARD = "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2", "bwd_num_warps", "bwd_num_stages"
-# By head dim, for compute capability 9: the fastest of 7 to 11 (``bench.attention_tiles``) on an H200, in bf16, over padding, causal
-# padding and windows. Inductor's own choice takes 5 to 11 times as long forward at 64 (it spills), 1.4 at 32 and 256,
-# and 1.46 backward at 256. At 128 its backward is the best.
+# By head dim, for compute capability 9: the fastest of 7 to 11 in each direction (bench/attention_tiles.py) on an H200, in
+# bf16, over padding, causal padding and windows. Inductor's own choice takes 5 to 11 times as long forward at 64 (it
+# spills), 1.4 at 32 and 256, and 1.46 backward at 256. At 128 its backward is the best.
 _TILES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
     16: ((64, 64, 4, 3), (32, 64, 64, 32, 4, 3)),
     32: ((64, 64, 4, 3), (32, 64, 64, 32, 4, 3)),
