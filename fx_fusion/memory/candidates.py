@@ -88,10 +88,10 @@ def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
 
 
 def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
-    members: dict[fx.Node, None] = {node: None}
+    members = [node]
     saved = written = bytes_of(node)
     read, launches = 0.0, 0
-    for member in _growing(members):
+    for member in members:  # which grow meanwhile
         launches += is_cheap_kernel(member)
         for source in member.all_input_nodes:
             if source in members:
@@ -103,7 +103,7 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
             elif joint.is_lost(source):
                 return None
             elif _is_cheap(source):
-                members[source] = None
+                members.append(source)
                 if len(members) > _LONGEST:
                     return None
             else:
@@ -115,14 +115,7 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
         for n in (*members, *views):
             compute_again(n)
 
-    return Candidate(node, _kind(list(members)), saved, read + written, launches, apply)
-
-
-def _growing(members: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """The keys of a dict that grows meanwhile."""
-    for i in range(_LONGEST + 1):
-        if i < len(members):
-            yield list(members)[i]
+    return Candidate(node, _kind(members), saved, read + written, launches, apply)
 
 
 def _kind(members: list[fx.Node]) -> str:

@@ -64,14 +64,7 @@ class JointGraph:
 
     def read_as_it_is(self, node: fx.Node) -> bool:
         """Whether something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""
-        return any(not is_fusible(reader) and not is_view(reader) for reader in self._behind_views(node))
-
-    def _behind_views(self, node: fx.Node) -> list[fx.Node]:
-        found = self.readers(node)
-        for reader in found:
-            if is_view(reader):
-                found += [u for u in reader.users if u not in found and u.op != "output"]
-        return found
+        return any(not is_fusible(reader) for reader in self.readers(node))
 
     def is_returned(self, node: fx.Node) -> bool:
         """Whether the forward returns a node or a view of it: it stays in memory anyway."""
