@@ -15,6 +15,7 @@ from fx_fusion.graph.size_hints import expected
 from fx_fusion.inductor.compile import DECISIONS
 from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.options import parse
+from fx_fusion.torch_internals.traced_kernels import launched
 
 
 class _Enough(Exception):
@@ -23,11 +24,12 @@ class _Enough(Exception):
 
 @dataclass
 class Partitioned:
-    """What the forward saves, besides inputs and parameters: bytes by shape and dtype; the ops of the backward; what was
-    decided; the gradients."""
+    """What the forward saves, besides inputs and parameters: bytes by shape and dtype; the ops of the backward, and of those
+    how many are norms' backwards that hand out y; what was decided; the gradients."""
 
     saved: Counter = field(default_factory=Counter)
     backward: Counter = field(default_factory=Counter)
+    handed_out: int = 0
     decisions: Decisions = field(default_factory=Decisions)
     gradients: dict = field(default_factory=dict)
 
@@ -57,6 +59,8 @@ def partitioning(found, *, step=True):
                     shape = tuple(map(expected, value.shape))
                     found.saved[shape, value.dtype] += math.prod(shape) * value.dtype.itemsize
             found.backward += Counter(_name(n) for n in both[1].graph.nodes if n.op == "call_function")
+            launches = filter(None, map(launched, both[1].graph.nodes))
+            found.handed_out += sum(bool(given.get("STORE_Y")) for _, given in launches)
             if not step:
                 raise _Enough
             return both

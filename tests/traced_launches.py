@@ -21,6 +21,7 @@ WRITTEN = {"y_ptr", "stats_ptr", "dx_ptr", "parts_ptr", "dw_ptr"}
 def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
     """What PyTorch finds out with Triton's compiler for a GPU."""
     names = WRITTEN | {"h_ptr"} if kwargs.get("HAS_RES") else WRITTEN
+    names = names if kwargs.get("STORE_Y", True) else names - {"y_ptr"}
     return [n for n, value in kwargs.items() if n in names and isinstance(value, torch.Tensor)]
 
 
@@ -42,8 +43,9 @@ def main():
         }
     launches = {memory: of.backward["triton_kernel_wrapper_functional"] for memory, of in found.items()}
     kinds = found["min"].again()
-    again = {kind: kinds[kind] for kind in ("norm of a sum", "row_norm", "mul")}
-    print(json.dumps({"again": again, "launches": launches, "bytes": {memory: of.bytes for memory, of in found.items()}}))
+    again = {kind: kinds[kind] for kind in ("norm of a sum", "norm", "mul")}
+    sizes = {memory: of.bytes for memory, of in found.items()}
+    print(json.dumps({"again": again, "launches": launches, "bytes": sizes, "handed_out": found["min"].handed_out}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of
-from fx_fusion.memory.norms import NormOfASum, norms_of_sums
+from fx_fusion.memory.norms import have_again, is_handed_out, norms
 from fx_fusion.ops.launch import CHEAP_KERNELS, qualified_name
 from fx_fusion.ops.library import CHEAP_OPS
 from fx_fusion.torch_internals.partitioner import (
@@ -26,7 +26,7 @@ from fx_fusion.torch_internals.partitioner import (
     is_fusible,
     is_view,
 )
-from fx_fusion.torch_internals.traced_kernels import functional_graph, insert, launched
+from fx_fusion.torch_internals.traced_kernels import launched
 
 _LONGEST = 24  # nodes that lead to a value
 _SMALLEST = 2**16  # bytes: a page or two of the allocator
@@ -55,7 +55,8 @@ class Candidate:
 
 def candidates(joint: JointGraph) -> list[Candidate]:
     """Every value that is saved although it is cheap."""
-    return [c for c in (*_by_tags(joint), *_from_sums(joint)) if c.saved >= _SMALLEST]
+    found = {c.node: c for c in (*_by_tags(joint), *_norms(joint))}  # a norm by its backward before another launch
+    return [c for c in found.values() if c.saved >= _SMALLEST]
 
 
 def _is_saved(joint: JointGraph, node: fx.Node) -> bool:
@@ -120,7 +121,7 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
 
 def _kind(members: list[fx.Node]) -> str:
     shown = (n for n in reversed(members) if not is_view(n) and not is_empty(n) and n.target is not operator.getitem)
-    names = [_name(n) for n in shown]
+    names = [name_of(n) for n in shown]
     return ", ".join(dict.fromkeys(names[-3:]))
 
 
@@ -133,7 +134,8 @@ def is_cheap_kernel(node: fx.Node) -> bool:
     return found is not None and qualified_name(found[0]) in CHEAP_KERNELS and not found[1].get("HAS_RES", False)
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """What computes a node: an op, or the kernel of a launch."""
     if (found := launched(node)) is not None:
         *_, file, kernel = qualified_name(found[0]).split(".")
         return kernel.removesuffix("_kernel").removesuffix("_fwd") or file
@@ -141,24 +143,15 @@ def _name(node: fx.Node) -> str:
     return str(getattr(op, "overloadpacket", op)).split(".", 1)[-1]
 
 
-# -- norms behind an add ----------------------------------------------------------------------------------------------
-def _from_sums(joint: JointGraph) -> Iterator[Candidate]:
-    for found in norms_of_sums(joint):
-        if not is_decided(found.y) and _is_saved(joint, found.y) and all(map(joint.is_there, found.operands)):
-            size, traffic = bytes_of(found.y), bytes_of(found.y) + bytes_of(found.h)
-            yield Candidate(found.y, "norm of a sum", size, traffic, 1, functools.partial(_norm_again, joint, found))
-
-
-def _norm_again(joint: JointGraph, found: NormOfASum) -> None:
-    """Have the backward read a norm of h that is computed there."""
-    traced = functional_graph(found.norm, [n.meta["val"] for n in found.operands])
-    made = insert(traced, joint.graph, found.operands, found.h)
-    copies, after = {found.y: made[-1]}, made[-1]
-    for member in joint.with_views(found.y):
-        if member is not found.y:
-            with joint.graph.inserting_after(after):
-                copies[member] = after = joint.graph.node_copy(member, lambda n: copies.get(n, n))
-        for reader in [u for u in member.users if u in joint.backward]:
-            reader.replace_input_with(member, copies[member])
-    for node in (*made, *copies.values()):
-        compute_again(node)
+# -- norms --------------------------------------------------------------------------------------------------------------
+def _norms(joint: JointGraph) -> Iterator[Candidate]:
+    """Those behind an add, and those whose backward hands out the result."""
+    for norm in norms(joint):
+        if is_decided(norm.y) or not _is_saved(joint, norm.y):
+            continue
+        handed_out = is_handed_out(joint, norm)
+        if handed_out or (norm.behind_add and all(map(joint.is_there, norm.operands))):
+            size = bytes_of(norm.y)
+            traffic, launches = (size, 0) if handed_out else (size + bytes_of(norm.h), 1)
+            kind = "norm of a sum" if norm.behind_add else "norm"
+            yield Candidate(norm.y, kind, size, traffic, launches, functools.partial(have_again, joint, norm))

@@ -47,6 +47,53 @@ class JointGraph:
         users = (u for member in views for u in member.users if u in self.backward and u not in views)
         return [u for u in users if not isinstance(u.meta.get("val"), torch.SymInt)]  # who asks for a size reads nothing
 
+    def needs(self, node: fx.Node, others: Collection[fx.Node]) -> bool:
+        """Whether a node needs the result of one of others: it is one, or reads one, if by way of others. The nodes stand in
+        an order in which they can run."""
+        first = min(others, default=None)
+        stack, seen = [node], {node}
+        while stack:
+            member = stack.pop()
+            if member in others:
+                return True
+            found = [n for n in member.all_input_nodes if first is not None and not n < first and n not in seen]
+            seen.update(found)
+            stack += found
+        return False
+
+    def read_instead(self, node: fx.Node, again: fx.Node) -> list[fx.Node]:
+        """Let the backward read ``again`` where it reads ``node``, and copies of its views, which are returned. What stands
+        before ``again`` and depends on it then moves behind it."""
+        copies, after = {node: again}, again
+        moving = list[fx.Node]()
+        for member in self.with_views(node):
+            if member is not node:
+                with self.graph.inserting_after(after):
+                    copies[member] = after = self.graph.node_copy(member, lambda n: copies.get(n, n))
+            for reader in [u for u in member.users if u in self.backward]:
+                reader.replace_input_with(member, copies[member])
+                moving.append(reader)
+        self._move_behind(after, moving)
+        made = list(copies.values())[1:]
+        self.backward.update(made)
+        return made
+
+    def _move_behind(self, place: fx.Node, moving: Collection[fx.Node]) -> None:
+        early = {n for n in moving if n < place}
+        stack = list(early)
+        while stack:
+            found = [u for u in stack.pop().users if u < place and u not in early]
+            early.update(found)
+            stack += found
+        for node in sorted(early):
+            place.append(node)
+            place = node
+
+    def is_of_backward(self, *nodes: fx.Node) -> None:
+        """Count nodes that were put in to the backward, behind a gradient."""
+        self.backward.update(nodes)
+        self._behind_tangents.update(nodes)
+
     def is_there(self, node: fx.Node) -> bool:
         """Whether the backward has a value anyway: it reads it, or it is a parameter. (Of an op with several results each is
         read by itself.)"""

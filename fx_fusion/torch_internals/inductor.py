@@ -133,8 +133,7 @@ def forces_layouts() -> bool:
 
 # -- memory ----------------------------------------------------------------------------------------------------------------
 _JOINT_SLOT = "joint_custom_post_pass"
-_FLOPS, _BYTES = 989e12, 4.0e12  # a second: an H200's tensor cores in bfloat16, and its memory as copies reach it
-_FLOPS_OF_A_CORE, _BYTES_OF_A_CPU = 5e10, 2e10
+_BYTES, _BYTES_OF_A_CPU = 4.0e12, 2e10  # a second: an H200's memory as copies reach it
 
 
 class JointPass(CustomGraphPass):
@@ -161,17 +160,6 @@ def with_joint_pass(options: Mapping[str, Any], run: Callable[[fx.Graph], None],
     users = options.get(_JOINT_SLOT, getattr(config, _JOINT_SLOT))
     listed = users if isinstance(users, (list, tuple)) else [] if users is None else [users]
     return {**options, _JOINT_SLOT: JointPass(run, key, listed)}
-
-
-def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """The peak of a device in products of this dtype. Gone, or not known: an H200's."""
-    if device.type == "cpu":
-        return _FLOPS_OF_A_CORE * torch.get_num_threads()
-    known = getattr(torch._inductor.utils, "get_device_tflops", None) if device.type == "cuda" else None
-    if known is None or not torch.cuda.is_available():
-        return _FLOPS
-    with torch.cuda.device(device):
-        return 1e12 * known(dtype) or _FLOPS
 
 
 def bytes_per_second(device: torch.device) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,29 @@ def launched(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
     constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
     return kernel, {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
+
+
+def launch_with_result(
+    node: fx.Node, name: str, memory: fx.Node, changed: Mapping[str, Any]
+) -> tuple[fx.Node, fx.Node]:
+    """Put a launch in the place of ``node`` that has some arguments changed (nodes, numbers, bools) and writes to one more,
+    ``name``, for which it is given ``memory``. Returns it and that result. An argument that is not a node's: raises, and
+    nothing was changed."""
+    arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
+    if not arguments.keys() >= {name, *changed}:
+        raise KeyError(f"{', '.join({name, *changed} - arguments.keys())} are no arguments of {node}")
+    written: Sequence[str] = node.kwargs["tensors_to_clone"]  # type: ignore[assignment]
+    given = {**node.kwargs, "kwargs": {**arguments, **changed, name: memory}, "tensors_to_clone": [*written, name]}
+    graph = node.graph
+    with graph.inserting_after(node):
+        launch = graph.call_function(node.target, kwargs=given)
+    launch.meta = {**node.meta, "val": {**node.meta["val"], name: memory.meta["val"]}}
+    with graph.inserting_after(launch):
+        result = graph.call_function(operator.getitem, (launch, name))
+    result.meta["val"] = memory.meta["val"]
+    node.replace_all_uses_with(launch)
+    graph.erase_node(node)
+    return launch, result
 
 
 def functional_graph(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> fx.GraphModule:

@@ -14,7 +14,8 @@
 Shapes     h, x, residual, y: (..., n); weight, bias: (n). Any strides; results in the layout of x.
 Dtypes     bf16 | fp16 | fp32, mixed; arithmetic and statistics in fp32, one rounding per store.
 Saved      h, weight, stats: fp32, one row of rstd and, for LayerNorm, one of means.
-Traffic    forward 2·m·n elements (4·m·n with the residual), backward 3·m·n (4·m·n), plus programs·n floats for dw.
+Traffic    forward 2·m·n elements (4·m·n with the residual), backward 3·m·n (4·m·n), plus programs·n floats for dw, and
+           m·n more where the backward hands out y because it was not saved (``fx_fusion/memory/norms.py``).
 Source     Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4; Ba et al. 2016, arXiv:1607.06450. Weight gradient as
            per-program partial sums in registers, a number of programs that does not grow with m, and one final sum.
 """
@@ -115,10 +116,8 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
         parts = torch.empty((needs_dw + needs_db, programs, n), dtype=torch.float32, device=h.device)
         dys, dhs = (rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
         dx_rows = as_rows(dx.permute(order))
-        arguments = (
-            dys, dhs, rows, rows if weight is None else weight.contiguous(), stats, dx_rows, parts, m, n,
-            dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each,
-        )  # fmt: skip
+        w = rows if weight is None else weight.contiguous()
+        sizes = (m, n, dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each)
         flags = {
             "CENTER": center, "HAS_DH": dh is not None, "HAS_DY": dy is not None, "HAS_WEIGHT": weight is not None,
             "NEEDS_DW": needs_dw, "NEEDS_DB": needs_db, "ROUND_FIRST": round_first,
@@ -126,11 +125,15 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
         }  # fmt: skip
         if n > plan.BLOCK_N:
             parts.zero_()
-            launch(
-                row_norm_bwd_wide_kernel, (programs,), *arguments, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps, **flags
+            launch(row_norm_bwd_wide_kernel, (programs,),
+                dys, dhs, rows, w, stats, dx_rows, parts, *sizes,
+                BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps, **flags,
             )  # fmt: skip
-        else:
-            launch(row_norm_bwd_kernel, (programs,), *arguments, **plan.meta(), **flags)
+        else:  # y is stored where the memory pass has changed the launch
+            launch(row_norm_bwd_kernel, (programs,),
+                dys, dhs, rows, w, w, stats, dx_rows, rows, parts, *sizes,
+                HAS_BIAS=False, STORE_Y=False, **plan.meta(), **flags,
+            )  # fmt: skip
         write_back(dx, dx_rows, order)
         if needs_dw or needs_db:
             wanted_dtypes = [t.dtype for t, needed in ((weight, needs_dw), (bias, needs_db)) if needed]

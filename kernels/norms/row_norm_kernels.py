@@ -23,11 +23,11 @@ def _load_h(
 
 @triton.jit
 def _store_y(
-    y_ptr, h_ptr, w_ptr, b_ptr, c, rstd, rows, cols, mask, n, offset,
+    y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Store y of a tile of c."""
-    y = c * rstd[:, None]
+    """Store y of a tile of xhat."""
+    y = xhat
     if ROUND_FIRST:
         y = y.to(h_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
@@ -66,7 +66,8 @@ def row_norm_fwd_kernel(
             mean += error
             c -= error[:, None]
         rstd = 1.0 / tl.sqrt_rn(m2 / n + eps)
-        _store_y(y_ptr, h_ptr, w_ptr, b_ptr, c, rstd, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+        xhat = c * rstd[:, None]
+        _store_y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
     else:
         if CENTER:
             total = tl.zeros((ROWS, BLOCK_N), tl.float32)
@@ -94,10 +95,8 @@ def row_norm_fwd_kernel(
             cols = start + tl.arange(0, BLOCK_N)[None, :]
             mask = live & (cols < n)
             c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, True)
-            _store_y(
-                y_ptr, h_ptr, w_ptr, b_ptr, c - mean[:, None], rstd, rows, cols, mask, n, offset,
-                HAS_WEIGHT, HAS_BIAS, ROUND_FIRST,
-            )  # fmt: skip
+            xhat = (c - mean[:, None]) * rstd[:, None]
+            _store_y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
     tl.store(stats_ptr + rows, rstd, rows < m)
     if CENTER:
         tl.store(stats_ptr + m + rows, mean, rows < m)
@@ -105,14 +104,14 @@ def row_norm_fwd_kernel(
 
 @triton.jit
 def row_norm_bwd_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, stats_ptr, dx_ptr, parts_ptr,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, stats_ptr, dx_ptr, y_ptr, parts_ptr,
     m, n, dy_stride, dh_stride, h_stride, offset, rows_each,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
-    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr,
-    ROUND_FIRST: tl.constexpr, UNIT: tl.constexpr,
+    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_DW: tl.constexpr,
+    NEEDS_DB: tl.constexpr, ROUND_FIRST: tl.constexpr, STORE_Y: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store dx of ``rows_each`` rows and their sums dw and db. Whole rows are in registers, and so are dw and db: dy and h
-    are read once."""
+    are read once. STORE_Y: and y, which was not saved; HAS_BIAS says then whether it has a bias."""
     n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
     dh_stride, h_stride = multiple(dh_stride, UNIT), multiple(h_stride, UNIT)
     offset = tl.cast(offset, tl.float32)
@@ -132,6 +131,8 @@ def row_norm_bwd_kernel(
             xhat -= tl.load(stats_ptr + m + rows, live, 0.0)[:, None]
             xhat = tl.where(mask, xhat, 0.0)
         xhat *= rstd
+        if STORE_Y:
+            _store_y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
         dx = tl.zeros((ROWS, BLOCK_N), tl.float32)
         if HAS_DY:
             g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols, mask, 0.0).to(tl.float32)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fx_fusion
-from fx_fusion.memory import candidates, recompute
+from fx_fusion.memory import candidates, cost, recompute
 from fx_fusion.options import OptionError, parse
 from tests import zoo
 from tests.helpers import slow_but, tiny_llama, tokens
@@ -71,14 +72,15 @@ def test_what_of_a_llama_is_saved():
 
 
 def test_launches_that_are_traced():
-    """As on a GPU: AOTAutograd traced the kernels, and the norm of h is one more launch in the backward."""
+    """As on a GPU: AOTAutograd traced the kernels, and the backward of each norm hands out its result."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.traced_launches"], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
     )
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["again"] == {"norm of a sum": 3, "row_norm": 1, "mul": 2}
-    assert found["launches"]["min"] - found["launches"]["speed"] == 4
+    assert found["again"] == {"norm of a sum": 3, "norm": 1, "mul": 2}
+    assert found["launches"]["min"] == found["launches"]["speed"]
+    assert found["handed_out"] == 4
     assert found["bytes"]["min"] < 0.8 * found["bytes"]["speed"]
 
 
@@ -265,9 +267,34 @@ def test_the_time_of_a_step_counts_every_product():
     weights = sum(p.numel() for n, p in model.named_parameters() if "proj" in n) + 128 * 32
     products = 6 * rows * weights
     attention = 3.5 * 4 * layers * batch["input_ids"].shape[1] * rows * 32
-    counted = found.decisions.step * 0.55 * 5e10 * torch.get_num_threads()
+    counted = found.decisions.step * 0.6 * 5e10 * torch.get_num_threads()
     assert products <= counted * (1 + 1e-9)
     assert counted <= products + 1.2 * attention
+
+
+def test_formulas_that_refuse_a_shape(monkeypatch):
+    """Torch 2.11 has none for attention with fewer heads of keys: its time is left out, and the rest is decided."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.setitem(cost.flop_registry, op, refuse)
+    found = partitioned(zoo.build("Llama"), zoo.batch())
+    assert found.backward["_scaled_dot_product_flash_attention_for_cpu_backward"]
+    assert found.again()
+    assert found.decisions.step > 0
+
+
+def test_the_peak_of_a_gpu(monkeypatch):
+    """In FLOPs a second, dense, beside those of data sheets."""
+    peaks = {(9, 0, 132): 989e12, (8, 0, 108): 312e12, (8, 9, 142): 362e12, (10, 0, 148): 2250e12, (7, 0, 80): 125e12}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for (major, minor, processors), peak in peaks.items():
+        known = SimpleNamespace(major=major, minor=minor, multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, known=known: known)
+        ours = cost.flops_per_second(torch.device("cuda"), torch.bfloat16)
+        assert 0.9 * peak <= ours <= 1.1 * peak, (major, minor)
 
 
 def test_an_unknown_name():

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
+from fx_fusion.kernels.norms import row_norm
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish
+from fx_fusion.ops.launch import launch
 
 pytestmark = pytest.mark.kernel
 
@@ -80,3 +82,29 @@ def test_saved_tensors_are_not_written_to(device):
     second = torch.autograd.grad(y.sum(), (x, weight))
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("round_first", [True, False])
+@pytest.mark.parametrize(("center", "bias"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("shape", [(5, 24), (7, 2048)], ids=str)
+def test_the_backward_hands_out_y(shape, center, bias, round_first, device, monkeypatch):
+    """As the memory pass changes the launch of it: y to the last bit, and the same gradients."""
+    x, residual, dy = (torch.randn(*shape, device=device).bfloat16() for _ in range(3))
+    w, b = torch.randn(2, shape[-1], device=device).bfloat16()
+    b = b if bias else None
+    y, h, stats = row_norm.norm_fwd(x, residual, w, b, 1e-6, 0.0, round_first, center=center)
+    again = torch.full_like(y, float("nan"))
+
+    def handing_out(kernel, grid, *args, **options):
+        dy, dh, h, w, _, stats, dx, _, *rest = args
+        launch(kernel, grid, dy, dh, h, w, w if b is None else b, stats, dx, again, *rest,
+               **{**options, "HAS_BIAS": bias, "STORE_Y": True})  # fmt: skip
+
+    def backward():
+        return row_norm.norm_bwd(dy, h, h, w, b, stats, 0.0, round_first, [True] * 3, center=center)
+
+    before = backward()
+    monkeypatch.setattr(row_norm, "launch", handing_out)
+    after = backward()
+    assert torch.equal(again, y)
+    assert all(map(torch.equal, after, before))
