@@ -20,22 +20,23 @@ def step(model, memory):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             call(input_ids=ids, labels=ids).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters()}, torch.cuda.max_memory_allocated(), report
+    return {n: p.grad.cpu() for n, p in model.named_parameters()}, torch.cuda.max_memory_allocated(), report
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_less_memory_and_the_same_gradients(dtype):
     model = tiny_llama(
-        dtype, vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+        dtype, vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=4, max_position_embeddings=1024,
     ).cuda()  # fmt: skip
     before, most, _ = step(model, "speed")
     after, less, report = step(model, "min")
     kinds = [value.kind for value in report.graphs[0].memory.values if value.again]
-    assert kinds.count("norm of a sum") == 8, str(report)
+    assert kinds.count("norm of a sum") == 16, str(report)
     assert kinds.count("norm") == 1, str(report)
-    assert sum("mul" in kind for kind in kinds) >= 4, str(report)
+    assert sum("mul" in kind for kind in kinds) >= 8, str(report)
     tokens = 4 * 1024 * dtype.itemsize
-    assert most - less >= 0.8 * tokens * (3 * 4 * 4096 // 4 + 3 * 1024), (most, less)  # not all of it at the peak
+    saved = tokens * 8 * (4096 + 2 * 1024)  # a gate and two norms a layer; at the peak one layer has them again
+    assert most - less >= 0.7 * saved, (most, less)
     for name, gradient in before.items():  # attention adds up its own in any order
         torch.testing.assert_close(after[name], gradient, rtol=2e-2, atol=2e-3 * gradient.abs().max().item())
