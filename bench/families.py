@@ -118,6 +118,10 @@ _GEMMA3 = {  # the 1B text model
     "use_cache": False, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
 }  # fmt: skip
+_QWEN3 = {  # 0.6B
+    "use_cache": False, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
 
 FAMILIES = {
     "llama-1b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_1B), 8, 2048, liger="llama"),
@@ -128,11 +132,13 @@ FAMILIES = {
         _transformers("LlamaForCausalLM", "LlamaConfig", documents=8, **_LLAMA_1B), 2, 8192, liger="llama"
     ),
     "gemma3": Family(_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **_GEMMA3), 2, 4096, liger="gemma3_text"),
+    "qwen3": Family(_transformers("Qwen3ForCausalLM", "Qwen3Config", **_QWEN3), 8, 2048, liger="qwen3"),
     "modernbert": Family(_transformers("ModernBertForMaskedLM", "ModernBertConfig"), 8, 4096),
     "mixtral": Family(_transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL), 4, 2048, liger="mixtral"),
     "gpt2": Family(_transformers("GPT2LMHeadModel", "GPT2Config", use_cache=False), 16, 1024),
     "bert": Family(_transformers("BertForMaskedLM", "BertConfig"), 64, 512),
     "t5": Family(_t5, 32, 512),
+    "vit-l": Family(_timm("vit_large_patch16_224"), 64, 224, unit="images", loss_of=_class_loss),
     "unet": Family(_unet, 16, 64, unit="images", loss_of=_noise_loss),
     "resnet-evonorm": Family(_timm("resnetv2_50d_evos"), 128, 224, unit="images", loss_of=_class_loss),
 }

@@ -1,0 +1,111 @@
+"""What ``options={"memory": ...}`` costs and saves: forward and backward of a model under each, in turns, in one process.
+
+    python -m bench.recompute llama-1b bert gpt2 --out bench/results/recompute.jsonl
+
+Each model in a process of its own: they compile side by side and take turns measuring. A row an option: milliseconds
+(median over rounds in which every option had its turn), peak memory, what the report says. No optimizer: its time and its
+memory are the same under all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from tabulate import tabulate
+
+from bench.families import FAMILIES
+from bench.process import MARK, Row, environment, give
+
+OPTIONS = ("speed", "auto", "min")
+ROUNDS, STEPS = 10, 3
+
+
+def measure(name: str, lock: str) -> list[Row]:
+    """The rows of one model, measured in this process."""
+    import torch
+
+    import fx_fusion
+
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model, inputs, _ = family.build(family.batch, family.length)
+    torch.set_default_dtype(torch.float32)
+    model.train()
+    compiled, rows = {}, {}
+
+    def step(option: str, i: int) -> float:
+        batch = inputs(i)
+        loss = family.loss_of(compiled[option](**batch), batch)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    for option in OPTIONS:
+        compiled[option] = torch.compile(model, backend="fx_fusion", options={"memory": option})
+        with fx_fusion.recording() as report:
+            loss = step(option, 0)
+        said = [sentence for graph in report.graphs for sentence in graph.memory.sentences()]
+        rows[option] = {"model": name, "memory": option, "loss": round(float(loss), 5), "report": said}
+    times: dict[str, list[float]] = {option: [] for option in OPTIONS}
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for turn in range(-1, ROUNDS):  # the first one warms up
+            for option in OPTIONS:
+                step(option, 0)
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for i in range(STEPS):
+                    step(option, i)
+                end.record()
+                torch.cuda.synchronize()
+                if turn >= 0:
+                    times[option].append(start.elapsed_time(end) / STEPS)
+                    rows[option]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    for option in OPTIONS:
+        rows[option] |= {"ms": round(statistics.median(times[option]), 3), "environment": environment()}
+    return list(rows.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", choices=FAMILIES)
+    parser.add_argument("--out", default="bench/results/recompute.jsonl")
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.lock:
+        for row in measure(given.models[0], given.lock):
+            give(row)
+        return
+    with tempfile.NamedTemporaryFile() as lock:
+        runs = {
+            name: subprocess.Popen([sys.executable, "-m", "bench.recompute", name, "--lock", lock.name],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for name in given.models
+        }  # fmt: skip
+        said = {name: run.communicate() for name, run in runs.items()}
+    table = []
+    with open(given.out, "a") as file:
+        for name, (out, errors) in said.items():
+            rows = [json.loads(line.removeprefix(MARK)) for line in out.splitlines() if line.startswith(MARK)]
+            if not rows:
+                table.append((name, (errors.strip().splitlines() or ["no output"])[-1][:90]))
+                continue
+            base = rows[0]
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+                ratios = f"{base['ms'] / row['ms']:.3f}", f"{row['peak_gib'] / base['peak_gib']:.3f}"
+                table.append((name, row["memory"], row["ms"], row["peak_gib"], *ratios))
+    print(tabulate(table, headers=("model", "memory", "ms", "peak GiB", "x speed", "of its memory")))
+
+
+if __name__ == "__main__":
+    main()
