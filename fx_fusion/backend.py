@@ -216,7 +216,8 @@ def rewrite_graphs(
             outer=None if view.outside is None else searches[view.outside.view],
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
-        editor = Editor(view, assumptions, outputs_are_read=options.outputs_are_read)
+        asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
+        editor = Editor(view, assumptions, **asked)
         sites += pipeline.rewrite(searches[view], options, editor, fuel, index)
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)

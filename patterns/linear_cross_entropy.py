@@ -80,6 +80,7 @@ def emit(editor: Editor, match: Match) -> None:
         x, lm_head, bias, target = operands(editor, head, site.target, root)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
+            editor.saves_memory,
         )  # fmt: skip
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
         loss = editor.item(call, 0, like=root)

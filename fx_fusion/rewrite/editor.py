@@ -42,10 +42,19 @@ class Editor:
         view: of the graph, as it was before the first edit.
         assumptions: where rewrites say what they take for granted about the graph's inputs.
         outputs_are_read: whether outputs that could wait had better be computed, because somebody reads them.
+        saves_memory: whether the least memory is asked for, at the expense of some time.
     """
 
-    def __init__(self, view: View, assumptions: Assumptions | None = None, *, outputs_are_read: bool = False):
-        self.view, self.graph, self.outputs_are_read = view, view.graph, outputs_are_read
+    def __init__(
+        self,
+        view: View,
+        assumptions: Assumptions | None = None,
+        *,
+        outputs_are_read: bool = False,
+        saves_memory: bool = False,
+    ):
+        self.view, self.graph = view, view.graph
+        self.outputs_are_read, self.saves_memory = outputs_are_read, saves_memory
         self.assumptions = Assumptions.none() if assumptions is None else assumptions
         self.deferrals: list[Deferral] = []
         self._replaced: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Properties of a tensor's device that launch plans depend on: multiprocessors and shared memory."""
+"""Properties of a tensor's device that launch plans depend on: multiprocessors and memory."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def _shared_memory(index: int) -> int:
 def shared_memory(x: Tensor) -> int:
     """Returns the bytes of shared memory that a program can use on x's device; on a CPU those of an H200."""
     return _shared_memory(x.device.index or 0) if x.is_cuda else 227 << 10
+
+
+@functools.cache
+def _memory(index: int) -> int:
+    return torch.cuda.get_device_properties(index).total_memory
+
+
+def memory_of_device(x: Tensor) -> int:
+    """Returns the bytes of memory of x's device, free or not; on a CPU those of an H200."""
+    return _memory(x.device.index or 0) if x.is_cuda else 139 << 30

@@ -11,6 +11,8 @@ Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32; loss and entropy in fp32.
            on a CPU.
            Where the caller wants ``all_logits``, they are written beside.
 Memory     one chunk of logits, on a GPU 0.5 GiB (of up to 2 GiB) to 1.3 GiB, and dW in fp32 where it is accumulated in it.
+           ``small`` chunks: as little of both together as is as accurate, 0.5 GiB and dW at most; always so on a GPU of less
+           than 32 GiB.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy; here in few large chunks, so that the
            matrix products stay efficient, and accumulated in fp32.
 """
@@ -18,6 +20,7 @@ Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entro
 import torch
 
 from fx_fusion.graph.dtypes import on_tensor_cores
+from fx_fusion.kernels.lib.device import memory_of_device
 from fx_fusion.kernels.lib.integers import cdiv
 from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.kernels.logits.logit_rows import launch_rows
@@ -28,6 +31,7 @@ from fx_fusion.ops.on_cpu import interpreting
 _ROUNDED_CHUNKS = 4
 # Bytes of a chunk, at least and at most: a fourth of all logits within these bounds.
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
+_SMALL_GPU = 32 << 30  # bytes; by the device, not by what is free on it: the same program gives the same numbers
 _FLOAT32_ROWS = 2048  # products of 1024 rows cost 3 % more
 _FLOAT32_WHOLE = 7 << 27  # bytes of logits in one chunk: in two, 4096 x 768 x 51864 takes 3 % longer than Inductor
 _WORTH_COUNTING = 1 << 27  # logits; a forward and backward of them take a millisecond and more on an H200
@@ -37,18 +41,28 @@ _CLASS_MULTIPLE = 64
 
 
 @planner
-def chunk_plan(m: int, v: int, itemsize: int, device: str) -> Plan:
+def chunk_plan(m: int, v: int, itemsize: int, device: str, small: bool = False, sum_bytes: int = 0) -> Plan:
     """Choose by ``m`` rows of ``v`` logits of ``itemsize`` bytes and the type of the device: ``rows`` so that a chunk fits
     the budget of bytes, in float32 at least 2048. Chunks of equal size rather than a small last one; where they are many,
-    powers of two, which fill the waves of all products (3328 rows instead of 4096 cost 6 %).
+    powers of two, which fill the waves of all products (3328 rows instead of 4096 cost 6 %). ``small``: the least memory,
+    with the ``sum_bytes`` of dW in fp32 where there are more than four chunks.
 
     Returns ``rows`` of a chunk and ``rounded_chunks``, up to which dW is rounded to 16 bits after each. Measured on an H200
     (``python -m bench.tune chunks``)."""
-    return Plan(rows=_rows_of_a_chunk(m, v, itemsize, device), rounded_chunks=_ROUNDED_CHUNKS)
+    rows = _rows_of_a_small_chunk if small and device == "cuda" else _rows_of_a_chunk
+    return Plan(rows=rows(m, v * itemsize, itemsize, device, sum_bytes), rounded_chunks=_ROUNDED_CHUNKS)
 
 
-def _rows_of_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
-    row = max(1, v * itemsize)
+def _rows_of_a_small_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: int) -> int:
+    least = _CHUNK_BYTES[device][0]
+    fourth = cdiv(cdiv(m, _ROUNDED_CHUNKS), _ROW_MULTIPLE) * _ROW_MULTIPLE
+    rows = max(_ROW_MULTIPLE, least // max(1, row))
+    rows = 1 << (rows.bit_length() - 1)
+    return max(1, min(m, max(rows, fourth) if fourth * row <= least + sum_bytes else rows))
+
+
+def _rows_of_a_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: int) -> int:
+    row = max(1, row)
     least, most = _CHUNK_BYTES[device]
     if itemsize == 4 and device == "cuda" and m * row <= _FLOAT32_WHOLE:
         return max(1, m)
@@ -63,7 +77,7 @@ def _rows_of_a_chunk(m: int, v: int, itemsize: int, device: str) -> int:
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
-def each_chunk_that_counts(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None):
+def each_chunk_that_counts(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False):
     """``each_chunk`` without the rows whose target is ignored: their loss and their gradients are 0 without logits. They are
     the padding of a batch, and the prompts where only answers are trained.
 
@@ -71,11 +85,11 @@ def each_chunk_that_counts(x, lm_head, bias, target, weight, options, dloss, nee
     below 2^27 logits, where more than 15/16 of them count, and while a CUDA graph is captured."""
     kept = _rows_that_count(target, options[0], lm_head.shape[0])
     if kept is None:
-        return each_chunk(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom)
+        return each_chunk(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom, small=small)
     loss_kept, dloss_kept = loss.new_empty(kept.shape), None if dloss is None else dloss[kept]
     dx, dw, db = each_chunk(
         x[kept], lm_head, bias, target[kept], weight, options, dloss_kept, needs, loss_kept, headroom=headroom,
-        of_rows=x.shape[0],
+        of_rows=x.shape[0], small=small,
     )  # fmt: skip
     loss.zero_().index_copy_(0, kept, loss_kept)
     return None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx), dw, db
@@ -91,15 +105,18 @@ def _rows_that_count(target, ignore_index: int, v: int):
 
 def each_chunk(
     x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None,
-    all_logits=None,
+    all_logits=None, small=False,
 ):  # fmt: skip
     """Fill ``loss`` (and ``entropy``, ``all_logits``); return dx, dW, db where ``needs`` says so, else None. dW is
     multiplied by ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there
-    were before some were left out; chunks are no larger then than with all of them, and of equal size."""
+    were before some were left out; chunks are no larger then than with all of them, and of equal size. ``small``: of the
+    least memory."""
     m, v = x.shape[0], lm_head.shape[0]
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
-    plan = chunk_plan(m if of_rows is None else of_rows, v, x.element_size(), x.device.type)
+    small = small or memory_of_device(x) < _SMALL_GPU
+    sum_bytes = 4 * lm_head.numel() if needs_dw and x.element_size() < 4 else 0
+    plan = chunk_plan(m if of_rows is None else of_rows, v, x.element_size(), x.device.type, small, sum_bytes)
     step = plan.rows
     # Without headroom a partial sum in fp16 could overflow where the whole sum doesn't.
     rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= plan.rounded_chunks

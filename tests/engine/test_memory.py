@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fx_fusion
+from fx_fusion.backend import compile_graph
 from fx_fusion.memory import candidates, cost, recompute
 from fx_fusion.options import OptionError, parse
 from tests import zoo
@@ -295,6 +296,24 @@ def test_the_peak_of_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, known=known: known)
         ours = cost.flops_per_second(torch.device("cuda"), torch.bfloat16)
         assert 0.9 * peak <= ours <= 1.1 * peak, (major, minor)
+
+
+@pytest.mark.parametrize("memory", recompute.MEMORY)
+def test_small_chunks_of_logits(memory):
+    """Are asked for with min alone."""
+    asked = []
+
+    def rest(gm, examples, options):
+        calls = gm.graph.find_nodes(op="call_function", target=torch.ops.fx_fusion.linear_cross_entropy.default)
+        asked.extend(call.args[-1] for call in calls)
+        return gm.forward
+
+    options = parse(None, {"select": "always", "memory": memory, "strict": True})
+    torch._dynamo.reset()
+    torch.compile(tiny_llama(), backend=lambda gm, given: compile_graph(gm, given, options, rest))(
+        input_ids=tokens(), labels=tokens()
+    )
+    assert asked == [memory == "min"]
 
 
 def test_an_unknown_name():

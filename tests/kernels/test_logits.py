@@ -73,6 +73,19 @@ def test_chunks_are_few_and_equal():
         assert rows * 151936 * 2 <= (5 << 28) + 256 * 151936 * 2
 
 
+def test_small_chunks_take_the_least_memory():
+    """Of a chunk and, beyond four of them, dW in float32: rounded more often it would be less accurate."""
+    sums = 4 * 128256 * 2048
+    for m in (1, 700, 4096, 8192, 16384, 24576, 32768, 131072):
+        few, small = (chunk_plan(m, 128256, 2, "cuda", asked, sums).rows for asked in (False, True))
+        taken, less = (rows * 128256 * 2 + (sums if m > 4 * rows else 0) for rows in (few, small))
+        assert less <= min(taken, (1 << 29) + sums), m
+    assert chunk_plan(16384, 128256, 2, "cuda", True, sums).rows == 4096, "four"
+    assert chunk_plan(32768, 128256, 2, "cuda", True, sums).rows == 2048, "0.5 GiB"
+    assert chunk_plan(32768, 128256, 4, "cuda", True, 0).rows == 1024, "float32 needs no other sum"
+    assert chunk_plan(0, 10, 2, "cuda", True, 0).rows == 1
+
+
 @pytest.mark.parametrize("stages", [None, 1, 3])
 @pytest.mark.parametrize("columns", [1, 300, 4104])
 @pytest.mark.parametrize(("smoothing", "softcap", "padded"), [(0.0, 0.0, False), (0.1, 5.0, False), (0.0, 0.0, True)])
