@@ -39,4 +39,5 @@ def test_less_memory_and_the_same_gradients(dtype):
     saved = tokens * 8 * (4096 + 2 * 1024)  # a gate and two norms a layer; at the peak one layer has them again
     assert most - less >= 0.7 * saved, (most, less)
     for name, gradient in before.items():  # attention adds up its own in any order
-        torch.testing.assert_close(after[name], gradient, rtol=2e-2, atol=2e-3 * gradient.abs().max().item())
+        difference = (after[name].float() - gradient.float()).norm() / gradient.float().norm()
+        assert difference < (1e-2 if dtype == torch.bfloat16 else 1e-4), (name, difference)

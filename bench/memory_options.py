@@ -1,6 +1,6 @@
 """What ``options={"memory": ...}`` costs and saves: forward and backward of a model under each, in turns, in one process.
 
-    python -m bench.recompute llama-1b bert gpt2 --out bench/results/recompute.jsonl
+    python -m bench.memory_options llama-1b bert gpt2 --out bench/results/memory_options.jsonl
 
 Each model in a process of its own: they compile side by side and take turns measuring. A row an option: milliseconds
 (median over rounds in which every option had its turn), peak memory, what the report says. No optimizer: its time and its
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 from tabulate import tabulate
 
@@ -75,10 +76,21 @@ def measure(name: str, lock: str) -> list[Row]:
     return list(rows.values())
 
 
+def _said(run: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+    """What a run printed; it ends when its time is up."""
+    try:
+        return run.communicate(timeout=max(timeout, 0.1))
+    except subprocess.TimeoutExpired:
+        run.kill()
+        run.communicate()
+        return "", "its time was up"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", choices=FAMILIES)
-    parser.add_argument("--out", default="bench/results/recompute.jsonl")
+    parser.add_argument("--out", default="bench/results/memory_options.jsonl")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for all of them")
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.lock:
@@ -87,11 +99,12 @@ def main() -> None:
         return
     with tempfile.NamedTemporaryFile() as lock:
         runs = {
-            name: subprocess.Popen([sys.executable, "-m", "bench.recompute", name, "--lock", lock.name],
+            name: subprocess.Popen([sys.executable, "-m", "bench.memory_options", name, "--lock", lock.name],
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for name in given.models
         }  # fmt: skip
-        said = {name: run.communicate() for name, run in runs.items()}
+        late = time.monotonic() + given.timeout
+        said = {name: _said(run, late - time.monotonic()) for name, run in runs.items()}
     table = []
     with open(given.out, "a") as file:
         for name, (out, errors) in said.items():
