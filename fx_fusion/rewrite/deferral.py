@@ -140,6 +140,7 @@ class DeferredOutputs:
         self.can_compute = bool(deferrals) and all(d.can_compute for d in deferrals)
         self._deferrals = tuple(deferrals)
         self._metas = [_static_metas(d.nodes) for d in deferrals]
+        self._dtypes = [[example(node).dtype for node in d.nodes] for d in deferrals]
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         returned = list(output.args[0])  # type: ignore[arg-type]
@@ -186,7 +187,7 @@ class DeferredOutputs:
         )
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
             return recipe.values()
-        return DeferredTensor.all_of(recipe, recipe.metas() if metas is None else metas)
+        return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
 
 
 def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:

@@ -65,11 +65,15 @@ class Recipe:
         """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
         return any(isinstance(o, FakeTensor) for o in self.operands)
 
-    def metas(self) -> tuple[Tensor, ...]:
-        """Shape, stride and dtype of the results, by running the module on meta tensors."""
+    def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+        """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""
         metas = [torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands]
         with torch.no_grad(), self._autocast():
-            return self.module(*metas)
+            found = self.module(*metas)
+        return tuple(
+            torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device="meta")
+            for meta, dtype in zip(found, dtypes, strict=True)
+        )
 
     def check(self) -> None:
         """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through

@@ -67,6 +67,25 @@ def test_symbolic_lengths():
         torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-5, atol=1e-6)
 
 
+def test_symbolic_lengths_under_autocast():
+    """The type is the one that autocast gives, also to another compiled function that takes the logits."""
+    h, w = torch.randn(32, 8), torch.randn(12, 8, requires_grad=True)
+
+    def loss_and_logits(h, w, t):
+        logits = h @ w.T
+        return torch.nn.functional.cross_entropy(logits, t), logits
+
+    backend = rewriting_backend()
+    compiled, reader = (torch.compile(f, backend=backend) for f in (loss_and_logits, lambda z: z.float().softmax(-1)))
+    for rows in (4, 9, 16):
+        given = h[:rows], w, torch.arange(rows) % 12
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (_, expected), (_, found) = loss_and_logits(*given), compiled(*given)
+            assert isinstance(found, DeferredTensor)
+            assert found.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(reader(found), expected.float().softmax(-1))
+
+
 def test_softcapped_logits_are_deferred_with_the_cap():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
