@@ -123,14 +123,14 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     tensor = wrapper(DeferredTensor, meta, device)
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
-    tensor._source, tensor._value, tensor._history, tensor._traced = source, None, None, False
+    tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = source, None, None, None, False
     return tensor
 
 
 def _around(value: Tensor) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` is a fake one."""
     tensor = wrapper(DeferredTensor, value, value.device)
-    tensor._source, tensor._value, tensor._history, tensor._traced = None, value, None, True
+    tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = None, value, None, None, True
     return tensor
 
 
@@ -140,6 +140,7 @@ class DeferredTensor(torch.Tensor):
     _source: _Source | None  # None once it is read
     _value: Tensor | None
     _history: Any  # the grad_fn of the value when it was computed
+    _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
 
     @staticmethod
@@ -180,7 +181,10 @@ class DeferredTensor(torch.Tensor):
             assert self._value is not None
             return self._value
         with without_torch_function(), unset_fake_temporarily():
-            return self.materialize().detach()
+            value = self.materialize()
+            if self._inner is None or not self._inner.is_set_to(value):
+                self._inner = value.detach()
+            return self._inner
 
     def as_traced(self) -> Tensor:
         """The fake tensor inside, with the gradient of this one: a plain input for a graph that is called with values."""

@@ -22,7 +22,7 @@ from fx_fusion.graph.terms import example
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor
-from fx_fusion.torch_internals.nodes import write_autocast_as_blocks
+from fx_fusion.torch_internals.nodes import write_for_dynamo
 
 Compiled = Callable[..., Any]
 _numbers = itertools.count()
@@ -83,7 +83,7 @@ def compiled_apart(
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
     guards and dynamic shapes of its own. Each call runs inside of ``around()``."""
 
-    write_autocast_as_blocks(graph)
+    write_for_dynamo(graph)
 
     def forward(*args: Any) -> Any:
         return graph(*args)  # Dynamo skips the code that the graph module was made with while Dynamo ran

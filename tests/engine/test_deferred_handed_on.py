@@ -126,3 +126,20 @@ def test_a_custom_function_of_changed_logits_is_never_wrong(name, deferred):
     CHANGES[name](expected)
     ours, theirs = (torch.autograd.grad(Squares.apply(t * 1) + head.weight.sum(), head.weight)[0] for t in (z, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_two_outputs_of_one_head_behind_a_graph_break():
+    """Dynamo tells the inputs of the next graph apart by identity: each deferred tensor gives it an object of its own."""
+
+    def function(x, y):
+        z = head(x)
+        shifted = z[:, :-1].contiguous()
+        loss = torch.nn.functional.cross_entropy(shifted.reshape(-1, 33), y[:, 1:].reshape(-1))
+        torch._dynamo.graph_break()
+        return loss, z * 2, shifted.contiguous()
+
+    x, y = torch.randn(2, 5, 8, requires_grad=True), torch.randint(0, 33, (2, 5))
+    compiled = torch.compile(function, backend=rewriting_backend())
+    for _ in range(2):
+        for ours, theirs in zip(compiled(x, y), function(x, y), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

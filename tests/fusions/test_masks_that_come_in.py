@@ -8,6 +8,7 @@ import fx_fusion
 from fx_fusion.graph.masks.assumed import KINDS
 from fx_fusion.runtime.mask_values import is_of_kind
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
+from tests.fuzz.judge import ours
 from tests.helpers import tiny_llama, tokens
 from tests.structured_masks import S, positions, tensors
 
@@ -152,3 +153,20 @@ def test_nothing_is_assumed_where_it_is_switched_off():
     assert report.count("causal_mask") == 0
     assert not report.graphs[0].assumes
     assert torch.equal(found, attend(**inputs))
+
+
+def test_a_write_through_data_in_a_version_of_its_own():
+    """Dynamo's own form of ``q.data`` ends the graph where it is captured again; AOTAutograd refuses what comes then."""
+
+    def function(q, k, v, bias):
+        q.data.add_(1)
+        return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+    compiled = torch.compile(function, backend=ours("aot_eager"))
+    with fx_fusion.recording() as report:
+        for _ in range(2):
+            q, k, v = (torch.randn(2, 2, 5, 16, requires_grad=True) * 1 for _ in range(3))
+            bias = torch.randn(1, 2, 5, 5)
+            expected = function(q.detach().clone(), k, v, bias)
+            torch.testing.assert_close(compiled(q, k, v, bias), expected, rtol=1e-4, atol=1e-5)
+    assert len(report.graphs) == 2, str(report)  # the version that assumes a mask, and this one, whole
