@@ -29,7 +29,7 @@ from fx_fusion.inductor.compile import DECISIONS, Compiled, OursFailed, inductor
 from fx_fusion.memory.recompute import describe_inputs
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import trace
-from fx_fusion.report.diff import text
+from fx_fusion.report.diff import rows
 from fx_fusion.report.recording import publish, recording_in, recordings
 from fx_fusion.report.report import GraphReport
 from fx_fusion.report.site import Site
@@ -190,7 +190,7 @@ def rewrite(
         lambda fast: speculate(fast, assumptions.checks(), without_assumption, report.calls),
         read_deferred_inputs(activations),
     ]
-    report.after, report.nodes_after = text(gm), len(gm.graph.nodes)
+    report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds = time.perf_counter() - started
     return Rewritten(example_inputs, report, sites, layers)
 
@@ -243,8 +243,8 @@ def _as_dynamo_wrote_it(
     try:
         layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
-        report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), text(untouched))
-        report.fallback, report.after, report.nodes_after = _where(error), report.before, report.nodes_before
+        report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), rows(untouched))
+        report.fallback, report.rows_after, report.nodes_after = _where(error), report.rows_before, report.nodes_before
         report.floats, report.deferred, report.computed, report.assumes = 0, (), (), ()
         publish(report, [])
     except Exception as another:
@@ -275,7 +275,7 @@ def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
     compile_id, attempt = current_compile_id()
     report = GraphReport(
         index=next(_graph_numbers),
-        before=text(gm),
+        rows_before=rows(gm),
         nodes_before=len(gm.graph.nodes),
         compile_id=compile_id,
         attempt=attempt,

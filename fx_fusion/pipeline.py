@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fx_fusion.candidate import Candidate, described, sites
 from fx_fusion.cost import select as cost
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
@@ -24,7 +25,7 @@ from fx_fusion.graph.effects import entered
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last, laid_out_of
 from fx_fusion.options import Options
-from fx_fusion.report.site import Site, location_of, module_of, shapes_of
+from fx_fusion.report.site import Site
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import replace
 
@@ -41,45 +42,6 @@ class Fuel:
             return True
         self.left -= 1
         return self.left >= 0
-
-
-@dataclass(eq=False)
-class Candidate:
-    """A place where a fusion may fit.
-
-    Attributes:
-        ways: the matches there, to be tried in this order.
-        match: the one that was chosen: the first legal one, or the first of all.
-        status: ``legal`` until it is decided, then that of its site; empty where nothing is said of it.
-        reason: why it is not fused.
-        refused: whether it was decided before it had the nodes: another candidate may still take them.
-        unread: whether no finder or pattern came near, and the fusion says so itself.
-    """
-
-    fusion: Fusion
-    root: fx.Node
-    ways: Iterable[Match] = ()
-    match: Match | None = None
-    status: str = ""
-    reason: str = ""
-    refused: bool = False
-    unread: bool = False
-
-    @property
-    def nodes(self) -> frozenset[fx.Node]:
-        """The nodes that it would take."""
-        return frozenset() if self.match is None else self.match.nodes
-
-    def decide(self, status: str, reason: str = "", *, refused: bool = False) -> None:
-        """Settle what becomes of it."""
-        self.status, self.reason, self.refused = status, reason, refused
-
-    def site(self, graph: int) -> Site:
-        """What the report says of it."""
-        shapes = {} if self.match is None else shapes_of(self.match.operands)
-        note = "" if self.match is None else self.match.note
-        reason = "; ".join(part for part in (self.reason, note) if part)
-        return Site(self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph)
 
 
 def rewrite(search: Search, options: Options, editor: Editor, fuel: Fuel, graph: int) -> list[Site]:
@@ -104,7 +66,7 @@ def find(search: Search) -> Iterator[Candidate]:
     """Candidates of all fusions, in the order in which fusions are tried."""
     for fusion in registry.all_fusions():
         for miss in () if fusion.unread is None else fusion.unread(search.view):
-            yield Candidate(fusion, miss.root, status="near", reason=_near(miss), unread=True)
+            yield Candidate(fusion, miss.root, status="near", reason=described(miss), miss=miss, unread=True)
         if fusion.find is None:
             yield from _by_pattern(fusion, search.view)
             continue
@@ -112,7 +74,7 @@ def find(search: Search) -> Iterator[Candidate]:
             if isinstance(result, Match):
                 yield Candidate(fusion, result.root, (result,))
             else:
-                yield Candidate(fusion, result.root, status="near", reason=_near(result))
+                yield Candidate(fusion, result.root, status="near", reason=described(result), miss=result)
 
 
 class _Ways:
@@ -138,15 +100,6 @@ def _by_pattern(fusion: Fusion, view: View) -> Iterator[Candidate]:
             yield Candidate(fusion, node, _Ways(view, patterns, node))
 
 
-def _near(miss: NearMiss) -> str:
-    """What the report says of a near miss."""
-    stopped = location_of(miss.node)
-    elsewhere = bool(stopped) and stopped != location_of(miss.root)
-    where = f"at {miss.node.name} ({stopped})" if elsewhere else f"at {miss.node.name}"
-    far = f"{miss.matched} of {miss.total} ops match " if miss.total else ""
-    return f"{far}{where}: {miss.reason}"
-
-
 # -- check ---------------------------------------------------------------------------------------------------------
 def check(candidates: Iterable[Candidate], view: View) -> None:
     """Take the first legal way of each candidate; where there is none, say why not."""
@@ -161,10 +114,16 @@ def check(candidates: Iterable[Candidate], view: View) -> None:
                 candidate.match = match
                 candidate.decide("declined", reason)
         near = getattr(candidate.ways, "near", None)
-        if candidate.match is None and near is not None and near.matched > 1 and 2 * near.matched >= near.total:
-            candidate.decide("near", _near(near))
+        if candidate.match is None and near is not None and near.matched > 1 and _is_half(near):
+            candidate.miss = near
+            candidate.decide("near", described(near))
         if candidate.match is not None:
             candidate.root = candidate.match.root
+
+
+def _is_half(near: NearMiss) -> bool:
+    """Whether half of a pattern's ops fit, rounded down where they are few: less than that is anybody's arithmetic."""
+    return near.matched >= (near.total // 2 if near.total < 6 else near.total / 2)
 
 
 # -- join ----------------------------------------------------------------------------------------------------------
@@ -237,36 +196,14 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
         assert candidate.match is not None
         if not fuel.take():
             candidate.decide("kept", "FX_FUSION_FUEL is used up")
-        elif (reason := replace(candidate.fusion, candidate.match, editor)) is None:
+            continue
+        candidate.names = tuple(n.name for n in sorted(candidate.nodes, key=order.__getitem__))
+        made, reason = replace(candidate.fusion, candidate.match, editor)
+        if reason is None:
             candidate.decide("fused")
+            candidate.made = made
         else:
             candidate.decide("declined", reason)
             taken.difference_update(candidate.nodes)
             all_fit = False
     return all_fit
-
-
-# -- report --------------------------------------------------------------------------------------------------------
-def sites(
-    candidates: Iterable[Candidate], waiting: Iterable[Candidate], taken: set[fx.Node], view: View, graph: int
-) -> Iterator[Site]:  # fmt: skip
-    """One site for each candidate that has something to say: what had nodes, in the order of the graph, then the rest."""
-    silent = set(waiting)
-    decided = [c for c in candidates if c.match is not None and c not in silent]
-    had_the_nodes = [c for c in decided if not c.refused]
-    yield from (c.site(graph) for c in sorted(had_the_nodes, key=lambda c: view.order[c.root]))
-    for candidate in decided:
-        # A larger pattern that was refused is no news where a smaller one took its place; what a finder saw always is.
-        if candidate.refused and (candidate.fusion.find is not None or not taken.intersection(candidate.nodes)):
-            taken.update(candidate.nodes)
-            yield candidate.site(graph)
-    said: set[tuple[Fusion, fx.Node]] = set()
-    candidates = sorted(candidates, key=lambda c: c.unread)
-    for candidate in candidates:
-        if candidate.unread and (candidate.root in taken or any(root is candidate.root for _, root in said)):
-            continue
-        about = candidate.fusion, candidate.root
-        spoken_for = candidate.root in taken and candidate.fusion.find is None
-        if candidate.status == "near" and about not in said and not spoken_for:
-            said.add(about)
-            yield candidate.site(graph)

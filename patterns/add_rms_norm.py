@@ -23,6 +23,7 @@ def why_keep(x, residual, weight, eps, offset, round_first):
 
 FUSION = Fusion(
     name="add_rms_norm",
+    instead="F.rms_norm(x + residual, (n,), weight, eps)",
     pattern=add_then_norm,
     inputs={"x": "... n", "residual": "... n", "weight": "n", "eps": 1e-6},
     variants=CAST_ORDERS,

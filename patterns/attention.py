@@ -202,6 +202,7 @@ def guard(q, k, v):
 
 FUSION = Fusion(
     name="attention",
+    instead="F.scaled_dot_product_attention(query, key, value, attn_mask)",
     pattern=masked_softmax_attention,
     inputs={"q": "b? h s d", "k": "b? h t=s d", "v": "b? h t=s e=d"},
     find=find,

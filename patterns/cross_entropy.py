@@ -133,6 +133,7 @@ def why_keep(logits, target, weight, ignore_index, label_smoothing, softcap, sca
 
 FUSION = Fusion(
     name="cross_entropy",
+    instead="F.cross_entropy(logits, target)",
     pattern=softcapped_cross_entropy,
     inputs={"logits": "m v", "target": "m", "weight": "v"},
     integers={"target": "v"},

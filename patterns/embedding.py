@@ -123,6 +123,7 @@ def why_keep(ids, weight, padding_idx):
 
 FUSION = Fusion(
     name="embedding",
+    instead="F.embedding(ids, weight)",
     pattern=torch_embedding,
     inputs={"ids": "...", "weight": "v n"},
     integers={"ids": "v"},

@@ -55,6 +55,7 @@ def why_keep(x, gate, weight, eps, before, silu, round_first, groups):
 
 FUSION = Fusion(
     name="gated_rms_norm",
+    instead="F.rms_norm(x, (n,), weight, eps) * F.silu(gate)",
     pattern=gated,
     inputs={"x": "... n", "gate": "... n", "weight": "n", "eps": 1e-6},
     variants=tuple(

@@ -24,6 +24,7 @@ def why_keep(gate, up, kind):
 
 FUSION = Fusion(
     name="geglu",
+    instead="F.gelu(gate) * up",
     pattern=gelu_times_up,
     inputs={"gate": "... n", "up": "... n"},
     variants=({"kind": "gelu_tanh"}, {"kind": "gelu_none"}, {"kind": "quick_gelu"}),

@@ -38,6 +38,7 @@ CASES = (
 
 FUSION = Fusion(
     name="group_norm",
+    instead="F.group_norm(x, groups, weight, bias, eps)",
     pattern=torch_group_norm,
     inputs={"x": "b c ...", "groups": 2, "weight": "c", "bias": "c", "eps": 1e-5},
     images=("x",),

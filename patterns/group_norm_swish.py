@@ -13,6 +13,7 @@ def silu_of_group_norm(x, groups, weight, bias, eps):
 
 FUSION = Fusion(
     name="group_norm_swish",
+    instead="F.silu(F.group_norm(x, groups, weight, bias, eps))",
     pattern=silu_of_group_norm,
     inputs=group_norm.FUSION.inputs,
     images=group_norm.FUSION.images,

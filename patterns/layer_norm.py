@@ -90,6 +90,7 @@ def why_keep(x, weight, bias, eps, round_first):
 
 FUSION = Fusion(
     name="layer_norm",
+    instead="F.layer_norm(x, (n,), weight, bias, eps)",
     pattern=torch_layer_norm,
     spellings=(in_float32, mean_of_squares, variance),
     inputs={"x": "... n", "weight": "n", "bias": "n", "eps": 1e-5},

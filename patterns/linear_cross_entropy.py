@@ -118,6 +118,7 @@ def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_sm
 
 FUSION = Fusion(
     name="linear_cross_entropy",
+    instead="F.cross_entropy(F.linear(x, weight), target)",
     pattern=linear_then_loss,
     inputs={"x": "m h", "lm_head": "v h", "bias": "(v)", "target": "m", "weight": "v"},
     integers={"target": "v"},

@@ -89,6 +89,7 @@ def why_keep(x, weight, eps, offset, round_first):
 
 FUSION = Fusion(
     name="rms_norm",
+    instead="F.rms_norm(x, (n,), weight, eps)",
     pattern=pow_mean_rsqrt,
     spellings=(torch_rms_norm, weight_first, weight_into_rstd),
     inputs={"x": "... n", "weight": "n", "eps": 1e-6},

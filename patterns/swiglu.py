@@ -21,6 +21,7 @@ def why_keep(gate, up):
 
 FUSION = Fusion(
     name="swiglu",
+    instead="F.silu(gate) * up",
     pattern=silu_times_up,
     inputs={"gate": "... n", "up": "... n"},
     kernel=swiglu,

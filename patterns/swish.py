@@ -21,6 +21,7 @@ def why_keep(x):
 
 FUSION = Fusion(
     name="swish",
+    instead="F.silu(x)",
     pattern=silu,
     inputs={"x": "... n"},
     kernel=swish,

@@ -60,6 +60,7 @@ class Fusion:
         inputs: for each parameter that binds something of the graph, in order: dims for a tensor (``fusion.dims``:
             ``"... n"``, ``"b c ..."``, ``"n|1"``), a number for a scalar (the value that tests use).
         source: the paper, as author year, identifier.
+        instead: what to write in a model for the fusion to read it: one expression. The report says it beside a near miss.
 
         kernel: the op that replaces a match: same parameters. Required unless there is an ``emit``.
         emit: writes the replacement into the graph, given an editor and a match; without it the kernel is called.
@@ -95,6 +96,7 @@ class Fusion:
     pattern: Callable[..., Any]
     inputs: Inputs
     source: str = ""
+    instead: str = ""
 
     kernel: FusedOp | None = None
     emit: Callable[[Any, Match], None] | None = None

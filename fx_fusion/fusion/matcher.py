@@ -67,7 +67,8 @@ class Attempt:
             self._fail(state, term.nodes[0], f"expected {_describe(pattern)}, found {_describe(term)}")
             return
         if pattern.attrs != term.attrs:
-            self._fail(state, term.nodes[0], f"{pattern.op} is over {_attrs(term)}, the pattern's over {_attrs(pattern)}")
+            over, wanted_over = (_over(t, t.attrs[1:] != other.attrs[1:]) for t, other in ((term, pattern), (pattern, term)))
+            self._fail(state, term.nodes[0], f"{pattern.op} is over {over}, the pattern's over {wanted_over}")
             return
         entered = _State(
             state.inputs, {**state.pairs, wanted: term}, state.edges, (*state.inner, *term.nodes), state.crossed
@@ -250,5 +251,10 @@ def _describe(term: Term) -> str:
     return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
 
 
-def _attrs(term: Term) -> str:
-    return ", ".join(str(a) for a in term.attrs)
+def _over(term: Term, with_rest: bool) -> str:
+    """What an op is distinguished by: the dims of a reduction in words, whether it keeps them if that is asked for."""
+    dims, *rest = term.attrs
+    if not isinstance(dims, tuple) or not all(isinstance(dim, int) for dim in dims):
+        return ", ".join(str(a) for a in term.attrs)
+    kept = f" with keepdim={rest[0]}" if with_rest and rest else ""
+    return f"dim{'s' * (len(dims) != 1)} {', '.join(map(str, dims))}{kept}"

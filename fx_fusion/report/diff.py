@@ -1,26 +1,51 @@
-"""A graph as text, one node a line, and the unified diff of two."""
+"""A graph as rows, one a node, and the unified diff of two."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fx_fusion.graph import dtypes
 from fx_fusion.graph.terms import example
+from fx_fusion.report.places import location_of, module_of
 from fx_fusion.torch_internals.nodes import is_operator
 
 
-def text(module: fx.GraphModule) -> str:
-    """Every node of the module and of the bodies inside it: ``name: dtype[shape] = op(operands)``."""
-    lines = [_line(node) for node in module.graph.nodes if node.op != "placeholder"]
+class Row(NamedTuple):
+    """One node. ``text``: ``name: dtype[shape] = op(operands)``, indented in the body of a higher-order op; ``operands``:
+    their names; ``module`` and ``location``: where it comes from."""
+
+    name: str
+    text: str
+    operands: tuple[str, ...] = ()
+    module: str = ""
+    location: str = ""
+
+
+def rows(module: fx.GraphModule) -> tuple[Row, ...]:
+    """Every node of a module, inputs left out, and of the bodies inside it."""
+    return tuple(_rows(module))
+
+
+def _rows(module: fx.GraphModule) -> Iterator[Row]:
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            operands = tuple(n.name for n in node.all_input_nodes)
+            yield Row(node.name, _line(node), operands, module_of(node), location_of(node))
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
-            lines.append(f"{name}:")
-            lines.extend("  " + line for line in text(child).splitlines())
-    return "\n".join(lines)
+            yield Row("", f"{name}:")
+            for row in _rows(child):
+                yield Row(row.name, "  " + row.text, row.operands, row.module, row.location)
+
+
+def text(rows: Sequence[Row]) -> str:
+    """A line a node."""
+    return "\n".join(row.text for row in rows)
 
 
 def _line(node: fx.Node) -> str:

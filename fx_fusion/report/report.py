@@ -7,28 +7,36 @@ legality check or the dtype policy says no) · **near** (the structure differs) 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
+import torch
+import triton
 from tabulate import tabulate
 
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
 from fx_fusion.memory.recompute import Decisions
-from fx_fusion.report.diff import unified
+from fx_fusion.report.diff import Row, text, unified
+from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.report.unsaid import unsaid
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
 
 @dataclass
 class GraphReport:
-    """One compiled graph: its text before and after, how many nodes, what was left to Inductor."""
+    """One compiled graph: its rows before and after, how many nodes, what was left to Inductor."""
 
     index: int
-    before: str
-    after: str = ""
+    rows_before: tuple[Row, ...] = ()
+    rows_after: tuple[Row, ...] = ()
     nodes_before: int = 0
     nodes_after: int = 0
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
@@ -45,6 +53,22 @@ class GraphReport:
     compile_id: str = ""
     attempt: int = 0  # of Dynamo, at the code with this id
     seconds: float = 0.0
+
+    @property
+    def before(self) -> str:
+        """The graph that Dynamo captured, a line a node."""
+        return text(self.rows_before)
+
+    @property
+    def after(self) -> str:
+        """The rewritten graph, a line a node."""
+        return text(self.rows_after)
+
+
+_NOTHING_RECORDED = (
+    "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
+    "call, or call torch._dynamo.reset() before."
+)
 
 
 class Report:
@@ -80,8 +104,39 @@ class Report:
             lines = [f"{f}: {found} fused, {wanted} expected" for f, (found, wanted) in wrong.items()]
             raise AssertionError("\n".join([*lines, str(self)]))
 
+    def why(self, place: str) -> str:
+        """What became of a place of the model, and why: a line a site.
+
+        Args:
+            place: a module's path, or a part of one, as ``layers.3.norm``, with all that is inside of it; or a line, as
+                ``model.py:12``.
+
+        Raises ValueError where nothing was recorded, or the place is in none of the graphs.
+        """
+        if not self.graphs:
+            raise ValueError(f"nothing is known of {place!r}: {_NOTHING_RECORDED}")
+        rows = [row for graph in self.graphs for row in graph.rows_before]
+        line = re.fullmatch(r".+:\d+", place) is not None
+        there = (lambda m, at, calls: any(c.endswith(place) for c in (at, *calls))) if line else (
+            lambda m, at, calls: f".{place}." in f".{m}."
+        )  # fmt: skip
+        sites = [s for s in self.sites if there(s.module, s.location, s.calls)]
+        if not sites and not any(there(row.module, row.location, ()) for row in rows):
+            known = sorted({row.location if line else row.module for row in rows} - {""})
+            raise ValueError(f"no node comes from {place!r}. {nearest(place, known)}")
+        said = [_because(site) for site in sites]
+        said += [
+            f"not recognised: {found.op}{' in ' * bool(found.module)}{found.module} ({found.location})"
+            for graph in self.graphs
+            for found in unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index))
+            if there(found.module, found.location, ())
+        ]
+        return "\n".join(dict.fromkeys(said)) or f"{place}: nothing there that a fusion is about; Inductor compiles it"
+
     # -- output --------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
+        if not self.graphs:
+            return f"fx_fusion  {_NOTHING_RECORDED}"
         fused = sum(s.status == "fused" for s in self.sites)
         nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
         head = f"fx_fusion  {len(self.graphs)} graph(s), {nodes[0]} -> {nodes[1]} nodes, {fused} site(s) fused"
@@ -95,24 +150,21 @@ class Report:
             tablefmt="plain",
             maxcolwidths=[None, None, None, 34, 30, 60],
         )
-        notes = [f"graph {g.index}: unchanged to Inductor: {g.fallback}" for g in self.graphs if g.fallback]
-        notes += [f"graph {g.index}: ends at a {g.broke}" for g in self.graphs if g.broke]
-        notes += [
-            f"graph {g.index}: {g.floats} foreach call(s) take a changing float as a tensor" for g in self.graphs if g.floats
-        ]
-        notes += [f"graph {g.index}: {_deferred(g)}" for g in self.graphs if g.deferred]
-        notes += [f"graph {g.index}: computed beside the loss: {', '.join(g.computed)}" for g in self.graphs if g.computed]
-        notes += [f"graph {g.index}: {_assumed(g)}" for g in self.graphs if g.assumes]
-        notes += [f"graph {g.index}: {sentence}" for g in self.graphs for sentence in g.memory.sentences()]
-        notes += [
-            f"graph {g.index}: graph {g.instead_of} {g.version}"
-            for g in self.graphs
-            if g.instead_of is not None
-        ]
+        notes = [f"graph {g.index}: {note}" for g in self.graphs for note in _notes(g)]
+        notes += [f"graph {g.index}: nothing is said of {what}" for g in self.graphs for what in self._unsaid(g)]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
 
     __repr__ = __str__
+
+    def _unsaid(self, graph: GraphReport) -> list[str]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for found in unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index)):
+            groups.setdefault((found.op, found.location), []).append(found.module)
+        return [
+            f"{len(modules)} x {op} ({location}){' in ' * any(modules)}{_shorten([m for m in modules if m])}"
+            for (op, location), modules in groups.items()
+        ]
 
     def _grouped(self) -> list[tuple[str, str, str, str, list[str], int]]:
         groups: dict[tuple[str, str, str, str], list[str]] = {}
@@ -124,6 +176,24 @@ class Report:
     def diff(self) -> str:
         """Unified text diff of every graph before and after. Node names are kept, so unchanged lines are equal."""
         return "\n".join(unified(g.before, g.after, f"graph {g.index}") for g in self.graphs)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
+        ``path`` if that is given."""
+        shown = [Shown(g.index, tuple(_notes(g)), g.rows_before, g.rows_after) for g in self.graphs]
+        made = page(self._verdict(), shown, self.sites, _environment())
+        if path is not None:
+            Path(path).write_text(made, encoding="utf-8")
+        return made
+
+    def _repr_html_(self) -> str:
+        return in_a_frame(self.to_html())
+
+    def _verdict(self) -> str:
+        counts = Counter(site.status for site in self.sites)
+        said = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no sites"
+        breaks = sum(bool(g.broke) for g in self.graphs)
+        return f"{said}; {len(self.graphs)} graph(s), {breaks} graph break(s)"
 
     def to_json(self) -> str:
         """Sites, graphs and counts as a JSON document."""
@@ -138,10 +208,42 @@ class Report:
 
 
 def _facts(graph: GraphReport) -> dict[str, object]:
-    texts_and_counts = ("before", "after", "calls", "reads", "memory")
+    texts_and_counts = ("rows_before", "rows_after", "calls", "reads", "memory")
     facts = {f.name: getattr(graph, f.name) for f in fields(graph) if f.name not in texts_and_counts}
     reads = {"calls": graph.reads.calls, "read": graph.reads.calls_read}
     return {**facts, "calls": asdict(graph.calls), "reads": reads, "memory": asdict(graph.memory)}
+
+
+def _because(site: Site) -> str:
+    """A site in a sentence, with what to write for another fate."""
+    where = f" in {site.module}" if site.module else ""
+    instead = {fusion.name: fusion.instead for fusion in registry.all_fusions()}.get(site.fusion, "")
+    advice = f"; write {instead}" if instead and site.status == "near" and "write " not in site.reason else ""
+    return f"{site.status}: {site.fusion}{where} ({site.location}){': ' * bool(site.reason)}{_generic(site.reason)}{advice}"
+
+
+def _notes(graph: GraphReport) -> Iterator[str]:
+    """What there is to say of a graph besides its sites."""
+    if graph.instead_of is not None:
+        yield f"graph {graph.instead_of} {graph.version}"
+    if graph.fallback:
+        yield f"unchanged to Inductor: {graph.fallback}"
+    if graph.broke:
+        yield f"ends at a {graph.broke}"
+    if graph.floats:
+        yield f"{graph.floats} foreach call(s) take a changing float as a tensor"
+    if graph.deferred:
+        yield _deferred(graph)
+    if graph.computed:
+        yield f"computed beside the loss: {', '.join(graph.computed)}"
+    if graph.assumes:
+        yield _assumed(graph)
+    yield from graph.memory.sentences()
+
+
+def _environment() -> dict[str, str]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__, "GPU": gpu}
 
 
 def _deferred(graph: GraphReport) -> str:

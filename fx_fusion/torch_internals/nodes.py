@@ -157,8 +157,8 @@ _EXITS = re.compile(r"^(\w+ = )?torch\.amp\.autocast_mode\._exit_autocast\((\w+)
 
 def write_for_dynamo(module: fx.GraphModule) -> None:
     """Let the code of a module say ``with torch.autocast(...):`` where its graph enters and exits, and ``x.data``: Dynamo,
-    which wrote the graph, reads that back as it was, and takes its own calls apart or stops at them. Gone, or regions that are
-    not one inside the other: the code stays."""
+    which wrote the graph, reads that back as it was, and takes its own calls apart or stops at them. Gone, or regions that
+    are not one inside the other: the code stays."""
     for node in module.graph.find_nodes(op="call_function", target=getattr(torch._C._autograd, "_get_data_attr", None)):
         node.target, node.args = getattr, (*node.args, "data")
     module.graph.on_generate_code(lambda before: lambda body: _in_blocks(body if before is None else before(body)))

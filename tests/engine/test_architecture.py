@@ -22,6 +22,7 @@ ORDER = (
     {"inductor"},
     {"cost"},
     {"report"},
+    {"candidate"},
     {"pipeline"},
     {"backend"},
     {"explaining", "testing", "accelerate", "doctor", "demo", "__init__", "__main__"},

@@ -129,3 +129,77 @@ def test_threads_record_what_is_theirs():
         thread.join()
     assert {s.fusion for s in seen["mlp"].sites} == {"swiglu"}
     assert {s.fusion for s in seen["norm"].sites} == {"layer_norm"}
+
+
+# -- why ------------------------------------------------------------------------------------------------------------------
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = torch.nn.ModuleDict({name: Spelled(name) for name in SPELLED})
+
+    def forward(self, x):
+        for norm in self.norms.values():
+            x = norm(x) + 0.5 * x
+        return x
+
+
+class Spelled(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.function = SPELLED[name]
+
+    def forward(self, x):
+        return self.function(x)
+
+
+SPELLED = {
+    "clamped": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp_min(1e-6)),
+    "outside": lambda x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6),
+    "other_dim": lambda x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
+    "plain": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.fixture(scope="module")
+def odd():
+    return fx_fusion.explain(Odd(), torch.randn(2, 8, 64), options={"select": "always"})
+
+
+@pytest.mark.parametrize(
+    ("place", "sentences"),
+    [
+        ("norms.clamped", ["near: ", "found clamp_min", "write F.rms_norm("]),
+        ("norms.other_dim", ["near: ", "mean is over dim -2, the pattern's over dim -1"]),
+        ("norms.outside", ["not recognised: sqrt in norms.outside"]),
+        ("norms.plain", ["fused: add_rms_norm in norms.plain"]),
+        ("tanh", ["nothing there that a fusion is about"]),
+    ],
+)
+def test_why(odd, place, sentences):
+    said = odd.why(place)
+    assert len(said.splitlines()) == 1
+    for sentence in sentences:
+        assert sentence in said
+
+
+def test_why_a_line(odd):
+    location = next(site.location for site in odd.sites if site.module == "norms.clamped")
+    assert "clamp_min" in odd.why(location)
+
+
+def test_why_a_place_that_is_not_there(odd):
+    with pytest.raises(ValueError, match=r"no node comes from 'norms.plane'. Did you mean 'norms.plain'"):
+        odd.why("norms.plane")
+    with pytest.raises(ValueError, match="nothing was compiled while this report was recording"):
+        fx_fusion.Report().why("norms")
+    assert "nothing was compiled" in str(fx_fusion.Report())
+
+
+def test_one_near_miss_a_place(odd):
+    near = [site.module for site in odd.sites if site.status == "near"]
+    assert len(near) == len(set(near))
+
+
+def test_what_no_site_names_is_said(odd):
+    assert "nothing is said of 1 x sqrt" in str(odd)

@@ -94,7 +94,7 @@ def two_grad_modes(x):
 
 
 LOOKALIKES = {
-    "mean_over_rows": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + EPS)), "over (-2,)"),
+    "mean_over_rows": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + EPS)), "over dim -2"),
     "mean_over_two_dims": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + EPS)), "over"),
     "sum": (lambda x: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)), "expected mean, found sum"),
     "cube": (

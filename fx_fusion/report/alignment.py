@@ -1,0 +1,94 @@
+"""A graph before and after, row beside row, in blocks of which equal ones are folded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fx_fusion.report.diff import Row
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A row before, a row after, or both: the same node, since the rewrite keeps names."""
+
+    before: Row | None
+    after: Row | None
+
+    @property
+    def row(self) -> Row:
+        """The one that there is; the earlier one of two."""
+        found = self.before or self.after
+        assert found is not None
+        return found
+
+    @property
+    def sign(self) -> str:
+        """``=`` unchanged, ``~`` changed, ``-`` removed, ``+`` inserted."""
+        if self.before is None:
+            return "+"
+        if self.after is None:
+            return "-"
+        return "=" if self.before.text == self.after.text else "~"
+
+
+@dataclass
+class Block:
+    """Neighbouring pairs of one layer, or of what is between layers. ``like``: the block before it that is the same but for
+    numbers in names."""
+
+    title: str
+    pairs: list[Pair]
+    like: Block | None = None
+
+
+def align(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
+    """Both in their order; a node that is in both is one pair."""
+    in_before, in_after = {row.name for row in before}, {row.name for row in after}
+    pairs: list[Pair] = []
+    behind = list(reversed(after))
+    late: set[str] = set()  # of nodes that moved: their pair is where they stand after
+    by_name = {row.name: row for row in before}
+    for row in before:
+        if row.name not in in_after:
+            pairs.append(Pair(row, None))
+            continue
+        if row.name in late:
+            continue
+        while behind:
+            other = behind.pop()
+            if other.name == row.name:
+                pairs.append(Pair(row, other))
+                break
+            pairs.append(Pair(by_name.get(other.name), other))
+            if other.name in in_before:
+                late.add(other.name)
+    pairs += [Pair(by_name.get(row.name), row) for row in reversed(behind)]
+    return pairs
+
+
+def blocks(pairs: Sequence[Pair]) -> list[Block]:
+    """One a layer (``model.layers.3``) and one for what is between; a free function belongs to the block that it is in."""
+    found: list[Block] = []
+    for pair in pairs:
+        module = pair.row.module
+        title = _layer(module) if module or not found else found[-1].title
+        if not found or found[-1].title != title:
+            found.append(Block(title, []))
+        found[-1].pairs.append(pair)
+    known: dict[tuple[str, ...], Block] = {}
+    for block in found:
+        first = known.setdefault(_signature(block), block)
+        block.like = None if first is block else first
+    return found
+
+
+def _layer(module: str) -> str:
+    numbered = re.match(r"(.*?\d+)(\.|$)", module)
+    return numbered[1] if numbered else ""
+
+
+def _signature(block: Block) -> tuple[str, ...]:
+    lines = [re.sub(r"\d+", "#", block.title)]
+    return (*lines, *(p.sign + re.sub(r"_\d+", "_#", p.row.text) for p in block.pairs))

@@ -1,0 +1,44 @@
+"""Where a node comes from: the path of its module, and its lines of source."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from torch import fx
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module that made the node, as ``layers.0.mlp``, from the outermost one; empty for a free
+    function."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    paths = [str(path) for path, _ in stack.values()]
+    return _readable(paths[0], paths[-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def _readable(root: str, path: str) -> str:
+    if re.fullmatch(r"L\['\w+'\]", root) and path.startswith(root):  # self, or what a function calls the model
+        path = path.removeprefix(root)
+    path = re.sub(r"(\.__dict__)?(\._modules|\['_modules'\])", "", path)
+    path = re.sub(r"\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
+    return re.sub(r"^(L\.)?self\.|^L\.?(self)?\.?", "", path).lstrip(".").removeprefix("fn.")
+
+
+def location_of(node: fx.Node) -> str:
+    """``file.py:line`` of the innermost line that made the node."""
+    frames = frames_of(node)
+    return frames[-1].rsplit("/", 1)[-1] if frames else ""
+
+
+def frames_of(node: fx.Node) -> tuple[str, ...]:
+    """The lines that led to the node, outermost first, as ``path:line``."""
+    return _frames(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _frames(stack_trace: str) -> tuple[str, ...]:
+    return tuple(f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack_trace))
