@@ -20,10 +20,27 @@ __all__ = [
     "Report",
     "Site",
     "StaleTensorError",
+    "compile",
     "explain",
     "recording",
 ]
 __version__ = "0.1.0"
+
+
+def compile(model: Any, *, options: Any = None, **kwargs: Any) -> Any:
+    """``torch.compile(model, backend="fx_fusion", options=options, **kwargs)``, with the options checked now.
+
+    torch.compile itself asks a backend at the first call, and takes a mode or options: ``options={"mode": ...}`` has both.
+
+    Raises:
+        OptionError: an option or mode that nobody knows.
+    """
+    import torch
+
+    from fx_fusion.options import parse
+
+    parse(kwargs.get("mode"), options)
+    return torch.compile(model, backend="fx_fusion", options=options, **kwargs)
 
 
 def explain(model: Any, *args: Any, options: Any = None, **kwargs: Any) -> Report:

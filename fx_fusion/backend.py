@@ -79,6 +79,7 @@ def fx_fusion(
         raise
     except Exception as error:
         _tell(error, strict=bool((options or {}).get("strict")))
+        mode = mode or (options or {}).get("mode")
         return inductor_itself.compile_with(mode, inductors_own(options), gm, example_inputs)
     return compile_graph(gm, example_inputs, parsed)
 

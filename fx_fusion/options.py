@@ -53,13 +53,18 @@ class Options:
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Split and check options; raises OptionError with the valid names and the nearest one."""
+    """Split and check options; raises OptionError with the valid names and the nearest one. ``options["mode"]`` is a mode,
+    as torch.compile takes one of the two; what is not given is taken from the environment (``FX_FUSION_SELECT`` ...)."""
+    options = dict(options or {})
+    if mode is not None and "mode" in options:
+        raise OptionError(f"mode={mode!r} and options['mode'] = {options['mode']!r}: give one of them.")
+    mode = options.pop("mode", mode)
     if mode is not None and mode not in modes():
-        raise OptionError(f"mode={mode!r} is not known. {nearest(mode, modes())}")
+        raise OptionError(f"mode={mode!r} is not known. {nearest(str(mode), modes())}")
     inductors = option_names()
-    ours: dict[str, Any] = {}
+    ours = _from_environment()
     theirs: dict[str, Any] = {}
-    for name, given in (options or {}).items():
+    for name, given in options.items():
         if name in _OURS:
             kind, meaning = _OURS[name]
             if not isinstance(given, (list, tuple) if kind is list else kind):
@@ -69,7 +74,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             theirs[name] = given
         else:
             raise OptionError(
-                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, tuple(_OURS))}"
+                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, (*_OURS, 'mode'))}"
             )
     # Inductor's own wrapper translates the mode and checks the types of its options.
     inductor = configuration(mode, theirs)
@@ -94,7 +99,22 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 def inductors_own(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options that are not ours."""
-    return {name: given for name, given in (options or {}).items() if name not in _OURS}
+    return {name: given for name, given in (options or {}).items() if name not in _OURS and name != "mode"}
+
+
+def _from_environment() -> dict[str, Any]:
+    """Options of ours for those who can't pass any (TrainingArguments): ``FX_FUSION_MEMORY=min``,
+    ``FX_FUSION_FUSIONS=-rope,-swiglu``, ``FX_FUSION_STRICT=1``."""
+    found: dict[str, Any] = {}
+    for name, (kind, meaning) in _OURS.items():
+        variable = f"FX_FUSION_{name.upper()}"
+        text = os.environ.get(variable, "")
+        if not text:
+            continue
+        if kind is bool and text not in ("0", "1"):
+            raise OptionError(f"{variable}={text!r} must be 0 or 1 ({meaning}).")
+        found[name] = text == "1" if kind is bool else text.split(",") if kind is list else text
+    return found
 
 
 def _chosen(names: list[str]) -> frozenset[str]:

@@ -47,3 +47,40 @@ def test_modes_and_options_of_inductor_pass_through():
         parse("max-autotun", None)
     with pytest.raises(RuntimeError, match="Unexpected type"):
         parse(None, {"shape_padding": "yes"})
+
+
+def test_a_mode_beside_options():
+    parsed = parse(None, {"mode": "reduce-overhead", "memory": "min"})
+    assert parsed.cuda_graphs
+    assert parsed.memory == "min"
+    with pytest.raises(fx_fusion.OptionError, match="give one of them"):
+        parse("default", {"mode": "default"})
+    with pytest.raises(fx_fusion.OptionError, match="Did you mean 'max-autotune'"):
+        parse(None, {"mode": "max-autotun"})
+
+
+def test_options_of_the_environment(monkeypatch):
+    for name, value in {"SELECT": "always", "FUSIONS": "-rope,-swiglu", "STRICT": "1", "SPECULATE": "0"}.items():
+        monkeypatch.setenv(f"FX_FUSION_{name}", value)
+    parsed = parse(None, {"select": "never"})
+    assert parsed.select == "never"  # what is passed counts more
+    assert parsed.strict
+    assert not parsed.speculate
+    assert not {"rope", "swiglu"} & parsed.fusions
+    assert "rms_norm" in parsed.fusions
+    monkeypatch.setenv("FX_FUSION_STRICT", "yes")
+    with pytest.raises(fx_fusion.OptionError, match="FX_FUSION_STRICT='yes' must be 0 or 1"):
+        parse(None, None)
+    monkeypatch.setenv("FX_FUSION_STRICT", "")
+    monkeypatch.setenv("FX_FUSION_MEMORY", "mni")
+    with pytest.raises(fx_fusion.OptionError, match="Did you mean 'min'"):
+        parse(None, None)
+
+
+def test_compile_checks_options_at_once():
+    with pytest.raises(fx_fusion.OptionError, match="Did you mean 'select'"):
+        fx_fusion.compile(torch.nn.Linear(2, 2), options={"selct": "always"})
+    compiled = fx_fusion.compile(torch.nn.Linear(2, 2), options={"mode": "default", "select": "never"}, dynamic=False)
+    with fx_fusion.recording() as report:
+        compiled(torch.randn(3, 2))
+    assert len(report.graphs) == 1
