@@ -6,45 +6,32 @@ with fx_fusion.recording() as report:
 print(report)
 """
 
+import importlib
 from typing import Any
 
-from fx_fusion.errors import DeclarationError, FusionError, OptionError, StaleTensorError
-from fx_fusion.report.recording import recording
-from fx_fusion.report.report import Report
-from fx_fusion.report.site import Site
-
-__all__ = [
-    "DeclarationError",
-    "FusionError",
-    "OptionError",
-    "Report",
-    "Site",
-    "StaleTensorError",
-    "compile",
-    "explain",
-    "recording",
-]
 __version__ = "0.1.0"
+# Where each name is. Imported at first use: ``python -m fx_fusion --help`` needs no torch. Types: ``__init__.pyi``.
+_NAMES = {
+    "DeclarationError": "fx_fusion.errors",
+    "FusionError": "fx_fusion.errors",
+    "OptionError": "fx_fusion.errors",
+    "Report": "fx_fusion.report.report",
+    "Site": "fx_fusion.report.site",
+    "StaleTensorError": "fx_fusion.errors",
+    "compile": "fx_fusion.explaining",
+    "explain": "fx_fusion.explaining",
+    "recording": "fx_fusion.report.recording",
+}
+__all__ = list(_NAMES)
 
 
-def compile(model: Any, *, options: Any = None, **kwargs: Any) -> Any:
-    """``torch.compile(model, backend="fx_fusion", options=options, **kwargs)``, with the options checked now.
-
-    torch.compile itself asks a backend at the first call, and takes a mode or options: ``options={"mode": ...}`` has both.
-
-    Raises:
-        OptionError: an option or mode that nobody knows.
-    """
-    import torch
-
-    from fx_fusion.options import parse
-
-    parse(kwargs.get("mode"), options)
-    return torch.compile(model, backend="fx_fusion", options=options, **kwargs)
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'fx_fusion' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_NAMES[name]), name)
+    globals()[name] = found
+    return found
 
 
-def explain(model: Any, *args: Any, options: Any = None, **kwargs: Any) -> Report:
-    """What the backend would do with ``model(*args, **kwargs)``; see ``fx_fusion.explaining.explain``."""
-    from fx_fusion.explaining import explain as explain_
-
-    return explain_(model, *args, options=options, **kwargs)
+def __dir__() -> list[str]:
+    return sorted((*globals(), *_NAMES))

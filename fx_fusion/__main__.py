@@ -1,26 +1,83 @@
-"""``python -m fx_fusion demo | doctor``."""
+"""``python -m fx_fusion``: what is made of a model, a script under fx_fusion, a demonstration, what a machine can do."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
+
+from fx_fusion import __version__
+
+_EXAMPLES = """examples:
+  python -m fx_fusion explain llama                      a model type of transformers, full width, two layers, no memory
+  python -m fx_fusion explain ./my-model --html r.html   a config.json, or its folder; the report as a page
+  python -m fx_fusion explain train.py:make --why layers.0.norm
+                                                         make() returns a model and its arguments
+  python -m fx_fusion explain llama --select always --require rms_norm=1 --require rope=2
+                                                         exit code 1 where that does not hold: for CI
+  python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
+  python -m fx_fusion doctor                             what this machine can do
+"""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fx_fusion", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
-    demo.add_argument("--steps", type=int, default=8)
-    demo.add_argument("--variant", choices=("eager", "inductor", "fx_fusion"), help=argparse.SUPPRESS)
-    commands.add_parser("doctor", help="check what this machine can do")
-    given = parser.parse_args()
+    """Run a command; its exit code."""
+    given, rest = _parser().parse_known_args()
+    if rest and given.command != "run":
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if given.command == "doctor":
         from fx_fusion.doctor import main as doctor
 
         return doctor()
-    from fx_fusion.demo import main as demo_main
+    if given.command == "demo":
+        from fx_fusion.demo import main as demo_main
 
-    return demo_main(steps=given.steps, variant=given.variant)
+        return demo_main(steps=given.steps, variant=given.variant)
+    options: dict[str, Any] = {} if given.select is None else {"select": given.select}
+    output = {name: getattr(given, name) for name in ("html", "json", "diff", "only", "why", "require")}
+    from fx_fusion.commands import explain_command, run_command
+
+    try:
+        if given.command == "run":
+            return run_command(given.script, rest, options=options, output=output)
+        sizes = {name: getattr(given, name) for name in ("batch", "length", "layers", "device", "dtype")}
+        return explain_command(given.target, options=options, output=output, **sizes)
+    except ValueError as error:  # a fusion or a place that is none
+        print(f"fx_fusion: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fx_fusion", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="See what fx_fusion makes of a model.",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"fx_fusion {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    explain = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
+    explain.add_argument("target", help="a model type of transformers, a config.json or its folder, or module:function")
+    explain.add_argument("--batch", type=int, default=1)
+    explain.add_argument("--length", type=int, default=512, help="tokens in a row")
+    explain.add_argument("--layers", type=int, default=2, help="at most so many layers; they are alike")
+    explain.add_argument("--device", help="where the model would be: cpu, cuda; by default the GPU if there is one")
+    explain.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", add_help=True)
+    run.add_argument("script", help="a Python file; what follows it are its own arguments")
+    for command in (explain, run):
+        command.add_argument("--html", metavar="FILE", help="write the report as a page")
+        command.add_argument("--json", metavar="FILE", help="write the report as JSON")
+        command.add_argument("--diff", action="store_true", help="print the graphs before and after")
+        command.add_argument("--why", metavar="PLACE", help="print what became of a module or of a line (model.py:12)")
+        command.add_argument("--only", metavar="FUSION", help="show the sites of one fusion")
+        command.add_argument(
+            "--require", metavar="FUSION[=N]", action="append", default=[], help="exit code 1 unless it was fused (N times)"
+        )
+        command.add_argument("--select", choices=("auto", "measure", "always", "never"), help="as in the options")
+    demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
+    demo.add_argument("--steps", type=int, default=8, help="training steps of each")
+    demo.add_argument("--variant", choices=("eager", "inductor", "fx_fusion"), help=argparse.SUPPRESS)
+    commands.add_parser("doctor", help="check what this machine can do")
+    return parser
 
 
 if __name__ == "__main__":

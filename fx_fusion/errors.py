@@ -21,6 +21,10 @@ class StaleTensorError(RuntimeError):
     """A deferred tensor was read after a tensor that it is computed from had been changed in place."""
 
 
+class TargetError(ValueError):
+    """``python -m fx_fusion explain TARGET`` names nothing that can be explained."""
+
+
 def nearest(name: str, valid: Sequence[str]) -> str:
     """The end of an error about an unknown name: the valid one that is most like it, and all of them."""
     valid = list(dict.fromkeys(valid))

@@ -1,4 +1,4 @@
-"""``fx_fusion.explain(model, *args)``: what the backend would do, without training a step."""
+"""``fx_fusion.explain(model, *args)``: what the backend would do, without training a step; and ``fx_fusion.compile``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ from fx_fusion.options import Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
+
+
+def compile(model: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    """``torch.compile(model, backend="fx_fusion", options=options, **kwargs)``, with the options checked now.
+
+    torch.compile itself asks a backend at the first call, and takes a mode or options: ``options={"mode": ...}`` has both.
+
+    Raises:
+        OptionError: an option or mode that nobody knows.
+    """
+    parse(kwargs.get("mode"), options)
+    given: dict[str, Any] = {} if options is None else {"options": dict(options)}
+    return torch.compile(model, backend="fx_fusion", **given, **kwargs)
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from fx_fusion.report.diff import Row
 
 
+_FEW = 3  # rows
+
+
 @dataclass(frozen=True)
 class Pair:
     """A row before, a row after, or both: the same node, since the rewrite keeps names."""
@@ -71,9 +74,7 @@ def align(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
 def blocks(pairs: Sequence[Pair]) -> list[Block]:
     """One a layer (``model.layers.3``) and one for what is between; a free function belongs to the block that it is in."""
     found: list[Block] = []
-    for pair in pairs:
-        module = pair.row.module
-        title = _layer(module) if module or not found else found[-1].title
+    for pair, title in zip(pairs, _titles(pairs), strict=True):
         if not found or found[-1].title != title:
             found.append(Block(title, []))
         found[-1].pairs.append(pair)
@@ -82,6 +83,17 @@ def blocks(pairs: Sequence[Pair]) -> list[Block]:
         first = known.setdefault(_signature(block), block)
         block.like = None if first is block else first
     return found
+
+
+def _titles(pairs: Sequence[Pair]) -> list[str]:
+    """The layer of each; a few rows of another one in the middle (an add and the norm behind it) are counted to it."""
+    titles: list[str] = []
+    for pair in pairs:
+        titles.append(_layer(pair.row.module) if pair.row.module or not titles else titles[-1])
+    for i in range(1, len(titles)):
+        if titles[i] != titles[i - 1] and titles[i - 1] in titles[i + 1 : i + 1 + _FEW]:
+            titles[i] = titles[i - 1]
+    return titles
 
 
 def _layer(module: str) -> str:

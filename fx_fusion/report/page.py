@@ -136,7 +136,7 @@ def _fusion(name: str) -> dict[str, str]:
     if name not in found:
         return {"about": "", "reference": "", "instead": ""}
     pattern = found[name].pattern
-    about = (inspect.getdoc(inspect.getmodule(pattern)) or "").split("\n\n")[0]
+    about = (inspect.getdoc(inspect.getmodule(pattern)) or "").split("\n\n")[0].replace("``", "")
     return {"about": about, "reference": _source_of(pattern), "instead": found[name].instead}
 
 

@@ -25,7 +25,8 @@ ORDER = (
     {"candidate"},
     {"pipeline"},
     {"backend"},
-    {"explaining", "testing", "accelerate", "doctor", "demo", "__init__", "__main__"},
+    {"explaining", "testing", "accelerate", "doctor", "demo", "targets"},
+    {"commands", "__init__", "__main__"},
 )
 RANK = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 # Dynamo's and AOTAutograd's caches ask a tensor subclass for these by name.

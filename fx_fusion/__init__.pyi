@@ -1,0 +1,11 @@
+from fx_fusion.errors import DeclarationError as DeclarationError
+from fx_fusion.errors import FusionError as FusionError
+from fx_fusion.errors import OptionError as OptionError
+from fx_fusion.errors import StaleTensorError as StaleTensorError
+from fx_fusion.explaining import compile as compile
+from fx_fusion.explaining import explain as explain
+from fx_fusion.report.recording import recording as recording
+from fx_fusion.report.report import Report as Report
+from fx_fusion.report.site import Site as Site
+
+__version__: str

@@ -1,0 +1,105 @@
+"""``python -m fx_fusion explain`` and ``run``."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fx_fusion.errors import OptionError, TargetError
+from fx_fusion.explaining import explain
+from fx_fusion.report.recording import recording
+from fx_fusion.report.report import Report
+from fx_fusion.targets import target_of
+
+
+def explain_command(
+    name: str, *, batch: int, length: int, layers: int, device: str | None, dtype: str, options: dict[str, Any],
+    output: dict[str, Any],
+) -> int:  # fmt: skip
+    """Explain a target; the exit code: 2 where there is no such target, 1 where a requirement does not hold."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
+            target = target_of(
+                name, batch=batch, length=length, layers=layers, device=device, dtype=getattr(torch, dtype)
+            )  # fmt: skip
+            with target.mode or contextlib.nullcontext():
+                report = explain(target.call, *target.args, options=options, **target.kwargs)
+    except (TargetError, OptionError) as error:
+        print(f"fx_fusion: {error}", file=sys.stderr)
+        return 2
+    return show(report, **output)
+
+
+def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
+    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report at its end."""
+    if not Path(script).is_file():
+        print(f"fx_fusion: there is no script {script!r}", file=sys.stderr)
+        return 2
+    known, sys.argv = sys.argv, [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    code: Any = 0
+    with recording() as report, _compiling(options):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.argv = known
+            sys.path.remove(str(Path(script).parent))
+    shown = show(report, **output)
+    return code if isinstance(code, int) and code else shown
+
+
+@contextlib.contextmanager
+def _compiling(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``torch.compile`` without a backend, or with Inductor, means fx_fusion."""
+    theirs: Callable[..., Any] = torch.compile
+
+    def ours(model: Any = None, *, backend: Any = "inductor", **given: Any) -> Any:
+        if backend != "inductor":
+            return theirs(model, backend=backend, **given)
+        mode, known = given.pop("mode", None), given.pop("options", None) or {}
+        both = {**known, **({"mode": mode} if mode else {}), **options}
+        return theirs(model, backend="fx_fusion", **({"options": both} if both else {}), **given)
+
+    torch.compile = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = theirs
+
+
+def show(
+    report: Report,
+    *,
+    html: str | None,
+    json: str | None,
+    diff: bool,
+    only: str | None,
+    why: str | None,
+    require: Sequence[str],
+) -> int:
+    """Print a report, write its files, check what is required; the exit code."""
+    if only is not None:
+        report.count(only)  # raises for a name that is none
+        report.sites = [site for site in report.sites if site.fusion == only]
+    print(report.why(why) if why is not None else report.diff() if diff else report)
+    if json is not None:
+        Path(json).write_text(report.to_json())
+    if html is not None:
+        report.to_html(html)
+        print(f"written: {html}", file=sys.stderr)
+    for wanted in require:
+        name, _, number = wanted.partition("=")
+        found = report.count(name)
+        if found < 1 if not number else found != int(number):
+            print(f"fx_fusion: {name}: {found} fused, {number or 'at least 1'} required", file=sys.stderr)
+            return 1
+    return 0

@@ -1,0 +1,116 @@
+"""``python -m fx_fusion``: commands as a user types them, what they print, and their exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = '''
+import sys
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.up(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight).square().mean()
+
+
+def make():
+    return Model(), torch.randn(4, 32)
+
+
+def nothing():
+    return None
+
+
+if __name__ == "__main__":
+    step = torch.compile(Model(), mode="default")
+    step(torch.randn(4, 32)).backward()
+    print("trained with", sys.argv[1:])
+    sys.exit(3 if "--fail" in sys.argv else 0)
+'''
+
+
+def run(*arguments, code=0):
+    found = subprocess.run([sys.executable, "-m", "fx_fusion", *arguments], capture_output=True, text=True, check=False)
+    assert found.returncode == code, found.stderr
+    return found
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_help_needs_no_torch():
+    """Nobody waits for an import to read the help."""
+    code = "import sys; sys.argv = ['fx_fusion', '--help']; import fx_fusion.__main__ as m\ntry: m.main()\nfinally: assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "examples:" in found.stdout
+    assert run("--version").stdout.startswith("fx_fusion 0.")
+
+
+def test_a_type_of_transformers(tmp_path):
+    """Llama 7B's width in seconds and without its memory."""
+    page, facts = tmp_path / "page.html", tmp_path / "facts.json"
+    found = run("explain", "llama", "--select", "always", "--require", "rope=2", "--html", str(page), "--json", str(facts))
+    assert "linear_cross_entropy" in found.stdout
+    assert "fused" in page.read_text()
+    shapes = [site["shapes"] for site in json.loads(facts.read_text())["sites"] if site["fusion"] == "rms_norm"]
+    assert shapes[0]["x"] == "bfloat16[1, 512, 4096]"
+
+
+def test_a_config_of_ones_own(tmp_path):
+    config = {
+        "model_type": "gpt2", "n_embd": 48, "n_layer": 5, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = run("explain", str(tmp_path), "--select", "always", "--layers", "3", "--only", "layer_norm").stdout
+    assert "h.0.ln_1" in said
+    assert "near" not in said  # of another fusion
+    assert "h.4" not in run("explain", str(tmp_path), "--select", "always", "--layers", "3").stdout
+
+
+def test_a_function_of_ones_own(script):
+    assert "fused: rms_norm" in run("explain", f"{script}:make", "--select", "always", "--why", "train.py:14").stdout
+    assert "+rms_norm" in run("explain", f"{script}:make", "--select", "always", "--diff").stdout.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("lama", "Did you mean 'llama'"),
+        ("{script}:mak", "has no function 'mak'"),
+        ("{script}:nothing", "must return a model and its arguments"),
+        ("no.such.module:make", "can't be imported"),
+    ],
+)
+def test_targets_that_are_none(script, target, sentence):
+    found = run("explain", target.format(script=script), code=2)
+    assert sentence in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_what_is_required(script):
+    assert "rope: 0 fused, 1 required" in run("explain", f"{script}:make", "--require", "rope=1", code=1).stderr
+    assert "no fusion is called 'rop'" in run("explain", f"{script}:make", "--require", "rop=1", code=2).stderr
+    run("explain", f"{script}:make", "--select", "always", "--require", "rms_norm")
+
+
+def test_a_script_as_it_is(script, tmp_path):
+    page = tmp_path / "page.html"
+    found = run("run", script, "--html", str(page), "--select", "always", "--require", "rms_norm=1", "--epochs", "2")
+    assert "trained with ['--epochs', '2']" in found.stdout
+    assert "rms_norm" in page.read_text()
+    run("run", script, "--fail", code=3)
+    assert "there is no script" in run("run", "nowhere.py", code=2).stderr
