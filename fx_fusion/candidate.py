@@ -91,13 +91,13 @@ def sites(
 
 
 def _nearest(candidates: Iterable[Candidate], taken: set[fx.Node]) -> Iterator[Candidate]:
-    """Near misses that are news, one for each node at which they stopped: the one that came furthest."""
+    """Near misses that are news. Of patterns that stopped at one node, the one that came furthest; all that finders saw."""
     order = {fusion: i for i, fusion in enumerate(registry.all_fusions())}
     owner: dict[fx.Node, int] = {}  # the fusion that replaces a node
     for candidate in candidates:
         if candidate.status == "fused":
             owner.update(dict.fromkeys(candidate.nodes, order[candidate.fusion]))
-    best: dict[fx.Node, Candidate] = {}
+    best: dict[tuple[fx.Node, fx.Node | None], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.unread):
         if candidate.status != "near" or candidate.miss is None:
             continue
@@ -107,13 +107,9 @@ def _nearest(candidates: Iterable[Candidate], taken: set[fx.Node]) -> Iterator[C
             continue
         if candidate.unread and any(root is known.root for known in best.values()):
             continue
-        known = best.get(candidate.miss.node)
-        if known is None or _far(candidate) > _far(known):
-            best[candidate.miss.node] = candidate
+        miss = candidate.miss
+        place = miss.node, None if fusion.find is None and not candidate.unread else root
+        known = best.get(place)
+        if known is None or known.miss is None or miss.matched * known.miss.total > known.miss.matched * miss.total:
+            best[place] = candidate
     yield from best.values()
-
-
-def _far(candidate: Candidate) -> tuple[bool, float]:
-    """What a finder saw is more than any number of ops that a pattern shares."""
-    assert candidate.miss is not None
-    return candidate.fusion.find is not None, candidate.miss.matched / max(1, candidate.miss.total)

@@ -198,10 +198,10 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
             candidate.decide("kept", "FX_FUSION_FUEL is used up")
             continue
         candidate.names = tuple(n.name for n in sorted(candidate.nodes, key=order.__getitem__))
-        made, reason = replace(candidate.fusion, candidate.match, editor)
-        if reason is None:
+        known = len(editor.made)
+        if (reason := replace(candidate.fusion, candidate.match, editor)) is None:
             candidate.decide("fused")
-            candidate.made = made
+            candidate.made = tuple(editor.made[known:])
         else:
             candidate.decide("declined", reason)
             taken.difference_update(candidate.nodes)

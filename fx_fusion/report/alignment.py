@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from fx_fusion.report.diff import Row
 
-
 _FEW = 3  # rows
 
 

@@ -57,6 +57,7 @@ class Editor:
         self.outputs_are_read, self.saves_memory = outputs_are_read, saves_memory
         self.assumptions = Assumptions.none() if assumptions is None else assumptions
         self.deferrals: list[Deferral] = []
+        self.made: list[fx.Node] = []  # in this order, those that were erased again too
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._shared: dict[Any, Any] = {}
         # The mode that the graph was traced with: while a backend runs, the tracing context may already hold another.
@@ -117,6 +118,7 @@ class Editor:
     def _describe(self, node: fx.Node, target: Any, like: fx.Node) -> fx.Node:
         """Give a node the metadata of ``like`` and the example value of its call. That adds no guard: AOTAutograd traces
         what stays in the graph once more, and a replacement that was tried and declined must not cost a recompile."""
+        self.made.append(node)
         node.meta.update({k: like.meta[k] for k in _COPIED_META if k in like.meta})
         args, kwargs = map_nodes(example, (node.args, node.kwargs))
         if self.fake_mode is None:

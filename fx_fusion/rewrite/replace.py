@@ -11,9 +11,8 @@ from fx_fusion.ops.layouts import any_layout, channels_last, is_channels_last
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
-def replace(fusion: Fusion, match: Match, editor: Editor) -> tuple[tuple[fx.Node, ...], Reason]:
-    """Replace one match. Returns the nodes that are in its place now, or the reason why they do not fit: nothing is changed
-    then."""
+def replace(fusion: Fusion, match: Match, editor: Editor) -> Reason:
+    """Replace one match; the reason if its replacement does not fit (nothing is changed then)."""
     before = set(editor.graph.nodes)
     try:
         if fusion.emit is not None:
@@ -24,9 +23,9 @@ def replace(fusion: Fusion, match: Match, editor: Editor) -> tuple[tuple[fx.Node
         for node in reversed(list(editor.graph.nodes)):
             if node not in before and node.op != "placeholder":  # a body keeps the operand that it was given
                 editor.graph.erase_node(node)
-        return (), str(mismatch)
+        return str(mismatch)
     editor.erase(match.nodes)
-    return tuple(node for node in editor.graph.nodes if node not in before), None
+    return None
 
 
 def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
