@@ -18,9 +18,11 @@ _NAMES = {
     "Report": "fx_fusion.report.report",
     "Site": "fx_fusion.report.site",
     "StaleTensorError": "fx_fusion.errors",
+    "VerificationError": "fx_fusion.errors",
     "compile": "fx_fusion.explaining",
     "explain": "fx_fusion.explaining",
     "recording": "fx_fusion.report.recording",
+    "verify": "fx_fusion.verifying",
 }
 __all__ = list(_NAMES)
 

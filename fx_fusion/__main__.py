@@ -15,6 +15,7 @@ _EXAMPLES = """examples:
                                                          make() returns a model and its arguments
   python -m fx_fusion explain llama --select always --require rms_norm=1 --require rope=2
                                                          exit code 1 where that does not hold: for CI
+  python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
   python -m fx_fusion doctor                             what this machine can do
 """
@@ -34,14 +35,18 @@ def main() -> int:
 
         return demo_main(steps=given.steps, variant=given.variant)
     options: dict[str, Any] = {} if given.select is None else {"select": given.select}
-    output = {name: getattr(given, name) for name in ("html", "json", "diff", "only", "why", "require")}
-    from fx_fusion.commands import explain_command, run_command
+    from fx_fusion.commands import explain_command, run_command, verify_command
 
+    def chosen(*names: str) -> dict[str, Any]:
+        return {name: getattr(given, name) for name in names}
+
+    output, sizes = ("html", "json", "diff", "only", "why", "require"), ("batch", "length", "layers", "device", "dtype")
     try:
         if given.command == "run":
-            return run_command(given.script, rest, options=options, output=output)
-        sizes = {name: getattr(given, name) for name in ("batch", "length", "layers", "device", "dtype")}
-        return explain_command(given.target, options=options, output=output, **sizes)
+            return run_command(given.script, rest, options=options, output=chosen(*output))
+        if given.command == "verify":
+            return verify_command(given.target, options=options, **chosen(*sizes))
+        return explain_command(given.target, options=options, output=chosen(*output), **chosen(*sizes))
     except ValueError as error:  # a fusion or a place that is none
         print(f"fx_fusion: {error}", file=sys.stderr)
         return 2
@@ -55,12 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fx_fusion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
-    explain.add_argument("target", help="a model type of transformers, a config.json or its folder, or module:function")
-    explain.add_argument("--batch", type=int, default=1)
-    explain.add_argument("--length", type=int, default=512, help="tokens in a row")
-    explain.add_argument("--layers", type=int, default=2, help="at most so many layers; they are alike")
-    explain.add_argument("--device", help="where the model would be: cpu, cuda; by default the GPU if there is one")
-    explain.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    verify = commands.add_parser("verify", help="one training step beside eager's and float64's, and which fusion is wrong")
+    for command, length in ((explain, 512), (verify, 64)):
+        command.add_argument("target", help="a model type of transformers, a config.json or its folder, or module:function")
+        command.add_argument("--batch", type=int, default=1)
+        command.add_argument("--length", type=int, default=length, help="tokens in a row")
+        command.add_argument("--layers", type=int, default=2, help="at most so many layers; they are alike")
+        command.add_argument("--device", help="where the model would be: cpu, cuda; by default the GPU if there is one")
+        command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", add_help=True)
     run.add_argument("script", help="a Python file; what follows it are its own arguments")
     for command in (explain, run):
@@ -72,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--require", metavar="FUSION[=N]", action="append", default=[], help="exit code 1 unless it was fused (N times)"
         )
+    for command in (explain, verify, run):
         command.add_argument("--select", choices=("auto", "measure", "always", "never"), help="as in the options")
     demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
     demo.add_argument("--steps", type=int, default=8, help="training steps of each")

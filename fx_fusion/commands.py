@@ -1,4 +1,4 @@
-"""``python -m fx_fusion explain`` and ``run``."""
+"""``python -m fx_fusion explain``, ``verify`` and ``run``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from fx_fusion.errors import OptionError, TargetError
+from fx_fusion.errors import OptionError, TargetError, VerificationError
 from fx_fusion.explaining import explain
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.targets import target_of
+from fx_fusion.verifying import verify
 
 
 def explain_command(
@@ -35,6 +36,25 @@ def explain_command(
         print(f"fx_fusion: {error}", file=sys.stderr)
         return 2
     return show(report, **output)
+
+
+def verify_command(
+    name: str, *, batch: int, length: int, layers: int, device: str | None, dtype: str, options: dict[str, Any]
+) -> int:  # fmt: skip
+    """Verify a target; the exit code: 2 where that is not possible, 1 where something is wrong."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            torch.manual_seed(0)
+            target = target_of(
+                name, batch=batch, length=length, layers=layers, device=device, dtype=getattr(torch, dtype), fake=False
+            )
+            found = verify(target.call, *target.args, options=options, **target.kwargs)
+    except (TargetError, OptionError, VerificationError) as error:
+        print(f"fx_fusion: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if found.ok else 1
 
 
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:

@@ -25,6 +25,10 @@ class TargetError(ValueError):
     """``python -m fx_fusion explain TARGET`` names nothing that can be explained."""
 
 
+class VerificationError(RuntimeError):
+    """``fx_fusion.verify`` can't compare this model."""
+
+
 def nearest(name: str, valid: Sequence[str]) -> str:
     """The end of an error about an unknown name: the valid one that is most like it, and all of them."""
     valid = list(dict.fromkeys(valid))

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,10 +33,12 @@ class Target:
     mode: Any = None
 
 
-def target_of(name: str, *, batch: int, length: int, layers: int, device: str, dtype: torch.dtype) -> Target:
+def target_of(
+    name: str, *, batch: int, length: int, layers: int, device: str, dtype: torch.dtype, fake: bool = True
+) -> Target:
     """The target of a name: a model type of transformers (``llama``), a ``config.json`` or its folder, or a function that
     makes the model and its arguments (``package.module:function``, ``file.py:function``). Models of transformers have their
-    full width and ``layers`` layers; their tensors are fake, where the class can be built so.
+    full width and ``layers`` layers, no dropout, and with ``fake`` no memory, where the class can be built so.
 
     Raises TargetError where there is no such thing, or it can't be built.
     """
@@ -67,7 +70,9 @@ def target_of(name: str, *, batch: int, length: int, layers: int, device: str, d
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
-    return _built(getattr(transformers, classes[kind]), config, batch, length, device, dtype)
+    for attribute in (a for a in vars(config) if re.search("drop|pdrop", a) and isinstance(getattr(config, a), float)):
+        setattr(config, attribute, 0.0)
+    return _built(getattr(transformers, classes[kind]), config, batch, length, device, dtype, fake)
 
 
 def _classes() -> dict[str, Any]:
@@ -81,16 +86,19 @@ def _classes() -> dict[str, Any]:
     }
 
 
-def _built(made_by: Any, config: Any, batch: int, length: int, device: str, dtype: torch.dtype) -> Target:
-    """Without memory, or with it where a model reads values while it is built."""
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
+def _built(
+    made_by: Any, config: Any, batch: int, length: int, device: str, dtype: torch.dtype, fake: bool
+) -> Target:  # fmt: skip
+    """Without memory if that is asked for; with it where a model reads values while it is built."""
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), None) if fake else (None,):
         known = torch.get_default_dtype()
         try:
             with mode or contextlib.nullcontext(), torch.device(device):
                 torch.set_default_dtype(dtype)
                 model = made_by(config).train()
-                ids = torch.zeros(batch, length, dtype=torch.long)
-                return Target(model, kwargs={"input_ids": ids, "labels": torch.zeros_like(ids)}, mode=mode)
+                least = min(1000, getattr(config.get_text_config(), "vocab_size", 2))
+                ids = torch.arange(batch * length).view(batch, length) % least
+                return Target(model, kwargs={"input_ids": ids, "labels": ids.clone()}, mode=mode)
         except Exception as error:
             if mode is None:
                 raise TargetError(f"{made_by.__name__} can't be built: {type(error).__name__}: {error}") from error

@@ -109,6 +109,13 @@ class JointGraph:
         number = input_number(node)
         return node.op == "placeholder" and (number in self._written or (number is None and bool(self._written)))
 
+    def from_lost(self) -> Iterator[fx.Node]:
+        """What the forward computes of inputs that it may write to."""
+        for node in filter(self.is_lost, self.graph.find_nodes(op="placeholder")):
+            for user in (u for member in self.with_views(node) for u in member.users):
+                if user.op == "call_function" and user not in self.backward and not is_view(user):
+                    yield user
+
     def read_as_it_is(self, node: fx.Node) -> bool:
         """Whether something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""
         return any(not is_fusible(reader) for reader in self.readers(node))

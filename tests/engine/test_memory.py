@@ -167,8 +167,33 @@ def test_what_is_written_to_in_place_meanwhile(memory):
         torch.testing.assert_close(a, b, msg=name)
 
 
+@pytest.mark.parametrize("memory", recompute.MEMORY)
+def test_a_buffer_that_counts_calls(memory):
+    """torch 2.13 computes calls + 1 in the backward again, where calls was written to: twice the gradient."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(8, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return (self.out(x) * self.calls).sum()
+
+    model, x = Counting(), torch.randn(6, 8)
+    model(x).backward()
+    expected = model.out.bias.grad.clone()
+    model.zero_grad()
+    model.calls.zero_()
+    torch._dynamo.reset()
+    torch.compile(model, backend="fx_fusion", options={"memory": memory, "strict": True})(x).backward()
+    torch.testing.assert_close(model.out.bias.grad, expected)
+
+
 def test_a_view_of_an_input_that_is_written_to():
-    """The copy that AOTAutograd makes of it is kept: the input itself is another by then. Found by the fuzzer, 1199."""
+    """The copy that AOTAutograd makes of it is saved, and repeated again in the backward: the input itself is another by
+    then. Found by the fuzzer, 1199."""
 
     class Repeats(nn.Module):
         def __init__(self):
@@ -181,8 +206,14 @@ def test_a_view_of_an_input_that_is_written_to():
             return self.out(F.scaled_dot_product_attention(q, *repeated)).square().mean()
 
     q, k, v = (torch.randn(2, heads, 6, 16) for heads in (4, 2, 2))
-    found = partitioned(Repeats(), {"q": q, "k": k.requires_grad_() * 1, "v": v}, dynamic=True)
-    assert found.again()["clone"] <= 1  # of v
+    model = Repeats()
+    found = partitioned(model, {"q": q, "k": k.clone().requires_grad_() * 1, "v": v}, dynamic=True)
+    assert found.again()["clone"] == 2
+    assert found.saved[(2, 2, 6, 16), torch.float32]
+    model.zero_grad()
+    model(q, k.clone(), v).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad)
 
 
 class Casts(nn.Module):

@@ -107,6 +107,12 @@ def test_what_is_required(script):
     run("explain", f"{script}:make", "--select", "always", "--require", "rms_norm")
 
 
+def test_verify(script):
+    assert "2 site(s)" not in (said := run("verify", f"{script}:make", "--select", "always").stdout)
+    assert "1 site(s) fused: all right" in said
+    assert "has no function" in run("verify", f"{script}:mak", code=2).stderr
+
+
 def test_a_script_as_it_is(script, tmp_path):
     page = tmp_path / "page.html"
     found = run("run", script, "--html", str(page), "--select", "always", "--require", "rms_norm=1", "--epochs", "2")

@@ -1,0 +1,149 @@
+"""``fx_fusion.verify``: right models are right, a wrong replacement is found and named, and nothing is left behind."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import fx_fusion
+from fx_fusion import pipeline, verifying
+from tests import zoo
+from tests.helpers import tiny_llama, tokens
+
+ALWAYS = {"select": "always"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_is_right(dtype):
+    found = fx_fusion.verify(tiny_llama(dtype), input_ids=tokens(), labels=tokens(), options=ALWAYS)
+    assert found.ok, str(found)
+    assert found.blame is None
+    assert found.report.count("linear_cross_entropy") == 1
+    assert {row.name for row in found.rows} >= {"loss", "logits", "gradient of model.embed_tokens.weight"}
+    # The oracle is one: eager's errors are those of the dtype, not 0 and not its own.
+    usual = next(row.usual for row in found.rows if row.name == "gradient of model.layers.0.mlp.up_proj.weight")
+    assert 0.01 * torch.finfo(dtype).eps < usual < 100 * torch.finfo(dtype).eps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["GPT2", "Bert", "T5", "Gemma2", "GPTNeoX"])
+def test_families(family):
+    found = fx_fusion.verify(zoo.build(family), **zoo.batch(), options=ALWAYS)
+    assert found.ok, str(found)
+
+
+@contextlib.contextmanager
+def sabotaged(monkeypatch, fusion, nth, change):
+    """The nth replacement by this fusion is wrong."""
+    real, seen = pipeline.replace, []
+
+    def replace(declared, match, editor):
+        known = len(editor.made)
+        reason = real(declared, match, editor)
+        if declared.name == fusion and reason is None:
+            seen.append(match)
+            if len(seen) % 100 == nth:
+                node = editor.made[-1]
+                with editor.graph.inserting_after(node):
+                    wrong = editor.graph.call_function(change, (node,))
+                wrong.meta = dict(node.meta)
+                node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+        assert len(editor.made) >= known
+        return reason
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "replace", replace)
+        patched.setattr(pipeline, "rewrite", counting(pipeline.rewrite, seen))
+        yield
+
+
+def counting(rewrite, seen):
+    def run(*args):
+        seen.clear()  # a graph starts anew
+        return rewrite(*args)
+
+    return run
+
+
+def a_little_more(x):
+    return x * 1.01
+
+
+def detached(x):
+    return x.detach()
+
+
+@pytest.mark.parametrize("change", [a_little_more, detached])
+def test_a_wrong_replacement_is_named(monkeypatch, change):
+    """In the values, or in the gradients alone."""
+    with sabotaged(monkeypatch, "swiglu", 2, change):
+        found = fx_fusion.verify(tiny_llama(), input_ids=tokens(), labels=tokens(), options=ALWAYS)
+    assert not found.ok
+    assert (found.blame.fusion, found.blame.module) == ("swiglu", "model.layers.1.mlp")
+    assert "right without swiglu in model.layers.1.mlp" in str(found)
+    assert 'options={"fusions": ["-swiglu"]}' in str(found)
+
+
+def test_what_is_wrong_without_any_replacement(monkeypatch):
+    """Torch's own mistakes are no fusion's."""
+    real = verifying.compile_graph
+
+    def wrong(gm, examples, *, options):
+        compiled = real(gm, examples, options=options)
+        return lambda *given: tuple(o * 1.01 for o in compiled(*given))
+
+    monkeypatch.setattr(verifying, "compile_graph", wrong)
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.RMSNorm(8))
+    found = fx_fusion.verify(model, torch.randn(4, 8), options=ALWAYS)
+    assert not found.ok
+    assert found.blame is None
+    assert "wrong without any replacement too" in str(found)
+
+
+def test_nothing_is_left_behind():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.out(self.norm(x))
+
+    model, x = Model(), torch.randn(6, 8)
+    model.out.weight.grad = gradient = torch.ones_like(model.out.weight)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert fx_fusion.verify(model, x).ok
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.out.weight.grad is gradient
+    assert model.out.bias.grad is None
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_that_counts_its_calls():
+    """Every run starts from the same buffers."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(8, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.out(x) * self.calls
+
+    model = Model()
+    assert fx_fusion.verify(model, torch.randn(6, 8)).ok
+    assert model.calls == 0
+
+
+def test_what_cant_be_compared():
+    with pytest.raises(fx_fusion.VerificationError, match=r"draws random numbers: call model.eval\(\)"):
+        fx_fusion.verify(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), torch.randn(4, 8))
+    with pytest.raises(fx_fusion.VerificationError, match="no floating-point output"):
+        fx_fusion.verify(nn.Flatten(), torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(fx_fusion.OptionError):
+        fx_fusion.verify(nn.Linear(2, 2), torch.ones(2, 2), options={"selct": "always"})
+    assert fx_fusion.verify(nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval(), torch.randn(4, 8)).ok
