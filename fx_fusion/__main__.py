@@ -17,6 +17,7 @@ _EXAMPLES = """examples:
                                                          exit code 1 where that does not hold: for CI
   python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
+  python -m fx_fusion report r.json --html r.html        a report that --json wrote, as a page
   python -m fx_fusion doctor                             what this machine can do
 """
 
@@ -34,8 +35,8 @@ def main() -> int:
         from fx_fusion.demo import main as demo_main
 
         return demo_main(steps=given.steps, variant=given.variant)
-    options: dict[str, Any] = {} if given.select is None else {"select": given.select}
-    from fx_fusion.commands import explain_command, run_command, verify_command
+    options: dict[str, Any] = {} if getattr(given, "select", None) is None else {"select": given.select}
+    from fx_fusion.commands import explain_command, report_command, run_command, verify_command
 
     def chosen(*names: str) -> dict[str, Any]:
         return {name: getattr(given, name) for name in names}
@@ -44,6 +45,8 @@ def main() -> int:
     try:
         if given.command == "run":
             return run_command(given.script, rest, options=options, output=chosen(*output))
+        if given.command == "report":
+            return report_command(given.file, output=chosen(*output))
         if given.command == "verify":
             return verify_command(given.target, options=options, **chosen(*sizes))
         return explain_command(given.target, options=options, output=chosen(*output), **chosen(*sizes))
@@ -70,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", add_help=True)
     run.add_argument("script", help="a Python file; what follows it are its own arguments")
-    for command in (explain, run):
+    report = commands.add_parser("report", help="show a report that was written as JSON")
+    report.add_argument("file", help="what --json wrote, here or on another machine")
+    for command in (explain, run, report):
         command.add_argument("--html", metavar="FILE", help="write the report as a page")
         command.add_argument("--json", metavar="FILE", help="write the report as JSON")
         command.add_argument("--diff", action="store_true", help="print the graphs before and after")

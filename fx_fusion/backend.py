@@ -30,8 +30,8 @@ from fx_fusion.memory.recompute import describe_inputs
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import trace
 from fx_fusion.report.diff import rows
+from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.recording import publish, recording_in, recordings
-from fx_fusion.report.report import GraphReport
 from fx_fusion.report.site import Site
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import (

@@ -1,4 +1,4 @@
-"""``python -m fx_fusion explain``, ``verify`` and ``run``."""
+"""``python -m fx_fusion explain``, ``verify``, ``run`` and ``report``."""
 
 from __future__ import annotations
 
@@ -75,6 +75,16 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
             sys.path.remove(str(Path(script).parent))
     shown = show(report, **output)
     return code if isinstance(code, int) and code else shown
+
+
+def report_command(file: str, *, output: dict[str, Any]) -> int:
+    """Show a report that was written as JSON, here or on another machine; 2 where it is none."""
+    try:
+        report = Report.from_json(Path(file).read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"fx_fusion: {file} can't be read as a report: {error}", file=sys.stderr)
+        return 2
+    return show(report, **output)
 
 
 @contextlib.contextmanager

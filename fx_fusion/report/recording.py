@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
-from fx_fusion.report.report import GraphReport, Report
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.report import Report
 from fx_fusion.report.site import Site
 
 _active: ContextVar[tuple[Report, ...]] = ContextVar("recordings", default=())  # of this thread

@@ -8,62 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-import torch
-import triton
 from tabulate import tabulate
 
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
-from fx_fusion.memory.recompute import Decisions
-from fx_fusion.report.diff import Row, text, unified
+from fx_fusion.report.diff import unified
+from fx_fusion.report.document import environment, from_document, to_document
+from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
 from fx_fusion.report.unsaid import unsaid
-from fx_fusion.runtime.reads import Reads
-from fx_fusion.runtime.speculate import Calls
-
-
-@dataclass
-class GraphReport:
-    """One compiled graph: its rows before and after, how many nodes, what was left to Inductor."""
-
-    index: int
-    rows_before: tuple[Row, ...] = ()
-    rows_after: tuple[Row, ...] = ()
-    nodes_before: int = 0
-    nodes_after: int = 0
-    fallback: str = ""  # why the graph went to Inductor unchanged, if it did
-    broke: str = ""  # the graph break that it ends at, if it does
-    floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
-    deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
-    computed: tuple[str, ...] = ()  # outputs that could wait, and are read
-    assumes: tuple[str, ...] = ()
-    calls: Calls = field(default_factory=Calls)
-    reads: Reads = field(default_factory=Reads)
-    memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
-    instead_of: int | None = None  # the graph that this one is another version of
-    version: str = ""  # which, and when it is compiled
-    compile_id: str = ""
-    attempt: int = 0  # of Dynamo, at the code with this id
-    seconds: float = 0.0
-
-    @property
-    def before(self) -> str:
-        """The graph that Dynamo captured, a line a node."""
-        return text(self.rows_before)
-
-    @property
-    def after(self) -> str:
-        """The rewritten graph, a line a node."""
-        return text(self.rows_after)
-
 
 _NOTHING_RECORDED = (
     "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
@@ -77,6 +35,7 @@ class Report:
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.graphs: list[GraphReport] = []
+        self.environment = environment()
 
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
         """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
@@ -150,7 +109,7 @@ class Report:
             tablefmt="plain",
             maxcolwidths=[None, None, None, 34, 30, 60],
         )
-        notes = [f"graph {g.index}: {note}" for g in self.graphs for note in _notes(g)]
+        notes = [f"graph {g.index}: {note}" for g in self.graphs for note in g.notes()]
         notes += [f"graph {g.index}: nothing is said of {what}" for g in self.graphs for what in self._unsaid(g)]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
@@ -180,8 +139,8 @@ class Report:
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
         ``path`` if that is given."""
-        shown = [Shown(g.index, tuple(_notes(g)), g.rows_before, g.rows_after) for g in self.graphs]
-        made = page(self._verdict(), shown, self.sites, _environment())
+        shown = [Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after) for g in self.graphs]
+        made = page(self._verdict(), shown, self.sites, self.environment)
         if path is not None:
             Path(path).write_text(made, encoding="utf-8")
         return made
@@ -196,22 +155,16 @@ class Report:
         return f"{said}; {len(self.graphs)} graph(s), {breaks} graph break(s)"
 
     def to_json(self) -> str:
-        """Sites, graphs and counts as a JSON document."""
-        return json.dumps(
-            {
-                "sites": [asdict(s) for s in self.sites],
-                "graphs": [_facts(g) for g in self.graphs],
-                "counts": {f"{s}/{f}": n for (s, f), n in Counter((s.status, s.fusion) for s in self.sites).items()},
-            },
-            indent=1,
-        )
+        """Everything as a JSON document, which ``from_json`` reads back; its ``schema`` is a number."""
+        return json.dumps(to_document(self.sites, self.graphs, self.environment), separators=(",", ":"))
 
-
-def _facts(graph: GraphReport) -> dict[str, object]:
-    texts_and_counts = ("rows_before", "rows_after", "calls", "reads", "memory")
-    facts = {f.name: getattr(graph, f.name) for f in fields(graph) if f.name not in texts_and_counts}
-    reads = {"calls": graph.reads.calls, "read": graph.reads.calls_read}
-    return {**facts, "calls": asdict(graph.calls), "reads": reads, "memory": asdict(graph.memory)}
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """The report that ``to_json`` wrote, here or on another machine. Raises ValueError if it is none."""
+        document = json.loads(text)
+        report = Report()
+        report.sites, report.graphs, report.environment = from_document(document if isinstance(document, dict) else {})
+        return report
 
 
 def _because(site: Site) -> str:
@@ -220,42 +173,6 @@ def _because(site: Site) -> str:
     instead = {fusion.name: fusion.instead for fusion in registry.all_fusions()}.get(site.fusion, "")
     advice = f"; write {instead}" if instead and site.status == "near" and "write " not in site.reason else ""
     return f"{site.status}: {site.fusion}{where} ({site.location}){': ' * bool(site.reason)}{_generic(site.reason)}{advice}"
-
-
-def _notes(graph: GraphReport) -> Iterator[str]:
-    """What there is to say of a graph besides its sites."""
-    if graph.instead_of is not None:
-        yield f"graph {graph.instead_of} {graph.version}"
-    if graph.fallback:
-        yield f"unchanged to Inductor: {graph.fallback}"
-    if graph.broke:
-        yield f"ends at a {graph.broke}"
-    if graph.floats:
-        yield f"{graph.floats} foreach call(s) take a changing float as a tensor"
-    if graph.deferred:
-        yield _deferred(graph)
-    if graph.computed:
-        yield f"computed beside the loss: {', '.join(graph.computed)}"
-    if graph.assumes:
-        yield _assumed(graph)
-    yield from graph.memory.sentences()
-
-
-def _environment() -> dict[str, str]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__, "GPU": gpu}
-
-
-def _deferred(graph: GraphReport) -> str:
-    reads = graph.reads
-    read = f"; read in {reads.calls_read} of {reads.calls} calls" if reads.calls else ""
-    return f"deferred until read: {', '.join(graph.deferred)}{read}"
-
-
-def _assumed(graph: GraphReport) -> str:
-    calls = graph.calls
-    held = f"; held in {calls.assumed} of {calls.assumed + calls.otherwise} calls" if calls != Calls() else ""
-    return f"assumes, and checks at run time: {', '.join(graph.assumes)}{held}"
 
 
 def _generic(reason: str) -> str:

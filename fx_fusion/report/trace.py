@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fx_fusion.report.report import GraphReport, Report
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.report import Report
 from fx_fusion.report.site import Site
 from fx_fusion.torch_internals.dynamo import publish_artifact
 

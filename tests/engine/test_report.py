@@ -203,3 +203,23 @@ def test_one_near_miss_a_place(odd):
 
 def test_what_no_site_names_is_said(odd):
     assert "nothing is said of 1 x sqrt" in str(odd)
+
+
+def test_a_report_from_json_is_the_same(odd):
+    model, ids = tiny_llama(), tokens()
+    llama = fx_fusion.explain(model, input_ids=ids, labels=ids, options={"select": "always"})
+    for report in (odd, llama):
+        again = fx_fusion.Report.from_json(report.to_json())
+        assert str(again) == str(report)
+        assert again.to_html() == report.to_html()
+        assert again.diff() == report.diff()
+        assert again.to_json() == report.to_json()
+    facts = json.loads(llama.to_json())
+    assert facts["schema"] == 1
+    assert facts["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 99}'])
+def test_what_is_no_report(text):
+    with pytest.raises(ValueError, match="no report of schema 1"):
+        fx_fusion.Report.from_json(text)

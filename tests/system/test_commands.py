@@ -70,6 +70,16 @@ def test_a_type_of_transformers(tmp_path):
     assert shapes[0]["x"] == "bfloat16[1, 512, 4096]"
 
 
+def test_a_report_of_another_machine(script, tmp_path):
+    facts, page = tmp_path / "facts.json", tmp_path / "page.html"
+    said = run("explain", f"{script}:make", "--select", "always", "--json", str(facts)).stdout
+    assert run("report", str(facts), "--html", str(page), "--require", "rms_norm=1").stdout == said
+    assert "rms_norm" in page.read_text()
+    (tmp_path / "none.json").write_text("{}")
+    assert "no report of schema 1" in run("report", str(tmp_path / "none.json"), code=2).stderr
+    assert "can't be read" in run("report", str(tmp_path / "nowhere.json"), code=2).stderr
+
+
 def test_a_config_of_ones_own(tmp_path):
     config = {
         "model_type": "gpt2", "n_embd": 48, "n_layer": 5, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0,

@@ -1,0 +1,84 @@
+"""A report as JSON, and back: to look at elsewhere, or later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+import triton
+
+from fx_fusion.memory.recompute import Decisions, Value
+from fx_fusion.report.diff import Row
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.site import Site
+from fx_fusion.runtime.reads import Reads
+from fx_fusion.runtime.speculate import Calls
+
+SCHEMA = 1  # of the document; another number where a program that reads it would go wrong
+_WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory")
+
+
+def environment() -> dict[str, str]:
+    """Versions, and the GPU."""
+    try:
+        own = importlib.metadata.version("fx_fusion")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        own = "not installed"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "fx_fusion": own, "python": platform.python_version(), "torch": torch.__version__,
+        "triton": triton.__version__, "GPU": gpu,
+    }  # fmt: skip
+
+
+def to_document(sites: Sequence[Site], graphs: Sequence[GraphReport], environment: Mapping[str, str]) -> dict[str, Any]:
+    """What there is to know, in lists, dictionaries, numbers and strings."""
+    return {
+        "schema": SCHEMA,
+        "environment": dict(environment),
+        "counts": {f"{s}/{f}": n for (s, f), n in Counter((s.status, s.fusion) for s in sites).items()},
+        "sites": [asdict(s) for s in sites],
+        "graphs": [_of_graph(g) for g in graphs],
+    }
+
+
+def from_document(document: Mapping[str, Any]) -> tuple[list[Site], list[GraphReport], dict[str, str]]:
+    """Sites, graphs and environment of a document. Raises ValueError if it is none, or of another schema."""
+    if document.get("schema") != SCHEMA:
+        raise ValueError(f"this is no report of schema {SCHEMA}: its schema is {document.get('schema')!r}")
+    sites = [Site(**{name: _frozen(value) for name, value in given.items()}) for given in document["sites"]]
+    return sites, [_to_graph(given) for given in document["graphs"]], dict(document["environment"])
+
+
+def _of_graph(graph: GraphReport) -> dict[str, Any]:
+    facts = {f.name: getattr(graph, f.name) for f in fields(graph) if f.name not in _WRITTEN_APART}
+    return {
+        **facts,
+        "calls": asdict(graph.calls),
+        "reads": {"calls": graph.reads.calls, "read": graph.reads.calls_read},
+        "memory": asdict(graph.memory),
+        "before": [list(row) for row in graph.rows_before],
+        "after": [list(row) for row in graph.rows_after],
+    }
+
+
+def _to_graph(given: Mapping[str, Any]) -> GraphReport:
+    known = {f.name for f in fields(GraphReport)} - set(_WRITTEN_APART)
+    reads = Reads()
+    reads.calls, reads.calls_read = given["reads"]["calls"], given["reads"]["read"]
+    memory = {name: _frozen(value) for name, value in given["memory"].items()}
+    memory["values"] = [Value(**value) for value in given["memory"]["values"]]
+    before, after = (tuple(Row(*map(_frozen, row)) for row in given[when]) for when in ("before", "after"))
+    graph = GraphReport(**{name: _frozen(value) for name, value in given.items() if name in known})
+    graph.rows_before, graph.rows_after = before, after
+    graph.calls, graph.reads, graph.memory = Calls(**given["calls"]), reads, Decisions(**memory)
+    return graph
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,76 @@
+"""One compiled graph, as the report has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fx_fusion.memory.recompute import Decisions
+from fx_fusion.report.diff import Row, text
+from fx_fusion.runtime.reads import Reads
+from fx_fusion.runtime.speculate import Calls
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph: its rows before and after, how many nodes, what was left to Inductor."""
+
+    index: int
+    rows_before: tuple[Row, ...] = ()
+    rows_after: tuple[Row, ...] = ()
+    nodes_before: int = 0
+    nodes_after: int = 0
+    fallback: str = ""  # why the graph went to Inductor unchanged, if it did
+    broke: str = ""  # the graph break that it ends at, if it does
+    floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
+    deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
+    computed: tuple[str, ...] = ()  # outputs that could wait, and are read
+    assumes: tuple[str, ...] = ()
+    calls: Calls = field(default_factory=Calls)
+    reads: Reads = field(default_factory=Reads)
+    memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
+    instead_of: int | None = None  # the graph that this one is another version of
+    version: str = ""  # which, and when it is compiled
+    compile_id: str = ""
+    attempt: int = 0  # of Dynamo, at the code with this id
+    seconds: float = 0.0
+
+    @property
+    def before(self) -> str:
+        """The graph that Dynamo captured, a line a node."""
+        return text(self.rows_before)
+
+    @property
+    def after(self) -> str:
+        """The rewritten graph, a line a node."""
+        return text(self.rows_after)
+
+    def notes(self) -> Iterator[str]:
+        """What there is to say of a graph besides its sites."""
+        if self.instead_of is not None:
+            yield f"graph {self.instead_of} {self.version}"
+        if self.fallback:
+            yield f"unchanged to Inductor: {self.fallback}"
+        if self.broke:
+            yield f"ends at a {self.broke}"
+        if self.floats:
+            yield f"{self.floats} foreach call(s) take a changing float as a tensor"
+        if self.deferred:
+            yield _deferred(self)
+        if self.computed:
+            yield f"computed beside the loss: {', '.join(self.computed)}"
+        if self.assumes:
+            yield _assumed(self)
+        yield from self.memory.sentences()
+
+
+def _deferred(graph: GraphReport) -> str:
+    reads = graph.reads
+    read = f"; read in {reads.calls_read} of {reads.calls} calls" if reads.calls else ""
+    return f"deferred until read: {', '.join(graph.deferred)}{read}"
+
+
+def _assumed(graph: GraphReport) -> str:
+    calls = graph.calls
+    held = f"; held in {calls.assumed} of {calls.assumed + calls.otherwise} calls" if calls != Calls() else ""
+    return f"assumes, and checks at run time: {', '.join(graph.assumes)}{held}"
