@@ -55,3 +55,39 @@ def test_trainer(tmp_path, monkeypatch, bf16):
     resumed, _ = train(tmp_path / "ours", compiled=True, bf16=bf16, steps=6, resume=True)
     torch.testing.assert_close(resumed[:4], losses, **close)
     assert len(resumed) == 6
+
+
+def test_what_a_trainer_logs(tmp_path, monkeypatch):
+    """Counts and shares in every log, before the loggers see it, and the page beside the checkpoints."""
+    import fx_fusion.accelerate
+    from fx_fusion.trainer import PAGE, watch
+
+    class Logger(transformers.TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.seen.append(dict(logs))
+
+    torch._dynamo.list_backends()
+    torch._dynamo.reset()
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), torch_compile=True, torch_compile_backend="fx_fusion", per_device_train_batch_size=2, max_steps=3,
+        logging_steps=1, save_strategy="steps", save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    logger, data = Logger(), texts(8, 0)
+    for row in data[4:]:
+        row["attention_mask"][-4:] = 0  # half of them are padded
+    trainer = transformers.Trainer(tiny_llama(), arguments, train_dataset=data, callbacks=[logger])
+    report = watch(trainer)
+    trainer.train()
+    assert report.count("rms_norm") >= 1
+    first = logger.seen[0]
+    assert first["fx_fusion/fused"] >= 10
+    assert first["fx_fusion/graphs"] >= 1
+    assert first["fx_fusion/logits_read"] == 0
+    assert 0 <= logger.seen[-1]["fx_fusion/assumption_held"] <= 1
+    assert "fx_fusion/fused" in trainer.state.log_history[0]
+    assert "rms_norm" in (tmp_path / PAGE).read_text()
+    assert not any(report is recorded for recorded in fx_fusion.report.recording.recordings())

@@ -1,0 +1,79 @@
+"""What fx_fusion does during a run of transformers' Trainer: in its logs, and as a page beside its checkpoints.
+
+    import fx_fusion.accelerate
+    from fx_fusion.trainer import watch
+
+    trainer = Trainer(model, TrainingArguments(..., torch_compile=True, torch_compile_backend="fx_fusion"), ...)
+    report = watch(trainer)
+    trainer.train()
+
+Trainers that derive from it (TRL's) are watched in the same way.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from fx_fusion.report.recording import recording_in
+from fx_fusion.report.report import Report
+
+PAGE = "fx_fusion.html"
+
+
+def watch(trainer: Trainer) -> Report:
+    """Record what is compiled while ``trainer`` trains. Every log (W&B, TensorBoard, its own history) gets
+
+    - ``fx_fusion/fused``, ``/kept``, ``/declined``, ``/near``: how many sites have this status;
+    - ``fx_fusion/graphs``: how many graphs were compiled;
+    - ``fx_fusion/assumption_held``: in which share of the calls of graphs that assume something about their inputs it held;
+    - ``fx_fusion/logits_read``: in which share of the calls deferred outputs were read;
+
+    and the report is written to ``fx_fusion.html`` in the output folder with every checkpoint and at the end. Returns it.
+    """
+    watching = _Watching()
+    # In front of those that log: what they are given is one dictionary.
+    trainer.callback_handler.callbacks.insert(0, watching)
+    return watching.report
+
+
+class _Watching(TrainerCallback):
+    def __init__(self) -> None:
+        self.report, self._recording = Report(), ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recording.enter_context(recording_in((self.report,)))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        found = {f"fx_fusion/{name}": value for name, value in facts(self.report).items()}
+        if logs is not None:
+            logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.report.to_html(folder / PAGE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._recording.close()
+        self.on_save(args, state, control)
+
+
+def facts(report: Report) -> dict[str, float]:
+    """What a log gets. Shares are left out where there were no calls."""
+    found: dict[str, float] = {"graphs": len(report.graphs)}
+    for site in report.sites:
+        found[site.status] = found.get(site.status, 0) + 1
+    checked = [graph.calls for graph in report.graphs]
+    if calls := sum(c.assumed + c.otherwise for c in checked):
+        found["assumption_held"] = sum(c.assumed for c in checked) / calls
+    deferring = [graph.reads for graph in report.graphs if graph.deferred]
+    if calls := sum(r.calls for r in deferring):
+        found["logits_read"] = sum(r.calls_read for r in deferring) / calls
+    return found
