@@ -19,7 +19,7 @@ from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.layer_norm import layer_norm
 from fx_fusion.kernels.norms.row_norm_kernels import row_norm_bwd_kernel, row_norm_fwd_kernel
 from fx_fusion.kernels.rms_norm import rms_norm
-from fx_fusion.memory.joint_graph import JointGraph
+from fx_fusion.memory.joint_graph import JointGraph, base
 from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.partitioner import compute_again
 from fx_fusion.torch_internals.traced_kernels import functional_graph, insert, launch_with_result, launched
@@ -112,8 +112,10 @@ def _backward(joint: JointGraph, stats: fx.Node | None) -> fx.Node | None:
 
 # -- having y again -----------------------------------------------------------------------------------------------------
 def is_handed_out(joint: JointGraph, norm: Norm) -> bool:
-    """Whether the norm's backward can hand out y: none of y's readers has to run before it."""
-    return norm.backward is not None and not joint.needs(norm.backward, joint.readers(norm.y))
+    """Whether the norm's backward can hand out y: none of y's readers has to run before it, and the bias is as it was."""
+    if norm.backward is None or (norm.bias is not None and joint.is_lost(base(norm.bias))):
+        return False
+    return not joint.needs(norm.backward, joint.readers(norm.y))
 
 
 def have_again(joint: JointGraph, norm: Norm) -> None:

@@ -24,12 +24,12 @@ _WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory")
 
 
 def environment() -> dict[str, str]:
-    """Versions, and the GPU."""
+    """Versions, and the GPU that is in use: who only asks for a report must not start CUDA before a fork."""
     try:
         own = importlib.metadata.version("fx_fusion")
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         own = "not installed"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "none"
     return {
         "fx_fusion": own, "python": platform.python_version(), "torch": torch.__version__,
         "triton": triton.__version__, "GPU": gpu,

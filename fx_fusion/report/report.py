@@ -35,7 +35,7 @@ class Report:
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.graphs: list[GraphReport] = []
-        self.environment = environment()
+        self._environment: dict[str, str] = {}  # of another machine
 
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
         """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
@@ -46,6 +46,11 @@ class Report:
         self.sites = [s for s in self.sites if s.graph not in dropped]
         self.graphs.append(graph)
         self.sites.extend(sites)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Versions, and the GPU: those of the machine that it was made on."""
+        return self._environment or environment()
 
     # -- questions -----------------------------------------------------------------------------------------------
     def count(self, fusion: str, status: str = "fused") -> int:
@@ -163,7 +168,7 @@ class Report:
         """The report that ``to_json`` wrote, here or on another machine. Raises ValueError if it is none."""
         document = json.loads(text)
         report = Report()
-        report.sites, report.graphs, report.environment = from_document(document if isinstance(document, dict) else {})
+        report.sites, report.graphs, report._environment = from_document(document if isinstance(document, dict) else {})
         return report
 
 
