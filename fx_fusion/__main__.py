@@ -17,6 +17,7 @@ _EXAMPLES = """examples:
                                                          exit code 1 where that does not hold: for CI
   python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
+  python -m fx_fusion bisect python check.py             which replacement makes check.py fail
   python -m fx_fusion report r.json --html r.html        a report that --json wrote, as a page
   python -m fx_fusion doctor                             what this machine can do
 """
@@ -25,7 +26,7 @@ _EXAMPLES = """examples:
 def main() -> int:
     """Run a command; its exit code."""
     given, rest = _parser().parse_known_args()
-    if rest and given.command != "run":
+    if rest and given.command not in ("run", "bisect"):
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if given.command == "doctor":
         from fx_fusion.doctor import main as doctor
@@ -36,7 +37,7 @@ def main() -> int:
 
         return demo_main(steps=given.steps, variant=given.variant)
     options: dict[str, Any] = {} if getattr(given, "select", None) is None else {"select": given.select}
-    from fx_fusion.commands import explain_command, report_command, run_command, verify_command
+    from fx_fusion.commands import bisect_command, explain_command, report_command, run_command, verify_command
 
     def chosen(*names: str) -> dict[str, Any]:
         return {name: getattr(given, name) for name in names}
@@ -45,6 +46,8 @@ def main() -> int:
     try:
         if given.command == "run":
             return run_command(given.script, rest, options=options, output=chosen(*output))
+        if given.command == "bisect":
+            return bisect_command([given.program, *rest])
         if given.command == "report":
             return report_command(given.file, output=chosen(*output))
         if given.command == "verify":
@@ -73,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", add_help=True)
     run.add_argument("script", help="a Python file; what follows it are its own arguments")
+    bisect = commands.add_parser("bisect", help="find the replacement with which a command starts to fail")
+    bisect.add_argument("program", help="what is run, again and again, and its arguments; it fails by its exit code")
     report = commands.add_parser("report", help="show a report that was written as JSON")
     report.add_argument("file", help="what --json wrote, here or on another machine")
     for command in (explain, run, report):

@@ -1,9 +1,11 @@
-"""``python -m fx_fusion explain``, ``verify``, ``run`` and ``report``."""
+"""``python -m fx_fusion explain``, ``verify``, ``run``, ``bisect`` and ``report``."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from fx_fusion.errors import OptionError, TargetError, VerificationError
 from fx_fusion.explaining import explain
+from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.targets import target_of
@@ -75,6 +78,42 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
             sys.path.remove(str(Path(script).parent))
     shown = show(report, **output)
     return code if isinstance(code, int) and code else shown
+
+
+def bisect_command(command: Sequence[str]) -> int:
+    """Find the replacement with which a command starts to fail, by running it with fewer of them (``FX_FUSION_FUEL``). The
+    exit code: 0 where it was found, 2 where the command does not fail, or fails without any."""
+
+    def run(fuel: int | None) -> tuple[bool, list[str]]:
+        environment = {name: value for name, value in os.environ.items() if name != "FX_FUSION_FUEL"}
+        if fuel is not None:
+            environment["FX_FUSION_FUEL"] = str(fuel)
+        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        told = [line for line in done.stderr.splitlines() if line.startswith(LAST_REPLACEMENT)]
+        fine = done.returncode == 0
+        print(f"{'all' if fuel is None else fuel} replacements: {'right' if fine else 'wrong'}", file=sys.stderr)
+        return fine, [line.removeprefix(LAST_REPLACEMENT) for line in told]
+
+    if run(None)[0]:
+        print("fx_fusion: the command does not fail (its exit code is 0)", file=sys.stderr)
+        return 2
+    if not run(0)[0]:
+        print("fx_fusion: the command fails without any replacement too: it is not fx_fusion's", file=sys.stderr)
+        return 2
+    right, wrong = 0, 1
+    while (found := run(wrong))[0]:
+        right, wrong = wrong, 2 * wrong
+        if not found[1]:  # there are no more than that
+            print(f"fx_fusion: the command is right with {right}, and there are no more; it does not always fail, or not by "
+                  "a replacement", file=sys.stderr)  # fmt: skip
+            return 2
+    told = found[1]
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        fine, names = run(middle)
+        right, wrong, told = (middle, wrong, told) if fine else (right, middle, names)
+    print("\n".join(told) or f"replacement {wrong} of a graph")
+    return 0
 
 
 def report_command(file: str, *, output: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ that is legal, whether it pays, whether its replacement fits. What the report sa
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -25,9 +26,12 @@ from fx_fusion.graph.effects import entered
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last, laid_out_of
 from fx_fusion.options import Options
+from fx_fusion.report.places import location_of, module_of
 from fx_fusion.report.site import Site
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import replace
+
+LAST_REPLACEMENT = "fx_fusion: the last replacement that FX_FUSION_FUEL allows: "
 
 
 @dataclass
@@ -202,6 +206,9 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
         if (reason := replace(candidate.fusion, candidate.match, editor)) is None:
             candidate.decide("fused")
             candidate.made = tuple(editor.made[known:])
+            if fuel.left == 0:
+                place = f"{candidate.fusion.name} in {module_of(candidate.root)} ({location_of(candidate.root)})"
+                print(f"{LAST_REPLACEMENT}{place}", file=sys.stderr)
         else:
             candidate.decide("declined", reason)
             taken.difference_update(candidate.nodes)

@@ -130,3 +130,33 @@ def test_a_script_as_it_is(script, tmp_path):
     assert "rms_norm" in page.read_text()
     run("run", script, "--fail", code=3)
     assert "there is no script" in run("run", "nowhere.py", code=2).stderr
+
+
+CHECK = """
+import sys
+import torch
+from torch import nn
+import fx_fusion
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import tiny_llama, tokens
+
+with fx_fusion.recording() as report:
+    torch.compile(tiny_llama(), backend=rewriting_backend())(input_ids=tokens(), labels=tokens())
+modules = [site.module for site in report.sites if site.fusion == "swiglu" and site.status == "fused"]
+sys.exit({})
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "sentence"),
+    [
+        pytest.param("'model.layers.1.mlp' in modules", 0, "swiglu in model.layers.1.mlp", marks=pytest.mark.slow),
+        ("1", 2, "fails without any replacement too"),
+        ("0", 2, "does not fail"),
+    ],
+)
+def test_bisect(tmp_path, fails, code, sentence):
+    check = tmp_path / "check.py"
+    check.write_text(CHECK.format(fails))
+    found = run("bisect", sys.executable, str(check), code=code)
+    assert sentence in found.stdout + found.stderr
