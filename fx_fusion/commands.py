@@ -84,11 +84,15 @@ def bisect_command(command: Sequence[str]) -> int:
     """Find the replacement with which a command starts to fail, by running it with fewer of them (``FX_FUSION_FUEL``). The
     exit code: 0 where it was found, 2 where the command does not fail, or fails without any."""
 
+    errors = ""
+
     def run(fuel: int | None) -> tuple[bool, list[str]]:
+        nonlocal errors
         environment = {name: value for name, value in os.environ.items() if name != "FX_FUSION_FUEL"}
         if fuel is not None:
             environment["FX_FUSION_FUEL"] = str(fuel)
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        errors = done.stderr[-2000:]
         told = [line for line in done.stderr.splitlines() if line.startswith(LAST_REPLACEMENT)]
         fine = done.returncode == 0
         print(f"{'all' if fuel is None else fuel} replacements: {'right' if fine else 'wrong'}", file=sys.stderr)
@@ -98,7 +102,7 @@ def bisect_command(command: Sequence[str]) -> int:
         print("fx_fusion: the command does not fail (its exit code is 0)", file=sys.stderr)
         return 2
     if not run(0)[0]:
-        print("fx_fusion: the command fails without any replacement too: it is not fx_fusion's", file=sys.stderr)
+        print(f"{errors}\nfx_fusion: the command fails without any replacement too: it is not fx_fusion's", file=sys.stderr)
         return 2
     right, wrong = 0, 1
     while (found := run(wrong))[0]:
