@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from fx_fusion import __version__
+from fx_fusion.errors import VerificationError
 
 _EXAMPLES = """examples:
   python -m fx_fusion explain llama                      a model type of transformers, full width, two layers, no memory
@@ -51,9 +52,9 @@ def main() -> int:
         if given.command == "report":
             return report_command(given.file, output=chosen(*output))
         if given.command == "verify":
-            return verify_command(given.target, options=options, **chosen(*sizes))
-        return explain_command(given.target, options=options, output=chosen(*output), **chosen(*sizes))
-    except ValueError as error:  # a fusion or a place that is none
+            return verify_command(given.target, sizes=chosen(*sizes), options=options)
+        return explain_command(given.target, sizes=chosen(*sizes), options=options, output=chosen(*output))
+    except (ValueError, VerificationError) as error:  # a target, an option, a fusion or a place that is none
         print(f"fx_fusion: {error}", file=sys.stderr)
         return 2
 

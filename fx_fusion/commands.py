@@ -13,51 +13,36 @@ from typing import Any
 
 import torch
 
-from fx_fusion.errors import OptionError, TargetError, VerificationError
 from fx_fusion.explaining import explain
 from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
-from fx_fusion.targets import target_of
+from fx_fusion.targets import Target, target_of
 from fx_fusion.verifying import verify
 
 
-def explain_command(
-    name: str, *, batch: int, length: int, layers: int, device: str | None, dtype: str, options: dict[str, Any],
-    output: dict[str, Any],
-) -> int:  # fmt: skip
-    """Explain a target; the exit code: 2 where there is no such target, 1 where a requirement does not hold."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
-            target = target_of(
-                name, batch=batch, length=length, layers=layers, device=device, dtype=getattr(torch, dtype)
-            )  # fmt: skip
-            with target.mode or contextlib.nullcontext():
-                report = explain(target.call, *target.args, options=options, **target.kwargs)
-    except (TargetError, OptionError) as error:
-        print(f"fx_fusion: {error}", file=sys.stderr)
-        return 2
+def explain_command(name: str, *, sizes: dict[str, Any], options: dict[str, Any], output: dict[str, Any]) -> int:
+    """Explain a target; the exit code: 1 where a requirement does not hold. Raises TargetError, OptionError."""
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
+        target = _target(name, fake=True, **sizes)
+        with target.mode or contextlib.nullcontext():
+            report = explain(target.call, *target.args, options=options, **target.kwargs)
     return show(report, **output)
 
 
-def verify_command(
-    name: str, *, batch: int, length: int, layers: int, device: str | None, dtype: str, options: dict[str, Any]
-) -> int:  # fmt: skip
-    """Verify a target; the exit code: 2 where that is not possible, 1 where something is wrong."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            torch.manual_seed(0)
-            target = target_of(
-                name, batch=batch, length=length, layers=layers, device=device, dtype=getattr(torch, dtype), fake=False
-            )
-            found = verify(target.call, *target.args, options=options, **target.kwargs)
-    except (TargetError, OptionError, VerificationError) as error:
-        print(f"fx_fusion: {error}", file=sys.stderr)
-        return 2
+def verify_command(name: str, *, sizes: dict[str, Any], options: dict[str, Any]) -> int:
+    """Verify a target; the exit code: 1 where something is wrong. Raises TargetError, OptionError, VerificationError."""
+    with contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(0)
+        target = _target(name, fake=False, **sizes)
+        found = verify(target.call, *target.args, options=options, **target.kwargs)
     print(found)
     return 0 if found.ok else 1
+
+
+def _target(name: str, *, device: str | None, dtype: str, **sizes: Any) -> Target:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return target_of(name, device=device, dtype=getattr(torch, dtype), **sizes)
 
 
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:

@@ -138,7 +138,7 @@ def gradients_for(outs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(7), device=o.device) for o in outs]
 
 
-class _StayDouble(TorchFunctionMode):
+class StayDouble(TorchFunctionMode):
     """``x.float()`` in a reference means "at least float32": of a float64 tensor it must not take precision away."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,7 +154,7 @@ def run_oracle(
     frozen: Sequence[str] = (),
 ) -> Run:
     """``run`` in float64 throughout."""
-    with _StayDouble():
+    with StayDouble():
         return run(function, to_double(inputs), dys, frozen)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fx_fusion.backend import compile_graph
 from fx_fusion.errors import VerificationError
@@ -22,6 +21,7 @@ from fx_fusion.options import Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.report.site import Site
+from fx_fusion.testing import StayDouble
 from fx_fusion.torch_internals.containers import tree_map_only
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
@@ -186,19 +186,19 @@ def _in_double(model: nn.Module) -> nn.Module:
         raise VerificationError(f"the model can't be copied to float64: {type(error).__name__}: {error}") from error
 
 
-class _Double(TorchFunctionMode):
-    """``x.float()``, ``x.to(torch.float32)`` and ``softmax(..., dtype=torch.float32)`` mean "at least float32"."""
+class _Double(StayDouble):
+    """So do ``x.to(torch.float32)`` and ``softmax(..., dtype=torch.float32)``, and the same of 16 bits."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            if func in (torch.Tensor.half, torch.Tensor.bfloat16):
                 return args[0]
             if func in (torch.Tensor.to, torch.Tensor.type):
                 args = tuple(torch.float64 if a in _FLOATS else a for a in args)
             if kwargs.get("dtype") in _FLOATS:
                 kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -45,6 +45,19 @@ def reasons(report, fusion):
     return " | ".join(s.reason for s in report.sites if s.fusion == fusion)
 
 
+class CountsCalls(torch.nn.Module):
+    """Writes to a buffer in every call, and multiplies by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.out(x) * self.calls
+
+
 def tiny_llama(dtype=torch.float32, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -21,7 +21,7 @@ from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.report.alignment import Block, align, blocks
 from fx_fusion.report.diff import Row
 from fx_fusion.report.site import STATUSES, Site
-from fx_fusion.report.unsaid import unsaid
+from fx_fusion.report.unsaid import Unsaid
 
 _FILES = Path(__file__).parent / "page_files"
 _AROUND = 6  # lines of source around one that is shown
@@ -35,6 +35,7 @@ class Shown:
     notes: tuple[str, ...]
     before: tuple[Row, ...]
     after: tuple[Row, ...]
+    unsaid: tuple[Unsaid, ...]
 
 
 def page(verdict: str, graphs: Sequence[Shown], sites: Sequence[Site], environment: dict[str, str]) -> str:
@@ -50,7 +51,7 @@ def page(verdict: str, graphs: Sequence[Shown], sites: Sequence[Site], environme
         "unsaid": [
             {"graph": graph.index, "op": found.op, "module": found.module, "at": found.location, "row": found.row}
             for graph in graphs
-            for found in unsaid(graph.before, (s for s in sites if s.graph == graph.index))
+            for found in graph.unsaid
         ],
         "fusions": {name: _fusion(name) for name in sorted({site.fusion for site in sites})},
         "sources": _sources(sites),
@@ -125,7 +126,7 @@ def _block(
 def _site(site: Site, names: _Names) -> dict[str, Any]:
     return {
         "fusion": site.fusion, "status": site.status, "reason": site.reason, "module": site.module, "at": site.location,
-        "graph": site.graph, "shapes": site.shapes, "calls": [names(call) for call in site.calls],
+        "graph": site.graph, "shapes": site.shapes, "lines": [names(call) for call in _shown_calls(site)],
         "nodes": site.nodes, "made": site.made,
     }  # fmt: skip
 
@@ -158,10 +159,10 @@ def _sources(sites: Iterable[Site]) -> dict[str, dict[int, str]]:
     return {path: dict(sorted(lines.items())) for path, lines in found.items()}
 
 
-def _shown_calls(site: Site) -> set[str]:
-    """The innermost line, and the innermost one of the user's own."""
+def _shown_calls(site: Site) -> list[str]:
+    """The innermost line of the user's own, and the innermost one."""
     own = [call for call in site.calls if "site-packages" not in call]
-    return {*site.calls[-1:], *own[-1:]}
+    return list(dict.fromkeys((*own[-1:], *site.calls[-1:])))
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
-from fx_fusion.report.unsaid import unsaid
+from fx_fusion.report.unsaid import Unsaid, unsaid
 
 _NOTHING_RECORDED = (
     "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
@@ -92,7 +92,7 @@ class Report:
         said += [
             f"not recognised: {found.op}{' in ' * bool(found.module)}{found.module} ({found.location})"
             for graph in self.graphs
-            for found in unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index))
+            for found in self._unsaid(graph)
             if there(found.module, found.location, ())
         ]
         return "\n".join(dict.fromkeys(said)) or f"{place}: nothing there that a fusion is about; Inductor compiles it"
@@ -115,15 +115,18 @@ class Report:
             maxcolwidths=[None, None, None, 34, 30, 60],
         )
         notes = [f"graph {g.index}: {note}" for g in self.graphs for note in g.notes()]
-        notes += [f"graph {g.index}: nothing is said of {what}" for g in self.graphs for what in self._unsaid(g)]
+        notes += [f"graph {g.index}: nothing is said of {what}" for g in self.graphs for what in self._grouped_unsaid(g)]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
 
     __repr__ = __str__
 
-    def _unsaid(self, graph: GraphReport) -> list[str]:
+    def _unsaid(self, graph: GraphReport) -> list[Unsaid]:
+        return unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index))
+
+    def _grouped_unsaid(self, graph: GraphReport) -> list[str]:
         groups: dict[tuple[str, str], list[str]] = {}
-        for found in unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index)):
+        for found in self._unsaid(graph):
             groups.setdefault((found.op, found.location), []).append(found.module)
         return [
             f"{len(modules)} x {op} ({location}){' in ' * any(modules)}{_shorten([m for m in modules if m])}"
@@ -144,7 +147,9 @@ class Report:
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
         ``path`` if that is given."""
-        shown = [Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after) for g in self.graphs]
+        shown = [
+            Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after, tuple(self._unsaid(g))) for g in self.graphs
+        ]
         made = page(self._verdict(), shown, self.sites, self.environment)
         if path is not None:
             Path(path).write_text(made, encoding="utf-8")

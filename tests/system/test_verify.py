@@ -9,7 +9,7 @@ from torch import nn
 import fx_fusion
 from fx_fusion import pipeline, verifying
 from tests import zoo
-from tests.helpers import tiny_llama, tokens
+from tests.helpers import CountsCalls, tiny_llama, tokens
 
 ALWAYS = {"select": "always"}
 
@@ -123,18 +123,7 @@ def test_nothing_is_left_behind():
 
 def test_a_model_that_counts_its_calls():
     """Every run starts from the same buffers."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(8, 4)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            return self.out(x) * self.calls
-
-    model = Model()
+    model = CountsCalls()
     assert fx_fusion.verify(model, torch.randn(6, 8)).ok
     assert model.calls == 0
 

@@ -89,6 +89,10 @@ function draw() {
   space.replaceChildren(...made);
 }
 
+function graphAt(index) { // graphs are numbered in the process, not in this page
+  return data.graphs.findIndex((one) => one.index === index);
+}
+
 const orders = [];
 function numbered(g) { // names of rows by the numbers that operands are given as
   if (!orders[g]) {
@@ -137,7 +141,7 @@ function pickSite(i) {
   state.site = i;
   state.row = null;
   const site = data.sites[i];
-  const g = data.graphs.findIndex((one) => one.index === site.graph);
+  const g = graphAt(site.graph);
   drawSite(i);
   const name = [...site.nodes, ...site.made].find((one) => place.has(`${g}/${one}`));
   if (name !== undefined) show(`${g}/${name}`);
@@ -166,10 +170,7 @@ function drawSite(i) {
       ...Object.entries(site.shapes)]),
     element("p", { class: "dim" }, fusion.about),
   ];
-  const calls = site.calls.map((n) => data.names[n]);
-  const own = calls.filter((call) => !call.includes("site-packages"));
-  const shown = [...new Set([...own.slice(-1), ...calls.slice(-1)])];
-  for (const call of shown) parts.push(...source(call, site));
+  for (const n of site.lines) parts.push(...source(data.names[n], site));
   parts.push(element("h2", {}, "around it"), neighbourhood(site));
   if (site.status === "near" && fusion.instead) parts.push(element("h2", {}, "write instead"), element("pre", {}, fusion.instead));
   if (fusion.reference) parts.push(element("h2", {}, "stands for"), element("pre", {}, fusion.reference));
@@ -183,7 +184,7 @@ function source(call, site) {
   const lines = data.sources[path];
   if (!lines) return [element("h3", {}, call)];
   const file = path.split("/").pop();
-  const g = data.graphs.findIndex((one) => one.index === site.graph);
+  const g = graphAt(site.graph);
   const about = new Set([call.slice(cut + 1)]);
   for (const name of site.nodes) {
     const known = place.get(`${g}/${name}`);
@@ -211,7 +212,7 @@ function drawRow(line) {
 }
 
 function neighbourhood(site) { // what it reads, the site, what reads it
-  const g = data.graphs.findIndex((one) => one.index === site.graph);
+  const g = graphAt(site.graph);
   const names = numbered(g);
   const inside = new Set([...site.nodes, ...site.made]);
   const reads = new Set(), readers = new Set();
@@ -298,7 +299,7 @@ function drawRest() {
   document.getElementById("modules").replaceChildren(element("h2", {}, "modules"), ...branch(data.tree, 0));
   const items = data.unsaid.map((one) => element("button", {
     class: "item", title: `${one.module} ${one.at}`,
-    on: () => { const g = data.graphs.findIndex((i) => i.index === one.graph); show(`${g}/${one.row}`);
+    on: () => { const g = graphAt(one.graph); show(`${g}/${one.row}`);
       const known = place.get(`${g}/${one.row}`); if (known) pickRow({ row: known.row, graph: g }); },
   }, `${one.op} `, element("span", { class: "dim" }, one.module || one.at)));
   if (items.length) document.getElementById("unsaid").replaceChildren(element("h2", {}, "nothing said of"), ...items);
@@ -358,9 +359,8 @@ function start() {
   drawSites();
   drawRest();
   build();
-  const rest = Object.entries(data.environment).map(([name, value]) => [name, value]);
   card.replaceChildren(element("h2", {}, "what this is"),
     element("p", {}, "Every row is a node of the graph, before (−), after (+) or in both. Choose a site on the left, or a row."),
-    facts(rest));
+    facts(Object.entries(data.environment)));
 }
 start();
