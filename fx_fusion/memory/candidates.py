@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of
@@ -82,25 +83,39 @@ def _reduces(node: fx.Node) -> bool:
 
 def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
     for node in joint.forward:
-        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node):
+        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node) and not _is_bias(joint, node):
             candidate = _from_what_is_there(joint, node)
             if candidate is not None:
                 yield candidate
 
 
+def _is_bias(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether attention adds it to its scores: in the backward Inductor does not see to the dense rows that kernels need."""
+    views = joint.with_views(node)
+    return any(bias in views for reader in joint.readers(node) for bias in _biases(reader))
+
+
+def _biases(reader: fx.Node) -> list[object]:
+    if "attention" not in str(reader.target) or not isinstance(reader.target, torch._ops.OpOverload):
+        return []
+    names = [argument.name for argument in reader.target._schema.arguments]
+    given = {**dict(zip(names, reader.args, strict=False)), **reader.kwargs}
+    return [given.get(name) for name in ("attn_bias", "attn_mask")]
+
+
 def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
     members = [node]
-    saved = written = bytes_of(node)
-    read, launches = 0.0, 0
+    written, launches = bytes_of(node), 0
+    read, besides = set[fx.Node](), set[fx.Node]()  # by the kernels for it; saved for them
+    needed = [reader for reader in joint.readers(node) if not is_fusible(reader)]
     for member in members:  # which grow meanwhile
         launches += is_cheap_kernel(member)
         for source in member.all_input_nodes:
             if source in members:
                 continue
             if joint.is_there(source):
-                # A kernel of ours reads it once more; one of Inductor's does where no other of its kernels reads it.
-                shared = any(map(is_fusible, joint.readers(base(source)))) and not is_cheap_kernel(member)
-                read += 0 if shared else bytes_of(source)
+                if is_cheap_kernel(member) or not _is_read_in_time(joint, source, needed):
+                    read.add(base(source))
             elif joint.is_lost(source):
                 return None
             elif _is_cheap(source):
@@ -108,15 +123,23 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
                 if len(members) > _LONGEST:
                     return None
             else:
-                saved -= bytes_of(source)
-                read += bytes_of(source)
+                besides.add(source)
+    saved = written - sum(map(bytes_of, besides))
+    traffic = written + sum(map(bytes_of, read | besides))
     views = [view for view in joint.with_views(node)[1:] if joint.readers(view)]
 
     def apply() -> None:
         for n in (*members, *views):
             compute_again(n)
 
-    return Candidate(node, _kind(members), saved, read + written, launches, apply)
+    return Candidate(node, _kind(members), saved, traffic, launches, apply)
+
+
+def _is_read_in_time(joint: JointGraph, source: fx.Node, needed: Collection[fx.Node]) -> bool:
+    """Whether a kernel of Inductor's reads it in the backward anyway, and can run before ``needed``: it makes the value as
+    well then. A kernel of ours, or another one of Inductor's, reads it once more."""
+    results = (result for reader in joint.readers(base(source)) for result in joint.fused_with(reader))
+    return any(not joint.needs(result, needed) for result in results)
 
 
 def _kind(members: list[fx.Node]) -> str:

@@ -6,6 +6,7 @@ too small for an H200 (torch 2.11 with triton 3.6).
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.utils.flop_counter import flop_registry
 
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.memory.candidates import Candidate
+from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of, users
 from fx_fusion.torch_internals.inductor import bytes_per_second
+from fx_fusion.torch_internals.partitioner import is_empty, is_fusible, is_view
 
 _LAUNCH = 3e-6  # seconds between two kernels
 _REACHED = 0.6  # of the peak: what the products of a step of a Llama reach on an H200, all of its time counted
@@ -30,14 +33,31 @@ def seconds_again(candidate: Candidate) -> float:
     return candidate.traffic / bytes_per_second(_device(candidate.node)) + candidate.launches * _LAUNCH
 
 
-def seconds_of_step(graph: fx.Graph) -> float:
-    """A low estimate of the time of forward and backward: their products and attention."""
-    counted = [(flops, node) for node in graph.nodes if (flops := _flops(node)) > 0]
+def seconds_of_step(joint: JointGraph) -> float:
+    """The time of forward and backward: their products and attention, and what all other kernels read and write."""
+    counted = [(flops, node) for node in joint.graph.nodes if (flops := _flops(node)) > 0]
     if not counted:
         return 0.0
     _, largest = max(counted, key=lambda item: item[0])
     total = sum(flops for flops, _ in counted)
-    return total / (_REACHED * flops_per_second(_device(largest), _first(largest).dtype))
+    device = _device(largest)
+    return total / (_REACHED * flops_per_second(device, _first(largest).dtype)) + _traffic(joint) / bytes_per_second(device)
+
+
+def _traffic(joint: JointGraph) -> float:
+    """Bytes that kernels read and write which are no products: ours by themselves; Inductor's at their borders."""
+    read, moved = set[tuple[fx.Node, bool]](), 0.0
+    for node in (n for n in joint.graph.nodes if n.op == "call_function" and not is_view(n) and not is_empty(n)):
+        backward = node in joint.backward
+        if is_fusible(node):
+            sources = map(base, node.all_input_nodes)
+            read.update((s, backward) for s in sources if not is_fusible(s) or (s in joint.backward) != backward)
+            if any(not is_fusible(user) or (user in joint.backward) != backward for user in users(node)):
+                moved += bytes_of(node)
+        elif node.target is not operator.getitem and not is_expensive(node):
+            results = [node, *(u for u in node.users if u.target is operator.getitem)]
+            moved += sum(map(bytes_of, (*results, *node.all_input_nodes)))
+    return moved + sum(bytes_of(node) for node, _ in read)
 
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:

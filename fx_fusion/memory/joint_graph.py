@@ -61,6 +61,13 @@ class JointGraph:
             stack += found
         return False
 
+    def fused_with(self, node: fx.Node) -> list[fx.Node]:
+        """The results, in memory, of the kernels of the backward that Inductor makes of a node and what follows from it."""
+        found = [node] if is_fusible(node) else []
+        for member in found:
+            found += [u for u in member.users if is_fusible(u) and u in self.backward and u not in found]
+        return [n for n in found if not is_view(n) and any(not is_fusible(u) for u in users(n))]
+
     def read_instead(self, node: fx.Node, again: fx.Node) -> list[fx.Node]:
         """Let the backward read ``again`` where it reads ``node``, and copies of its views, which are returned. What stands
         before ``again`` and depends on it then moves behind it."""
@@ -123,6 +130,12 @@ class JointGraph:
     def is_returned(self, node: fx.Node) -> bool:
         """Whether the forward returns a node or a view of it: it stays in memory anyway."""
         return any(member in self._returned for member in self.with_views(node))
+
+
+def users(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node, by way of views too."""
+    for user in node.users:
+        yield from users(user) if is_view(user) else (user,)
 
 
 def base(node: fx.Node) -> fx.Node:

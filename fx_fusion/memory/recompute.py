@@ -100,7 +100,7 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
                 save(node)
     for node in joint.from_lost():
         save(node)  # torch 2.13 computes it again from what the input holds by then: a gradient of other numbers
-    decisions.step = seconds_of_step(graph)
+    decisions.step = seconds_of_step(joint)
     found = sorted(((c, seconds_again(c)) for c in candidates(joint)), key=lambda item: item[1] / item[0].saved)
     left = {"speed": 0.0, "auto": _SHARE * decisions.step, "min": float("inf")}[memory]
     for candidate, seconds in found:

@@ -121,6 +121,23 @@ def test_activations(name):
     assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
 
 
+def test_the_bias_of_attention_is_saved():
+    """A learned one with the heads last, as T5's: computed again, its rows would lie as those of the table."""
+
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.qkv, self.out = nn.Parameter(torch.randn(8, 8, 4)), nn.Linear(16, 48), nn.Linear(16, 1)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            bias = (self.table.detach() * 0.5).permute(2, 0, 1)[None].contiguous()
+            return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)).mean()
+
+    found = partitioned(Biased(), {"x": torch.randn(2, 8, 16)}, "min")
+    assert not [v for v in found.decisions.values if v.bytes == 4 * 8 * 8 * 4], found.again()
+
+
 def test_sums_are_saved():
     """What is small beside what it is made of."""
 
@@ -273,7 +290,7 @@ def test_auto_takes_what_frees_most_a_second_up_to_half_a_percent(monkeypatch):
     every = partitioned(model, batch, "min").decisions.values
     assert all(v.seconds > 0 for v in every)
     allowed = sum(v.seconds for v in every) / 2
-    monkeypatch.setattr(recompute, "seconds_of_step", lambda graph: allowed / 0.005)
+    monkeypatch.setattr(recompute, "seconds_of_step", lambda joint: allowed / 0.005)
     some = partitioned(model, batch, "auto").decisions.values
     taken, left = ([v for v in some if v.again is again] for again in (True, False))
     assert taken
@@ -282,7 +299,8 @@ def test_auto_takes_what_frees_most_a_second_up_to_half_a_percent(monkeypatch):
     assert not partitioned(model, batch, "speed").again()
 
 
-def test_the_time_of_a_step_counts_every_product():
+def test_the_time_of_a_step_counts_every_product(monkeypatch):
+    monkeypatch.setattr(cost, "bytes_per_second", lambda device: float("inf"))
     model, batch = zoo.build("Llama"), zoo.batch()
     found = partitioned(model, batch)
     rows, layers = batch["input_ids"].numel(), 2
@@ -292,6 +310,35 @@ def test_the_time_of_a_step_counts_every_product():
     counted = found.decisions.step * 0.6 * 5e10 * torch.get_num_threads()
     assert products <= counted * (1 + 1e-9)
     assert counted <= products + 1.2 * attention
+
+
+def test_the_time_of_a_step_counts_what_other_kernels_move(monkeypatch):
+    """Of gelu between two products: its argument and its result in the forward; argument, both gradients in the backward."""
+    monkeypatch.setattr(cost, "_REACHED", float("inf"))
+    found = partitioned(Layer(F.gelu), {"x": torch.randn(600, 8)})
+    wide, narrow = 600 * 32 * 4, 600 * 8 * 4
+    moved = found.decisions.step * cost.bytes_per_second(torch.device("cpu"))
+    assert 5 * wide + 2 * narrow <= moved <= 6 * wide + 8 * narrow
+
+
+def test_a_value_that_is_needed_before_its_sources_are_read_is_a_kernel_of_its_own():
+    """A convolution's backward is one op, which needs silu(x) for the gradient that silu's derivative is multiplied with. Of a
+    linear layer it is two products, and the derivative's kernel stands between them."""
+
+    class Convolution(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            return self.down(F.silu(self.up(x))).square().mean()
+
+    found = partitioned(Convolution(), {"x": torch.randn(2, 4, 6, 6)}, fusions=["-swish"])
+    linear = partitioned(Layer(F.silu), {"x": torch.randn(6, 8)}, fusions=["-swish"])
+    (value,), (other,) = found.decisions.values, linear.decisions.values
+    speed = cost.bytes_per_second(torch.device("cpu"))
+    assert value.seconds * speed == pytest.approx(2 * value.bytes)
+    assert other.seconds * speed == pytest.approx(other.bytes)
 
 
 def test_formulas_that_refuse_a_shape(monkeypatch):
