@@ -84,6 +84,8 @@ def test_small_chunks_take_the_least_memory():
     assert chunk_plan(32768, 128256, 2, "cuda", True, sums).rows == 2048, "0.5 GiB"
     assert chunk_plan(32768, 128256, 4, "cuda", True, 0).rows == 1024, "float32 needs no other sum"
     assert chunk_plan(0, 10, 2, "cuda", True, 0).rows == 1
+    assert chunk_plan(16384, 151936, 2, "cuda", True, 4 * 151936 * 1024).rows == 4096, "16 sums of dW take 3 % of a step"
+    assert chunk_plan(65536, 151936, 2, "cuda", True, 4 * 151936 * 1024).rows == 2048
 
 
 @pytest.mark.parametrize("stages", [None, 1, 3])
