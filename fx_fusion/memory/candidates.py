@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
+from torch.fx.operator_schemas import normalize_function
 
 from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of
 from fx_fusion.memory.norms import have_again, is_handed_out, norms
@@ -96,11 +96,10 @@ def _is_bias(joint: JointGraph, node: fx.Node) -> bool:
 
 
 def _biases(reader: fx.Node) -> list[object]:
-    if "attention" not in str(reader.target) or not isinstance(reader.target, torch._ops.OpOverload):
+    if "attention" not in str(reader.target) or not callable(reader.target):
         return []
-    names = [argument.name for argument in reader.target._schema.arguments]
-    given = {**dict(zip(names, reader.args, strict=False)), **reader.kwargs}
-    return [given.get(name) for name in ("attn_bias", "attn_mask")]
+    given = normalize_function(reader.target, reader.args, reader.kwargs, normalize_to_only_use_kwargs=True)
+    return [] if given is None else [given.kwargs.get(name) for name in ("attn_bias", "attn_mask")]
 
 
 def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
