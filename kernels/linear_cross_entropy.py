@@ -13,7 +13,9 @@ host, and the gradients of a mean over many rows do not underflow in fp16. dl an
 other dtypes. With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be
 inside the sum of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where
 somebody reads the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the
-least memory, see ``logits/logit_chunks``.
+least memory, see ``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from
+class ``first`` on, of ``classes``, target counts from the first of all, and dx is to be summed over the ranks
+(``logits/class_part``; no class weights, no smoothing, no logits).
 
 Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m);
            logits: (m, v), as x.
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fx_fusion.kernels.logits.class_part import class_part
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
 from fx_fusion.ops.library import plain_op, register_autograd
 
@@ -56,7 +59,7 @@ def _reduce(loss, target, mean_factor, reduction: str, ignore_index: int) -> Ten
 
 def _fwd(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False,
+    small_chunks=False, group="", first=0, classes=0, ranks=1,
 ):  # fmt: skip
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
@@ -73,7 +76,8 @@ def _fwd(
     if returns_logits:
         dx, dw, db = each_chunk(*given, headroom=headroom, all_logits=logits, small=small_chunks)
     else:
-        dx, dw, db = each_chunk_that_counts(*given, headroom=headroom, small=small_chunks)
+        part = class_part(group, first, classes, ranks)
+        dx, dw, db = each_chunk_that_counts(*given, headroom=headroom, small=small_chunks, part=part)
     mean_factor = _mean_factor(target, weight, reduction, ignore_index)
     reduced = _reduce(loss, target, mean_factor, reduction, ignore_index)
     dx_factor = mean_factor if shrink is None else mean_factor / shrink
@@ -116,7 +120,7 @@ def _headroom(x, dl_bounds: Tensor) -> Tensor:
 
 def _fake(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False,
+    small_chunks=False, group="", first=0, classes=0, ranks=1,
 ):  # fmt: skip
     m = x.shape[0]
     needs_dx, needs_dw, needs_db = needs if reduction != "none" else [False] * 3
@@ -132,38 +136,42 @@ def _fake(
 
 
 def _bwd_rows(
-    dloss, x, lm_head, bias, target, weight, ignore_index, label_smoothing, softcap, scale, needs, small_chunks=False
+    dloss, x, lm_head, bias, target, weight, ignore_index, label_smoothing, softcap, scale, needs, small_chunks=False,
+    group="", first=0, classes=0, ranks=1,
 ):  # fmt: skip
     """Returns the gradients for ``reduction="none"``: one upstream gradient per row."""
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     upstream = dloss.float().contiguous()
-    grads = each_chunk_that_counts(x, lm_head, bias, target, weight, options, upstream, needs, loss, small=small_chunks)
+    given = x, lm_head, bias, target, weight, options, upstream, needs, loss
+    grads = each_chunk_that_counts(*given, small=small_chunks, part=class_part(group, first, classes, ranks))
     like = (x, lm_head, x if bias is None else bias)
     return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(grads, like, strict=True))
 
 
 def _fake_bwd_rows(
-    dloss, x, lm_head, bias, target, weight, ignore_index, label_smoothing, softcap, scale, needs, small_chunks=False
+    dloss, x, lm_head, bias, target, weight, ignore_index, label_smoothing, softcap, scale, needs, small_chunks=False,
+    group="", first=0, classes=0, ranks=1,
 ):  # fmt: skip
     like = (x, lm_head, x if bias is None else bias)
     return tuple(t.new_empty(t.shape if n else 0) for t, n in zip(like, needs, strict=True))
 
 
 _INPUTS = "Tensor x, Tensor lm_head, Tensor? bias, Tensor target, Tensor? weight"
+_PART = "str group='', int first=0, int classes=0, int ranks=1"
 _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale, bool[] needs"
 
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
-    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False)"
+    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False, {_PART})"
     " -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
     _fwd,
     _fake,
 )
 linear_cross_entropy_rows_bwd = plain_op(
     "linear_cross_entropy_rows_bwd",
-    f"(Tensor dloss, {_INPUTS}, {_OPTIONS}, bool small_chunks=False) -> (Tensor dx, Tensor dlm_head, Tensor dbias)",
+    f"(Tensor dloss, {_INPUTS}, {_OPTIONS}, bool small_chunks=False, {_PART}) -> (Tensor dx, Tensor dlm_head, Tensor dbias)",
     _bwd_rows,
     _fake_bwd_rows,
 )
@@ -176,11 +184,12 @@ def _flops(x_shape, lm_head_shape, *_, **__):
 
 
 def _setup_context(ctx, inputs, output):
-    x, lm_head, bias, target, weight, reduction, *options, needs, _, small_chunks = inputs
+    x, lm_head, bias, target, weight, reduction, *options, needs, _, small_chunks, group, first, classes, ranks = inputs
     _, factors, dx, dlm_head, dbias, logits = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(factors, dx, dlm_head, dbias, logits)
     ctx.reduction, ctx.options, ctx.needs, ctx.small_chunks = reduction, options, needs, small_chunks
+    ctx.part = group, first, classes, ranks
     ctx.has_bias, ctx.has_weight = bias is not None, weight is not None
     ctx.dtypes = (x.dtype, lm_head.dtype, None if bias is None else bias.dtype)
     if reduction == "none":
@@ -190,7 +199,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    no_grads = (None,) * 10  # of target, weight, reduction, the options, needs, returns_logits, small_chunks
+    no_grads = (None,) * 14  # of target, weight, reduction, the options, needs, returns_logits, small_chunks, the part
     if dloss is None:
         return (None, None, None, *no_grads)
     if ctx.reduction == "none":
@@ -199,7 +208,7 @@ def _backward(ctx, dloss, *_):
         bias = saved.pop(0) if ctx.has_bias else None
         target = saved.pop(0)
         weight = saved.pop(0) if ctx.has_weight else None
-        options = (*ctx.options, list(ctx.needs), ctx.small_chunks)
+        options = (*ctx.options, list(ctx.needs), ctx.small_chunks, *ctx.part)
         grads = linear_cross_entropy_rows_bwd(dloss, x, lm_head, bias, target, weight, *options)
     else:
         factors, dx, dlm_head, dbias = ctx.saved_tensors

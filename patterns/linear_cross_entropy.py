@@ -20,7 +20,7 @@ from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.sites.entropy import entropy_of
 from fx_fusion.patterns.sites.head import head_of, operands, why_again, why_small
-from fx_fusion.patterns.sites.loss import find_losses
+from fx_fusion.patterns.sites.loss import LossSite, find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
 from fx_fusion.rewrite.editor import Editor
@@ -48,7 +48,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             yield head
             continue
         given, chain = head.inputs, head.chain
-        deferred, inside = deferrable_outputs(search, chain, {*site.nodes, *chain}, list(given.values()))
+        to_logits = [*head.above, *chain]
+        deferred, inside = deferrable_outputs(search, to_logits, {*site.nodes, *to_logits}, head.sources)
         inputs = {**given, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
@@ -65,8 +66,16 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
                 "scale": head.seen.scale,
             },
             deferred=deferred,
+            differs=None if head.shards is None else _not_in_parts(site),
+            sharded=frozenset() if head.shards is None else frozenset(given),
             reading=(site, head),
         )
+
+
+def _not_in_parts(site: LossSite) -> str | None:
+    """What of a loss the kernel does not do where the classes lie on several ranks."""
+    asked = {"class weights": site.weight is not None, "label smoothing": site.label_smoothing != 0}
+    return next((f"{what} with classes on several ranks is not built" for what, there in asked.items() if there), None)
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -80,7 +89,7 @@ def emit(editor: Editor, match: Match) -> None:
         x, lm_head, bias, target = operands(editor, head, site.target, root)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
-            editor.saves_memory,
+            editor.saves_memory, *(() if head.shards is None else head.shards.part),
         )  # fmt: skip
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
         loss = editor.item(call, 0, like=root)
@@ -93,9 +102,9 @@ def emit(editor: Editor, match: Match) -> None:
         if computes:
             logits = editor.item(call, 5, like=root)
             logits = editor.method("view", (logits, *example(seen.source).shape), like=root)
-            editor.compute(match.deferred, head.inputs.values(), seen.source, logits)
+            editor.compute(match.deferred, head.sources, seen.source, logits)
     if not computes:
-        editor.defer(match.deferred, head.inputs.values(), like=seen.source, can_compute=can_compute)
+        editor.defer(match.deferred, head.sources, like=seen.source, can_compute=can_compute)
 
 
 def _hands_out_logits(editor: Editor, match: Match) -> bool:
@@ -104,7 +113,7 @@ def _hands_out_logits(editor: Editor, match: Match) -> bool:
     site, head = match.reading
     region = editor.view.effects.region
     apart = len(sharing_memory(match.deferred)) == len(match.deferred)
-    plain = head.seen.bias is None and not head.seen.row_slices
+    plain = head.seen.bias is None and not head.seen.row_slices and head.shards is None
     return bool(match.deferred) and apart and plain and region[head.seen.source] == region[site.root]
 
 

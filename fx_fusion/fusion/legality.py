@@ -102,17 +102,19 @@ def is_overwritten_later(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which input is no ordinary strided tensor, or on another device than the rest."""
+    """Which input is no ordinary strided tensor (or a DTensor that the finder knows), or on another device than the rest."""
     devices = set()
     for parameter, node in match.operands.items():
         if not is_tensor(node):
             continue
         tensor = example(node)
+        devices.add(tensor.device)
+        if parameter in match.sharded:
+            continue
         if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
             return f"{parameter} is a {type(tensor).__name__}; kernels take plain tensors"
         if tensor.layout is not torch.strided:
             return f"{parameter} has the layout {tensor.layout}; kernels take strided tensors"
-        devices.add(tensor.device)
     if len(devices) > 1:
         return f"its inputs are on several devices: {', '.join(sorted(map(str, devices)))}"
     return None

@@ -30,6 +30,7 @@ class Match:
         deferred: matched nodes that the graph returns and that are computed only when read.
         reading: what a finder read, for the ``emit`` of its fusion.
         note: what the report says of the site, whatever becomes of it.
+        sharded: inputs that are DTensors, whose placements the finder knows: the replacement reads this rank's parts.
         channels_last: inputs that go to the kernel channels last, since Inductor lays out this graph so.
     """
 
@@ -46,6 +47,7 @@ class Match:
     deferred: tuple[fx.Node, ...] = ()
     reading: Any = None
     note: str = ""
+    sharded: frozenset[str] = frozenset()
     channels_last: frozenset[str] = frozenset()
 
     @property

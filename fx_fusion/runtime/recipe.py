@@ -13,8 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import saved_tensor_hooks_are_enabled, version_of, without_torch_function
 from fx_fusion.torch_internals.fakes import FakeTensor
+
+_PATIENCE = 300  # seconds for which a rank that reads waits for the others
 
 
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
@@ -94,6 +97,7 @@ class Recipe:
         """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
         if self._values is None and self._computed is None:
             self.check()
+            self._meet()
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
                 self._values = self.module(*self.operands)
         elif self._values is None:
@@ -106,8 +110,22 @@ class Recipe:
     def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
         """The same computation on other operands (leaves, to differentiate it)."""
         self.check()
+        self._meet()
         with self._autocast():
             return self.module(*operands)
+
+    def _meet(self) -> None:
+        """Raise RuntimeError unless all ranks that have a part of the operands read now: to gather it takes all of them."""
+        groups = (o.device_mesh.get_all_groups() for o in self.operands if hasattr(o, "placements"))
+        for group in {id(g): g for found in groups for g in found}.values():
+            present, ranks = present_within(_PATIENCE, group), group.size()
+            if present < ranks:
+                name = self.names[0]
+                raise RuntimeError(
+                    f"{name} is computed when it is read, and gathered from {ranks} ranks then; {present} of them read it "
+                    f"within {_PATIENCE} s. Read {name} on every rank (then use it on one), or compile with "
+                    'options={"defer_outputs": False}.'
+                )
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""

@@ -33,7 +33,8 @@ _ROUNDED_CHUNKS = 4
 _CHUNK_BYTES = {"cuda": (1 << 29, 5 << 28), "cpu": (8 << 20, 8 << 20)}
 _SMALL_GPU = 32 << 30  # bytes; by the device, not by what is free on it: the same program gives the same numbers
 _FLOAT32_ROWS = 2048  # products of 1024 rows cost 3 % more
-# Summed in fp32, dW of 16 chunks of 1024 rows takes a tenth of the time of the products (151936 classes, H200), of 2048 half of it.
+# Summed in fp32, dW of 16 chunks of 1024 rows takes a tenth of the time of the products (151936 classes, H200), of 2048
+# rows half of it.
 _SUMMED_ROWS = 2048
 _FLOAT32_WHOLE = 7 << 27  # bytes of logits in one chunk: in two, 4096 x 768 x 51864 takes 3 % longer than Inductor
 _WORTH_COUNTING = 1 << 27  # logits; a forward and backward of them take a millisecond and more on an H200
@@ -80,19 +81,23 @@ def _rows_of_a_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: in
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
-def each_chunk_that_counts(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False):
+def each_chunk_that_counts(
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False, part=None
+):  # fmt: skip
     """``each_chunk`` without the rows whose target is ignored: their loss and their gradients are 0 without logits. They are
     the padding of a batch, and the prompts where only answers are trained.
 
     How many rows are left is read back from the GPU, which then waits for its next launch for some 20 µs. So all rows stay
     below 2^27 logits, where more than 15/16 of them count, and while a CUDA graph is captured."""
-    kept = _rows_that_count(target, options[0], lm_head.shape[0])
+    kept = _rows_that_count(target, options[0], lm_head.shape[0] if part is None else part.largest)
     if kept is None:
-        return each_chunk(x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom, small=small)
+        return each_chunk(
+            x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom, small=small, part=part
+        )  # fmt: skip
     loss_kept, dloss_kept = loss.new_empty(kept.shape), None if dloss is None else dloss[kept]
     dx, dw, db = each_chunk(
         x[kept], lm_head, bias, target[kept], weight, options, dloss_kept, needs, loss_kept, headroom=headroom,
-        of_rows=x.shape[0], small=small,
+        of_rows=x.shape[0], small=small, part=part,
     )  # fmt: skip
     loss.zero_().index_copy_(0, kept, loss_kept)
     return None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx), dw, db
@@ -108,18 +113,20 @@ def _rows_that_count(target, ignore_index: int, v: int):
 
 def each_chunk(
     x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None,
-    all_logits=None, small=False,
+    all_logits=None, small=False, part=None,
 ):  # fmt: skip
     """Fill ``loss`` (and ``entropy``, ``all_logits``); return dx, dW, db where ``needs`` says so, else None. dW is
     multiplied by ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there
     were before some were left out; chunks are no larger then than with all of them, and of equal size. ``small``: of the
-    least memory."""
+    least memory. ``part``: which of all classes lm_head has, if other ranks have the rest (``class_part``); dx is then this
+    rank's share of a sum."""
     m, v = x.shape[0], lm_head.shape[0]
+    columns = v if part is None else part.largest
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
     small = small or memory_of_device(x) < _SMALL_GPU
-    sum_bytes = 4 * lm_head.numel() if needs_dw and x.element_size() < 4 else 0
-    plan = chunk_plan(m if of_rows is None else of_rows, v, x.element_size(), x.device.type, small, sum_bytes)
+    sum_bytes = 4 * columns * lm_head.shape[1] if needs_dw and x.element_size() < 4 else 0
+    plan = chunk_plan(m if of_rows is None else of_rows, columns, x.element_size(), x.device.type, small, sum_bytes)
     step = plan.rows
     # Without headroom a partial sum in fp16 could overflow where the whole sum doesn't.
     rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= plan.rounded_chunks
@@ -147,7 +154,11 @@ def each_chunk(
         if all_logits is not None and not aligned:
             all_logits[rows].copy_(chunk[:, :v])
         upstream, h, dh = (None if t is None else t[rows] for t in (dloss, entropy, dentropy))
-        _rows(logits, v, target[rows], weight, options, loss[rows], upstream, chunk if gradient else None, h, dh)
+        dlogits = chunk if gradient else None
+        if part is None:
+            _rows(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh)
+        else:
+            part.rows(logits, v, target[rows], options, loss[rows], upstream, dlogits)
         if dx is not None:
             torch.mm(chunk, lm_head, out=dx[rows])
         if needs_dw:

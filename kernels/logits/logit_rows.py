@@ -46,7 +46,7 @@ def _rows_kernel(
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     READ_STATS: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, ELSEWHERE: tl.constexpr,
 ):  # fmt: skip
     """Compute rows pid, pid + programs, ...: the loss unless READ_STATS, and with GRADIENT dl, which may overwrite l.
     Each lane keeps its own maximum and sum; they are combined once a row.
@@ -141,7 +141,8 @@ def _rows_kernel(
                 dloss = 1.0
                 if HAS_DLOSS:
                     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
-                dloss = tl.where(valid, dloss, float("nan"))  # as the loss, so that no optimizer steps with such a row
+                if not ELSEWHERE:  # as the loss, so that no optimizer steps with such a row
+                    dloss = tl.where(valid, dloss, float("nan"))
                 dentropy = 0.0
                 if ENTROPY:
                     dentropy = tl.load(dentropy_ptr + row) / total
@@ -182,7 +183,7 @@ def _rows_kernel(
 
 def launch_rows(
     logits, target, weight, ignore_index, label_smoothing, softcap, scale, *,
-    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None,
+    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None, elsewhere=False,
 ):  # fmt: skip
     """Launch the kernel over 2-D ``logits``.
 
@@ -190,7 +191,8 @@ def launch_rows(
     dlogits    written: dl for the upstream gradient ``dloss`` (m), or for 1. ``dlogits is logits`` overwrites them.
     classes    v; columns behind it are padding, with a gradient of zero.
     entropy    (m): H, written with ``loss``, else read; ``dlogits`` then includes the part of ``dentropy`` (m, fp32,
-               contiguous)."""
+               contiguous).
+    elsewhere  a target that is none of the classes is another rank's: the gradient of its row is that of the others."""
     m, width = logits.shape
     v = width if classes is None else classes
     if m == 0:
@@ -217,5 +219,5 @@ def launch_rows(
         float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1,
         SOFTCAP=softcap > 0, READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None,
         ENTROPY=entropy is not None, ALIGN=align, PADDED=width > v,
-        UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1, **plan.meta(),
+        UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1, ELSEWHERE=elsewhere, **plan.meta(),
     )  # fmt: skip

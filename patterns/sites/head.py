@@ -13,9 +13,11 @@ from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
 from fx_fusion.graph.size_hints import elements, expected, trained
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
+from fx_fusion.ops.shards import own_part, whole_here
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
+from fx_fusion.patterns.sites.shards import Shards, made_of, shards_below
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -27,11 +29,23 @@ class Head:
     lm_head: fx.Node
     bias: fx.Node | None
     seen: Logits
+    shards: Shards | None = None
 
     @property
     def chain(self) -> list[fx.Node]:
         """From the linear layer to the loss."""
-        return [self.seen.source, *self.seen.nodes]
+        below = [] if self.shards is None else list(self.shards.nodes)
+        return [*below, self.seen.source, *self.seen.nodes]
+
+    @property
+    def above(self) -> list[fx.Node]:
+        """From the plain tensor that the input was made of, where it is a DTensor, to the input."""
+        return [] if self.shards is None else made_of(self.x)[1]
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """What the logits can be made of later: as ``inputs``, with a plain tensor for x."""
+        return [made_of(n)[0] if n is self.x and self.shards is not None else n for n in self.inputs.values()]
 
     @property
     def inputs(self) -> dict[str, fx.Node]:
@@ -44,14 +58,21 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
     """The linear layer under a loss, or how far it got."""
     seen = read_logits(view, site, to_linear=True)
     node = seen.source
-    linear = linear_of(view, node)
+    shards = shards_below(node)
+    linear = linear_of(view, node if shards is None else shards.linear)
+    if shards is not None and linear is not None:
+        reason = shards.why_not(linear)
+        if reason is not None:
+            return NearMiss(fusion, site.root, shards.linear, reason)
     if linear is None:
         found = "an input of this graph" if node.op == "placeholder" else view.term(node).op
         reason = seen.stopped or f"expected linear, found {found} ({node.name})"
         return NearMiss(fusion, site.root, node, reason)
     if linear.bias is not None and seen.bias is not None:
         return NearMiss(fusion, site.root, node, "two biases follow each other")
-    return Head(linear.x, linear.weight, linear.bias if seen.bias is None else seen.bias, seen)
+    if seen.bias is not None and shards is not None:
+        return NearMiss(fusion, site.root, node, "a bias is added to classes of several ranks")
+    return Head(linear.x, linear.weight, linear.bias if seen.bias is None else seen.bias, seen, shards)
 
 
 def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> str | None:
@@ -83,11 +104,15 @@ def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tupl
     """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
     linear = head.seen.source
     dtype = example(linear).dtype  # under autocast not the dtype of its inputs
-    x, bias = head.x, head.bias
+    x, weight, bias = head.x, head.lm_head, head.bias
+    if head.shards is not None:
+        x = editor.call(whole_here, (x,), like=linear)
+        weight = editor.call(own_part, (weight,), like=linear)
+        bias = None if bias is None else editor.call(own_part, (bias,), like=linear)
     for cut in reversed(head.seen.row_slices):
         x = editor.call(cut.target, (x, cut.args[1]), like=linear)
     x = editor.method("reshape", (x, -1, example(head.lm_head).shape[1]), like=linear)
-    x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, head.lm_head))
+    x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, weight))
     if bias is not None:
         if example(bias).dim() != 1:
             bias = editor.method("reshape", (bias, -1), like=linear)

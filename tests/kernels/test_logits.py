@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
-from fx_fusion.kernels.logits import logit_chunks
+from fx_fusion.kernels.logits import class_part, logit_chunks
 from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.logits.logit_plan import logit_rows_plan
 from fx_fusion.kernels.logits.logit_rows import launch_rows
@@ -173,3 +173,47 @@ def test_logits_are_handed_out_beside_the_loss(v, reduction, trained, device, mo
     without = linear_cross_entropy(x, w, None, t, None, reduction, -100, 0.0, 0.0, 1.0, needs, False)
     for ours, theirs in zip((loss, *_), without[:5], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize(("softcap", "scale", "padded"), [(0.0, 1.0, 0), (5.0, 0.5, 5)])
+def test_classes_on_several_ranks(kernel, softcap, scale, padded, device, monkeypatch):
+    """Each part of the columns for itself, with the maxima and sums over all parts handed in."""
+    if not kernel:
+        monkeypatch.setattr(class_part, "interpreting", lambda: False)
+    if not kernel and device != "cpu":
+        pytest.skip("what runs on a CPU")
+    m, v = 9, 70
+    logits, upstream = torch.randn(m, v, device=device) * 3, torch.randn(m, device=device)
+    target = torch.tensor([0, 69, 35, 34, -100, 12, 70, -1, 50], device=device)  # two are none of the classes
+    exact = logits.double().requires_grad_()
+    z = softcap * torch.tanh(exact * scale / softcap) if softcap else exact * scale
+    known = (target >= 0) & (target < v)
+    rows = F.cross_entropy(z, torch.where(known, target, -100), reduction="none")
+    (rows * upstream * known).sum().backward()
+    top = z.detach().amax(1)
+    total = (z.detach() - top[:, None]).exp().sum(1)
+    z_target = torch.where(known, z.detach().gather(1, target.clamp(0, v - 1)[:, None])[:, 0], 0)
+    seen = {}
+
+    def reduced(tensor, how, group):
+        seen.setdefault(group, []).append(tensor.clone())
+        return top.float() if how == "max" else torch.stack([total, z_target]).float()
+
+    monkeypatch.setattr(class_part, "reduced", reduced)
+    for first, last in ((0, 35), (35, 70)):
+        own = F.pad(logits[:, first:last], (0, padded)) if padded else logits[:, first:last].clone()
+        loss = torch.empty(m, device=device)
+        part = class_part.ClassPart(str(first), first, v, 35)
+        part.rows(own, last - first, target, (-100, 0.0, softcap, scale), loss, upstream, own)
+        wrong = ~known & (target != -100)
+        expected = torch.where(wrong, float("nan"), rows.detach())
+        torch.testing.assert_close(loss.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+        gradient = torch.where(wrong[:, None], float("nan"), exact.grad[:, first:last])
+        torch.testing.assert_close(own[:, : last - first].double(), gradient, equal_nan=True, rtol=1e-4, atol=1e-6)
+        assert not padded or not own[:, last - first :].nan_to_num().any()
+    counted = target != -100
+    torch.testing.assert_close(torch.maximum(seen["0"][0], seen["35"][0])[counted], top.float()[counted])
+    (sums, found), (others, more) = seen["0"][1], seen["35"][1]
+    torch.testing.assert_close((sums + others)[counted], total.float()[counted], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found + more, z_target.float(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,223 @@
+"""Two CPU processes, tensor parallel: lm_head's classes on both, the loss without gathering them, deferred logits."""
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+SETUPS = ("columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing", "inductor", "transformers")
+
+
+def plan(model, *, sequence=False):
+    """Queries, keys, values, gate, up and lm_head by columns, the rest by rows; logits gathered, as the loss wants them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    names = {f"self_attn.{n}_proj": columns for n in "qkv"} | {"self_attn.o_proj": rows, "mlp.down_proj": rows}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, {**names, "mlp.gate_proj": columns, "mlp.up_proj": columns})
+    # With ``sequence`` the rows that come in are cut in two; here each rank has all, and hands in its half.
+    layouts = {"input_layouts": Shard(1)} if sequence else {}
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate(), **layouts)})
+    return model
+
+
+def with_entropy(logits, labels):
+    log_p = logits.log_softmax(-1)
+    taken = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return -taken.mean() - 0.01 * -(log_p.exp() * log_p).sum(-1).mean()
+
+
+OF_ROWS = {
+    "sum_of_rows": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+    "each_row": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.linspace(0, 1, len(y))).sum(),
+    "smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "entropy": with_entropy,
+}
+NOT_BUILT = {
+    "smoothing": "label smoothing with classes on several ranks is not built",
+    "entropy": "x is a DTensor; kernels take plain tensors",
+}
+
+
+def build(setup):
+    from tests.helpers import tiny_llama
+
+    if setup == "transformers":  # its own plan, from a checkpoint
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(os.environ["CHECKPOINT"], tp_plan="auto").train()
+    if setup == "softcap":
+        from transformers import Gemma2Config, Gemma2ForCausalLM
+
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, final_logit_softcapping=5.0, use_cache=False, tie_word_embeddings=False,
+        )  # fmt: skip
+        return plan(Gemma2ForCausalLM(config))
+    model = tiny_llama(vocab_size=259 if setup == "odd_vocabulary" else 256)
+    return plan(model)
+
+
+class HalfRows(torch.nn.Module):
+    """The head alone, of rows of which each rank has a half, as behind a norm of a sequence-parallel plan."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.lm_head = torch.nn.Parameter(torch.randn(64)), torch.nn.Linear(64, 256, bias=True)
+
+    def forward(self, x, labels):
+        logits = self.lm_head(x * self.scale)
+        return F.cross_entropy(logits.view(-1, 256), labels.view(-1)), logits
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def run(setup, rank, compiled):
+    """Loss, gradients and logits of a padded batch; what was fused, and whether the logits waited."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    import fx_fusion
+    from fx_fusion.runtime.deferred_tensor import DeferredTensor
+    from fx_fusion.testing import rewriting_backend
+    from tests.helpers import tokens
+
+    torch._dynamo.reset()
+    options = {"select": "always", "strict": True}
+    how = {"backend": "fx_fusion", "options": options} if setup == "inductor" else {"backend": rewriting_backend()}
+    ids = tokens()
+    labels = ids.clone()
+    labels[0, 10:] = -100
+    if setup == "none_of_a_row":
+        labels[:] = -100
+        labels[1, 3] = 200  # on the second rank alone
+    with fx_fusion.recording() as report:
+        if setup == "sequence":
+            mesh = init_device_mesh("cpu", (2,))
+            given = {"lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+            model = parallelize_module(HalfRows(), mesh, given)
+            call = torch.compile(model, **how) if compiled else model
+            x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(2)).chunk(2, 1)[rank].clone()
+            loss, logits = call(x.requires_grad_(), labels)
+            leaves = {"x": x, **dict(model.named_parameters())}
+        else:
+            model = build(setup)
+            call = torch.compile(model, **how) if compiled else model
+            assert hasattr(model.lm_head.weight, "placements")
+            if setup in OF_ROWS:
+
+                def of_logits(ids, labels):
+                    logits = model(input_ids=ids).logits
+                    return OF_ROWS[setup](logits.view(-1, 256), labels.view(-1)), logits
+
+                loss, logits = (torch.compile(of_logits, **how) if compiled else of_logits)(ids, labels)
+            else:
+                out = call(input_ids=ids, labels=labels)
+                loss, logits = out.loss, out.logits
+            leaves = dict(model.named_parameters())
+        lazy = isinstance(logits, DeferredTensor)
+        loss.backward()
+    grads = {name: whole(p.grad) for name, p in leaves.items()}
+    return loss.detach(), grads, logits.detach() + 0, lazy, report
+
+
+def read_alone(rank):
+    """What rank 0 is told that reads logits which rank 1 does not read."""
+    import fx_fusion  # noqa: F401
+    from fx_fusion.runtime import recipe
+    from tests.helpers import tokens
+
+    torch._dynamo.reset()
+    recipe._PATIENCE = 1
+    from fx_fusion.testing import rewriting_backend
+
+    out = torch.compile(build("columns"), backend=rewriting_backend())(input_ids=tokens(), labels=tokens())
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="gathered from 2 ranks then; 1 of them read it") as raised:
+            out.logits.sum()
+        return str(raised.value)
+    return ""
+
+
+def worker(rank, port, folder, queue):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CHECKPOINT=folder)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    found = {}
+    for setup in SETUPS:
+        loss, grads, logits, _, _ = run(setup, rank, False)
+        our_loss, our_grads, our_logits, lazy, report = run(setup, rank, True)
+        errors = {name: (grads[name] - our_grads[name]).abs().max().item() for name in grads}
+        errors |= {"loss": abs(loss - our_loss).item(), "logits": (logits - our_logits).abs().max().item()}
+        sites = [(s.fusion, s.status, s.reason) for s in report.sites if "cross_entropy" in s.fusion or "log_probs" in s.fusion]
+        found[setup] = (errors, lazy, sites, [g.fallback for g in report.graphs])
+    found["alone"] = read_alone(rank)
+    queue.put((rank, found))
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both processes found, by rank."""
+    from tests.helpers import tiny_llama
+
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue, folder = mp.get_context("spawn").SimpleQueue(), str(tmp_path_factory.mktemp("llama"))
+    tiny_llama().save_pretrained(folder)
+    running = mp.spawn(worker, args=(port, folder, queue), nprocs=2, join=False)
+    deadline, results = time.monotonic() + 300, {}
+    try:
+        while not running.join(timeout=1):
+            while not queue.empty():
+                results.update([queue.get()])
+            assert time.monotonic() < deadline, "a process does not end"
+    finally:
+        for process in running.processes:
+            process.kill()
+    while not queue.empty():
+        results.update([queue.get()])
+    return results
+
+
+@pytest.mark.parametrize("setup", [s for s in SETUPS if s not in NOT_BUILT])
+def test_the_loss_over_classes_of_two_ranks(setup, found):
+    for rank in (0, 1):
+        errors, lazy, sites, fallbacks = found[rank][setup]
+        assert sites == [("linear_cross_entropy", "fused", "")], sites
+        assert not any(fallbacks)
+        assert max(errors.values()) < 2e-5, errors
+        assert lazy
+
+
+@pytest.mark.parametrize("setup", NOT_BUILT)
+def test_what_is_not_built_is_gathered(setup, found):
+    for rank in (0, 1):
+        errors, lazy, sites, _ = found[rank][setup]
+        assert NOT_BUILT[setup] in [reason for _, status, reason in sites if status == "declined"], sites
+        assert max(errors.values()) < 2e-5, errors
+        assert not lazy
+
+
+def test_a_rank_that_reads_alone_is_told_so(found):
+    assert "Read " in found[0]["alone"]
+    assert "on every rank" in found[0]["alone"]
