@@ -1,14 +1,13 @@
 """Two CPU processes, tensor parallel: lm_head's classes on both, the loss without gathering them, deferred logits."""
 
 import os
-import socket
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+
+from tests.helpers import tiny_llama, tokens
+from tests.two_ranks import on_two_ranks, whole
 
 SETUPS = ("columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing", "inductor", "transformers")
 
@@ -49,8 +48,6 @@ NOT_BUILT = {
 
 
 def build(setup):
-    from tests.helpers import tiny_llama
-
     if setup == "transformers":  # its own plan, from a checkpoint
         from transformers import AutoModelForCausalLM
 
@@ -81,10 +78,6 @@ class HalfRows(torch.nn.Module):
         return F.cross_entropy(logits.view(-1, 256), labels.view(-1)), logits
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
-
-
 def run(setup, rank, compiled):
     """Loss, gradients and logits of a padded batch; what was fused, and whether the logits waited."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -94,7 +87,6 @@ def run(setup, rank, compiled):
     import fx_fusion
     from fx_fusion.runtime.deferred_tensor import DeferredTensor
     from fx_fusion.testing import rewriting_backend
-    from tests.helpers import tokens
 
     torch._dynamo.reset()
     options = {"select": "always", "strict": True}
@@ -137,14 +129,11 @@ def run(setup, rank, compiled):
 
 def read_alone(rank):
     """What rank 0 is told that reads logits which rank 1 does not read."""
-    import fx_fusion  # noqa: F401
     from fx_fusion.runtime import recipe
-    from tests.helpers import tokens
+    from fx_fusion.testing import rewriting_backend
 
     torch._dynamo.reset()
     recipe._PATIENCE = 1
-    from fx_fusion.testing import rewriting_backend
-
     out = torch.compile(build("columns"), backend=rewriting_backend())(input_ids=tokens(), labels=tokens())
     if rank == 0:
         with pytest.raises(RuntimeError, match="gathered from 2 ranks then; 1 of them read it") as raised:
@@ -153,50 +142,28 @@ def read_alone(rank):
     return ""
 
 
-def worker(rank, port, folder, queue):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CHECKPOINT=folder)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def worker(rank, folder):
+    os.environ["CHECKPOINT"] = folder
     found = {}
     for setup in SETUPS:
         loss, grads, logits, _, _ = run(setup, rank, False)
         our_loss, our_grads, our_logits, lazy, report = run(setup, rank, True)
         errors = {name: (grads[name] - our_grads[name]).abs().max().item() for name in grads}
         errors |= {"loss": abs(loss - our_loss).item(), "logits": (logits - our_logits).abs().max().item()}
-        sites = [(s.fusion, s.status, s.reason) for s in report.sites if "cross_entropy" in s.fusion or "log_probs" in s.fusion]
+        sites = [
+            (s.fusion, s.status, s.reason) for s in report.sites if "cross_entropy" in s.fusion or "log_probs" in s.fusion
+        ]
         found[setup] = (errors, lazy, sites, [g.fallback for g in report.graphs])
     found["alone"] = read_alone(rank)
-    queue.put((rank, found))
-    dist.barrier()
-    os._exit(0)
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What both processes found, by rank."""
-    from tests.helpers import tiny_llama
-
-    if not dist.is_gloo_available():
-        pytest.skip("no gloo")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    queue, folder = mp.get_context("spawn").SimpleQueue(), str(tmp_path_factory.mktemp("llama"))
+    folder = str(tmp_path_factory.mktemp("llama"))
     tiny_llama().save_pretrained(folder)
-    running = mp.spawn(worker, args=(port, folder, queue), nprocs=2, join=False)
-    deadline, results = time.monotonic() + 300, {}
-    try:
-        while not running.join(timeout=1):
-            while not queue.empty():
-                results.update([queue.get()])
-            assert time.monotonic() < deadline, "a process does not end"
-    finally:
-        for process in running.processes:
-            process.kill()
-    while not queue.empty():
-        results.update([queue.get()])
-    return results
+    return on_two_ranks(worker, folder)
 
 
 @pytest.mark.parametrize("setup", [s for s in SETUPS if s not in NOT_BUILT])
