@@ -9,7 +9,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from tests.helpers import tiny_llama, tokens
-from tests.two_ranks import on_two_ranks, whole
+from tests.ranks import on_ranks, whole
 
 OPTIONS = {"select": "always", "strict": True}
 
@@ -36,7 +36,7 @@ def ddp(model, backend, *, inner=False, hook=False, optimize=True, **options):
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------------------------------
-def fsdp2(model, backend, *, units=None, layers="", mixed=False, offload=False, checkpointing=False, **options):
+def fsdp2(model, backend, *, units=None, layers="", mixed=False, offload=False, checkpointing=False, hybrid=False, **options):
     """Layers sharded one by one, then the rest; the whole compiled, or the layers ``before`` or ``after`` sharding."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -53,7 +53,7 @@ def fsdp2(model, backend, *, units=None, layers="", mixed=False, offload=False, 
             layer.compile(**compiled_by(backend))
 
     compile_layers("before")
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2, 2) if hybrid else (2,), mesh_dim_names=("copies", "parts") if hybrid else None)
     of = {"layers": model.model.layers, "head": [*model.model.layers, model.lm_head], "none": []}
     for unit in (*of[units or "layers"], model):
         fully_shard(unit, mesh=mesh, **options)
@@ -84,8 +84,12 @@ SETUPS = {
     "fsdp2, layers after": (lambda m, b: fsdp2(m, b, layers="after"), False, LAYER),
 }
 TIED = {"fsdp2, tied": SETUPS["fsdp2, one unit"], "ddp, tied": SETUPS["ddp"]}
-EVERY = {**SETUPS, **TIED}
+ON_FOUR = {"fsdp2, hybrid": (lambda m, b: fsdp2(m, b, hybrid=True), True, {**LOSS, **LAYER})}
+EVERY = {**SETUPS, **TIED, **ON_FOUR}
 COMPILED = ("ddp", "fsdp2")  # through Inductor; the rest with the rewritten graph run as it is
+
+
+OTHERS = [name for name in EVERY if name != "ddp" and name not in ON_FOUR]
 
 
 def train(name, rank, backend):
@@ -100,7 +104,7 @@ def train(name, rank, backend):
         call = EVERY[name][0](model, backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
-            ids = tokens(4)[rank + 2 * (step % 2)][None]
+            ids = tokens(4)[(rank + 2 * (step % 2)) % 4][None]
             given = {"input_ids": ids, "labels": ids}
             if step == 2:
                 mask = torch.ones_like(ids)
@@ -140,8 +144,8 @@ def worker(rank, names):
 
 def check(found, name):
     _, waits, least = EVERY[name]
-    for rank in (0, 1):
-        errors, waited, counts, fallbacks, graphs = found[rank][name]
+    for results in found.values():
+        errors, waited, counts, fallbacks, graphs = results[name]
         assert not fallbacks
         limit = 3e-2 if "mixed" in name else 1e-5
         assert max(errors.values()) < limit, errors
@@ -151,15 +155,21 @@ def check(found, name):
 
 
 def test_ddp_in_buckets():
-    check(on_two_ranks(worker, ["ddp"]), "ddp")
+    check(on_ranks(worker, ["ddp"]), "ddp")
 
 
 @pytest.fixture(scope="module")
 def found():
-    return on_two_ranks(worker, [name for name in EVERY if name != "ddp"], seconds=600)
+    return on_ranks(worker, OTHERS, seconds=600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "ddp"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_as_people_wrap_their_models(name, found):
     check(found, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks(name):
+    check(on_ranks(worker, [name], ranks=4), name)

@@ -1,32 +1,30 @@
-"""Two CPU processes, tensor parallel: lm_head's classes on both, the loss without gathering them, deferred logits."""
+"""Two and four CPU processes, tensor parallel: lm_head's classes on all, the loss without gathering them, deferred logits."""
 
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.helpers import tiny_llama, tokens
-from tests.two_ranks import on_two_ranks, whole
+from tests.ranks import on_ranks, whole
 
 SETUPS = ("columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing", "inductor", "transformers")
 
 
-def plan(model, *, sequence=False):
+def plan(model, mesh=None):
     """Queries, keys, values, gate, up and lm_head by columns, the rest by rows; logits gathered, as the loss wants them."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     columns, rows = ColwiseParallel(), RowwiseParallel()
     names = {f"self_attn.{n}_proj": columns for n in "qkv"} | {"self_attn.o_proj": rows, "mlp.down_proj": rows}
     for layer in model.model.layers:
         parallelize_module(layer, mesh, {**names, "mlp.gate_proj": columns, "mlp.up_proj": columns})
-    # With ``sequence`` the rows that come in are cut in two; here each rank has all, and hands in its half.
-    layouts = {"input_layouts": Shard(1)} if sequence else {}
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate(), **layouts)})
-    return model
+    return parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
 
 
 def with_entropy(logits, labels):
@@ -61,7 +59,16 @@ def build(setup):
             num_key_value_heads=2, head_dim=16, final_logit_softcapping=5.0, use_cache=False, tie_word_embeddings=False,
         )  # fmt: skip
         return plan(Gemma2ForCausalLM(config))
-    model = tiny_llama(vocab_size=259 if setup == "odd_vocabulary" else 256)
+    model = tiny_llama(vocab_size=259 if setup == "odd_vocabulary" else 256, num_key_value_heads=dist.get_world_size())
+    if setup == "sharded too":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+        plan(model, mesh["tensor"])
+        for unit in (*model.model.layers, model):
+            fully_shard(unit, mesh=mesh["data"])
+        return model
     return plan(model)
 
 
@@ -105,7 +112,7 @@ def run(setup, rank, compiled):
             call = torch.compile(model, **how) if compiled else model
             x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(2)).chunk(2, 1)[rank].clone()
             loss, logits = call(x.requires_grad_(), labels)
-            leaves = {"x": x, **dict(model.named_parameters())}
+            inputs = {"x": x}
         else:
             model = build(setup)
             call = torch.compile(model, **how) if compiled else model
@@ -120,10 +127,10 @@ def run(setup, rank, compiled):
             else:
                 out = call(input_ids=ids, labels=labels)
                 loss, logits = out.loss, out.logits
-            leaves = dict(model.named_parameters())
+            inputs = {}
         lazy = isinstance(logits, DeferredTensor)
         loss.backward()
-    grads = {name: whole(p.grad) for name, p in leaves.items()}
+    grads = {name: whole(p.grad) for name, p in [*inputs.items(), *model.named_parameters()]}
     return loss.detach(), grads, logits.detach() + 0, lazy, report
 
 
@@ -142,10 +149,10 @@ def read_alone(rank):
     return ""
 
 
-def worker(rank, folder):
+def worker(rank, folder, setups=SETUPS):
     os.environ["CHECKPOINT"] = folder
     found = {}
-    for setup in SETUPS:
+    for setup in setups:
         loss, grads, logits, _, _ = run(setup, rank, False)
         our_loss, our_grads, our_logits, lazy, report = run(setup, rank, True)
         errors = {name: (grads[name] - our_grads[name]).abs().max().item() for name in grads}
@@ -154,7 +161,8 @@ def worker(rank, folder):
             (s.fusion, s.status, s.reason) for s in report.sites if "cross_entropy" in s.fusion or "log_probs" in s.fusion
         ]
         found[setup] = (errors, lazy, sites, [g.fallback for g in report.graphs])
-    found["alone"] = read_alone(rank)
+    if dist.get_world_size() == 2:
+        found["alone"] = read_alone(rank)
     return found
 
 
@@ -163,7 +171,7 @@ def found(tmp_path_factory):
     """What both processes found, by rank."""
     folder = str(tmp_path_factory.mktemp("llama"))
     tiny_llama().save_pretrained(folder)
-    return on_two_ranks(worker, folder)
+    return on_ranks(worker, folder)
 
 
 @pytest.mark.parametrize("setup", [s for s in SETUPS if s not in NOT_BUILT])
@@ -174,6 +182,18 @@ def test_the_loss_over_classes_of_two_ranks(setup, found):
         assert not any(fallbacks)
         assert max(errors.values()) < 2e-5, errors
         assert lazy
+
+
+@pytest.mark.slow
+def test_four_ranks():
+    """Also two groups of two, whose parameters are sharded over the groups by FSDP2."""
+    found = on_ranks(worker, "", ("columns", "odd_vocabulary", "sharded too"), ranks=4)
+    for results in found.values():
+        for errors, lazy, sites, fallbacks in results.values():
+            assert sites == [("linear_cross_entropy", "fused", "")], sites
+            assert not any(fallbacks)
+            assert max(errors.values()) < 2e-5, errors
+            assert lazy
 
 
 @pytest.mark.parametrize("setup", NOT_BUILT)

@@ -1,0 +1,253 @@
+"""Training on several GPUs of one host, Inductor beside fx_fusion in one process group.
+
+    python -m bench.distributed                       every mode, on all GPUs
+    python -m bench.distributed ddp fsdp2 --gpus 2
+    python -m bench.distributed --tiny                whether all of them run, on CPUs with gloo; no figures
+
+Llama of the 1B shape with 8 layers, bfloat16, fused AdamW, 4 x 2048 tokens a GPU (tensor parallel: 4 x 2048 in all).
+torchrun is started for each mode. One JSON line a mode: milliseconds a step and peak memory of the slowest and largest
+rank, losses of all steps, what was fused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from bench.process import MARK, Row, environment, give
+
+VARIANTS = ("inductor", "fx_fusion")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and its batches."""
+
+    device: str = "cuda"
+    vocabulary: int = 128256
+    hidden: int = 2048
+    layers: int = 8
+    heads: int = 32
+    batch: int = 4
+    length: int = 2048
+    steps: int = 50
+
+
+FULL, TINY = Sizes(), Sizes("cpu", 5000, 64, 2, 8, 2, 64, 6)
+
+
+# -- modes: from a model to what is called ----------------------------------------------------------------------------
+def ddp(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = [torch.cuda.current_device()] if sizes.device == "cuda" else None
+    return torch.compile(DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), **compiled)
+
+
+def _sharded(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def _mesh(sizes: Sizes, *names: tuple[str, int]) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = names or (("all", dist.get_world_size()),)
+    return init_device_mesh(sizes.device, tuple(n for _, n in shape), mesh_dim_names=tuple(name for name, _ in shape))
+
+
+def fsdp2(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+    """A unit a layer, the whole compiled."""
+    import torch
+
+    return torch.compile(_sharded(model, _mesh(sizes)), **compiled)
+
+
+def fsdp2_layers(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+    """Layers compiled one by one, before they are sharded."""
+    for layer in model.model.layers:
+        layer.compile(**compiled)
+    return _sharded(model, _mesh(sizes))
+
+
+def _in_parallel(model: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {f"self_attn.{n}_proj": columns for n in "qkv"} | {"self_attn.o_proj": rows, "mlp.down_proj": rows}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, {**plan, "mlp.gate_proj": columns, "mlp.up_proj": columns})
+    return parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+
+
+def tensor_parallel(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+    """Heads, gates and classes on all GPUs; logits gathered, as transformers' plans ask for."""
+    import torch
+
+    return torch.compile(_in_parallel(model, _mesh(sizes)), **compiled)
+
+
+def fsdp2_tensor_parallel(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+    """Two GPUs a tensor-parallel group, the groups sharded: four GPUs at least."""
+    import torch
+    import torch.distributed as dist
+
+    mesh = _mesh(sizes, ("data", dist.get_world_size() // 2), ("tensor", 2))
+    return torch.compile(_sharded(_in_parallel(model, mesh["tensor"]), mesh["data"]), **compiled)
+
+
+MODES = {
+    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-layers": fsdp2_layers, "tensor-parallel": tensor_parallel,
+    "fsdp2-tensor-parallel": fsdp2_tensor_parallel,
+}  # fmt: skip
+SAME_BATCH = {"tensor-parallel"}  # on every rank
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+def measure(mode: str, sizes: Sizes) -> Row | None:
+    """The row of a mode, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = sizes.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    row: Row = {"mode": mode, "ranks": dist.get_world_size(), "environment": environment()}
+    for variant in VARIANTS:
+        torch._dynamo.reset()
+        gc.collect()
+        try:
+            row[variant] = _train(mode, variant, sizes)
+        except Exception as error:
+            row[variant] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            break  # the ranks may have parted
+    first = dist.get_rank() == 0
+    dist.barrier()
+    return row if first else None
+
+
+def _train(mode: str, variant: str, sizes: Sizes) -> Row:
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import fx_fusion
+
+    cuda = sizes.device == "cuda"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 4 or 1,
+        head_dim=sizes.hidden // sizes.heads, max_position_embeddings=8192, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device(sizes.device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).train()
+    with fx_fusion.recording() as report:
+        call = MODES[mode](model, {} if variant == "inductor" else {"backend": "fx_fusion"}, sizes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda and mode not in SAME_BATCH, foreach=False)
+        seed = 1 if mode in SAME_BATCH else 1 + dist.get_rank() // (2 if mode == "fsdp2-tensor-parallel" else 1)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (4, sizes.batch, sizes.length)
+        ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).to(sizes.device)
+        losses, times = [], []
+        for i in range(sizes.steps):
+            if i == 4 and cuda:
+                torch.cuda.reset_peak_memory_stats()
+            started = time.perf_counter()
+            loss = call(input_ids=ids[i % 4], labels=ids[i % 4]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())  # and so waits for the GPU
+            times.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    worst = torch.tensor([statistics.median(times[4:]) * 1e3, peak], device=sizes.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    fused = Counter(s.fusion for s in report.sites if s.status == "fused")
+    return {
+        "ms": round(worst[0].item(), 2), "peak_gib": round(worst[1].item(), 2), "first_s": round(times[0], 1),
+        "losses": [round(x, 4) for x in losses], "graphs": len(report.graphs), "fused": dict(sorted(fused.items())),
+        "fallbacks": [g.fallback for g in report.graphs if g.fallback],
+    }  # fmt: skip
+
+
+# -- all modes --------------------------------------------------------------------------------------------------------
+def _torchrun(mode: str, ranks: int, tiny: bool, timeout: float) -> Row:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "bench.distributed", mode, "--inside", *(["--tiny"] if tiny else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"mode": mode, "error": f"no result after {timeout:.0f} s"}
+    row = next((line[len(MARK) :] for line in done.stdout.splitlines() if line.startswith(MARK)), None)
+    if row is None:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return {"mode": mode, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:90]}
+    return json.loads(row)
+
+
+def _line(row: Row) -> tuple[Any, ...]:
+    base, ours = (row.get(variant, {}) for variant in VARIANTS)
+    trouble = row.get("error") or base.get("error") or ours.get("error")
+    if trouble:
+        return row["mode"], trouble.splitlines()[0][:100]
+    apart = max(abs(a - b) for a, b in zip(base["losses"], ours["losses"], strict=True))
+    memory = f"{ours['peak_gib'] / base['peak_gib']:.2f}" if base["peak_gib"] else ""
+    return (
+        row["mode"], row["ranks"], base["ms"], ours["ms"], f"{base['ms'] / ours['ms']:.3f}", base["peak_gib"],
+        ours["peak_gib"], memory, f"{apart:.4f}",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modes", nargs="*", help=f"of {', '.join(MODES)}; all of them unless named")
+    parser.add_argument("--gpus", type=int, help="how many; all of the host")
+    parser.add_argument("--tiny", action="store_true", help="two CPU processes, a tiny model")
+    parser.add_argument("--out", default="bench/results/distributed.jsonl")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for one mode")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if unknown := set(given.modes) - set(MODES):
+        parser.error(f"no mode is called {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
+    if given.inside:
+        row = measure(given.modes[0], TINY if given.tiny else FULL)
+        if row is not None:
+            give(row)
+        return
+    import torch
+
+    ranks = given.gpus or (2 if given.tiny else torch.cuda.device_count())
+    if ranks < 2:
+        parser.error(f"this takes two GPUs at least; there are {ranks} (--tiny: two CPU processes)")
+    table = []
+    for mode in given.modes or [m for m in MODES if ranks >= 4 or m != "fsdp2-tensor-parallel"]:
+        row = _torchrun(mode, ranks, given.tiny, given.timeout)
+        if not given.tiny and "error" not in row:
+            with open(given.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        table.append(_line(row))
+    headers = ("mode", "ranks", "Inductor ms", "ours ms", "x", "GiB", "ours", "of it", "losses apart")
+    print(tabulate(table, headers=headers))
+
+
+if __name__ == "__main__":
+    main()
