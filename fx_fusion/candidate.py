@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fx_fusion.cost.estimate import Estimate
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match, NearMiss
@@ -29,6 +30,7 @@ class Candidate:
         unread: whether no finder or pattern came near, and the fusion says so itself.
         names: of its nodes, before some of them went to nodes that replaced them.
         made: the nodes that replaced its own.
+        estimate: what it takes, and what Inductor does.
     """
 
     fusion: Fusion
@@ -42,6 +44,7 @@ class Candidate:
     unread: bool = False
     names: tuple[str, ...] = ()
     made: tuple[fx.Node, ...] = ()
+    estimate: Estimate | None = None
 
     @property
     def nodes(self) -> frozenset[fx.Node]:
@@ -61,7 +64,7 @@ class Candidate:
         made = tuple(n.name for n in self.made)
         return Site(
             self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph,
-            nodes, made, frames_of(self.root),
+            nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(),
         )  # fmt: skip
 
 

@@ -181,6 +181,7 @@ def select(
             match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
         with entered(view.effects.region[match.root]):
             choice = cost.choose(candidate.fusion, match, view, options)
+        candidate.estimate = choice.estimate
         note = "; ".join(part for part in (match.note, choice.note) if part)
         candidate.match = dataclasses.replace(match, note=note)
         if choice.keep is not None:

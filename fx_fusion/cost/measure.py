@@ -63,6 +63,13 @@ def ask(fusion: Fusion, match: Match) -> Verdict:
     return Verdict(keep=f"measured here: {times['ours']:.4f} ms, Inductor {times['inductor']:.4f} ms")
 
 
+def known(fusion: Fusion, match: Match) -> dict[str, float] | None:
+    """``{"ours": ms, "inductor": ms}`` of a site that was measured."""
+    site = describe(fusion, match)
+    times = measured(site) if isinstance(site, dict) else ""
+    return None if isinstance(times, str) else times
+
+
 def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
     """What decides about the time of a site, as plain data; or why that can't be said."""
     inputs: dict[str, Any] = {}

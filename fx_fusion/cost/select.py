@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.cost import measure, table
+from fx_fusion.cost.estimate import Estimate, estimate
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.legality import asked
 from fx_fusion.fusion.match import Match
@@ -27,14 +28,19 @@ _HOST_BOUND = (
 
 @dataclass(frozen=True)
 class Choice:
-    """Why Inductor keeps a site (None: the fused op replaces it), and what the report says of it besides."""
+    """Why Inductor keeps a site (None: the fused op replaces it), what the report says of it besides, and what it takes."""
 
     keep: Reason
     note: str = ""
+    estimate: Estimate | None = None
 
 
 def choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice:
     """What becomes of a legal match."""
+    return replace(_choose(fusion, match, view, options), estimate=estimate(fusion, match, options))
+
+
+def _choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice:
     if fusion.name not in options.fusions:
         return Choice("switched off by options")
     if options.select == "always":

@@ -57,21 +57,28 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: M
     """The same for the tensors of a site, by the names of the fusion's inputs."""
     tensors = list(given.values())
     floating = [t for t in tensors if t.is_floating_point()]
-    device, sizes = tensors[0].device, sizes_of(fusion, given)
-    if device.type != "cuda" or not floating or sizes is None:
+    sizes = sizes_of(fusion, given)
+    if tensors[0].device.type != "cuda" or not floating or sizes is None:
         return None
-    itemsize = floating[0].dtype.itemsize
-    forward_only = not trained(*floating)
+    cell = nearest(fusion, given, statics)
+    if cell is None:
+        return _by_roofline(fusion, sizes, floating[0].dtype.itemsize)
+    if cell.ours <= TOLERANCE * cell.inductor:
+        return None
+    at = " x ".join(f"{n:.0f}" for n in cell.sizes.values())
+    return f"Inductor was {cell.ours / cell.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
+
+
+def nearest(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[str, Any]) -> Cell | None:
+    """The cell of this GPU's table that is nearest to the tensors of a site, all sizes known; None without a table."""
+    floating = [t for t in given.values() if t.is_floating_point()]
+    sizes, first = sizes_of(fusion, given), fusion.tensors[0]
+    device = given[first].device
     cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
-    first = fusion.tensors[0]
-    layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
-    nearest = nearest_of(cells, itemsize, forward_only, layout, sizes, statics)
-    if nearest is None:
-        return _by_roofline(fusion, sizes, itemsize)
-    if nearest.ours <= TOLERANCE * nearest.inductor:
+    if sizes is None or not cells:
         return None
-    at = " x ".join(f"{n:.0f}" for n in nearest.sizes.values())
-    return f"Inductor was {nearest.ours / nearest.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
+    layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
+    return nearest_of(cells, floating[0].dtype.itemsize, not trained(*floating), layout, sizes, statics)
 
 
 def nearest_of(

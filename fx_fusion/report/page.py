@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
+from fx_fusion.cost.estimate import sentence
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.report.alignment import Block, align, blocks
@@ -126,7 +127,8 @@ def _block(
 def _site(site: Site, names: _Names) -> dict[str, Any]:
     return {
         "fusion": site.fusion, "status": site.status, "reason": site.reason, "module": site.module, "at": site.location,
-        "graph": site.graph, "shapes": site.shapes, "lines": [names(call) for call in _shown_calls(site)],
+        "graph": site.graph, "shapes": site.shapes, "estimate": sentence(site.estimate),
+        "lines": [names(call) for call in _shown_calls(site)],
         "nodes": site.nodes, "made": site.made,
     }  # fmt: skip
 

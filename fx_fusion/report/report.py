@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from fx_fusion.cost.estimate import sentence, total
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
 from fx_fusion.report.diff import unified
@@ -116,6 +117,8 @@ class Report:
         )
         notes = [f"graph {g.index}: {note}" for g in self.graphs for note in g.notes()]
         notes += [f"graph {g.index}: nothing is said of {what}" for g in self.graphs for what in self._grouped_unsaid(g)]
+        saved = total(s.estimate for s in self.sites if s.status == "fused")
+        notes += [f"estimated: {saved}"] if saved else []
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
 
@@ -181,8 +184,10 @@ def _because(site: Site) -> str:
     """A site in a sentence, with what to write for another fate."""
     where = f" in {site.module}" if site.module else ""
     instead = {fusion.name: fusion.instead for fusion in registry.all_fusions()}.get(site.fusion, "")
+    pays = f"; {estimated}" if (estimated := sentence(site.estimate)) else ""
     advice = f"; write {instead}" if instead and site.status == "near" and "write " not in site.reason else ""
-    return f"{site.status}: {site.fusion}{where} ({site.location}){': ' * bool(site.reason)}{_generic(site.reason)}{advice}"
+    reason = f": {_generic(site.reason)}" if site.reason else ""
+    return f"{site.status}: {site.fusion}{where} ({site.location}){reason}{pays}{advice}"
 
 
 def _generic(reason: str) -> str:

@@ -29,6 +29,7 @@ class Site:
         nodes: the names of the nodes that it is about.
         made: the names of the nodes that are in their place now.
         calls: the frames that led there, outermost first, each ``path:line``.
+        estimate: the facts of a ``cost.estimate.Estimate``: what it takes, and what Inductor does; empty where nobody knows.
     """
 
     fusion: str
@@ -41,6 +42,7 @@ class Site:
     nodes: tuple[str, ...] = ()
     made: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
+    estimate: dict[str, Any] = field(default_factory=dict)
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> dict[str, str]:

@@ -167,7 +167,7 @@ function drawSite(i) {
     element("h2", {}, "site"),
     element("p", {}, element("span", { class: `dot ${site.status}` }), element("strong", {}, site.fusion), ` ${site.status}`),
     facts([["module", site.module], ["source", site.at], [site.status === "fused" ? "note" : "why", site.reason],
-      ...Object.entries(site.shapes)]),
+      ["time", site.estimate], ...Object.entries(site.shapes)]),
     element("p", { class: "dim" }, fusion.about),
   ];
   for (const n of site.lines) parts.push(...source(data.names[n], site));

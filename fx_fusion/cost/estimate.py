@@ -1,0 +1,116 @@
+"""What a site takes under fx_fusion and under Inductor, for the report: measured here, by the GPU's table, or by formula."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fx_fusion.cost import measure, table
+from fx_fusion.fusion.declaration import Fusion
+from fx_fusion.fusion.match import Match
+from fx_fusion.graph.terms import is_tensor
+from fx_fusion.options import Options
+from fx_fusion.torch_internals.inductor import bytes_per_second
+
+_NEAR = math.log(1.05)  # sizes so near to a measured cell's take its time
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one site, forward and backward where it is trained.
+
+    Attributes:
+        source: ``measured``, ``table`` or ``formula``.
+        speed: Inductor's time over ours.
+        ours: our microseconds, where they are known.
+        inductor: Inductor's, where they are known.
+        bytes: what our kernels move, where the fusion has a formula for it.
+        inductor_bytes: what Inductor's move.
+    """
+
+    source: str
+    speed: float
+    ours: float | None = None
+    inductor: float | None = None
+    bytes: float | None = None
+    inductor_bytes: float | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What is known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
+    """What is known of a site; None where neither a measurement nor a formula speaks of it, and on CPUs."""
+    given = {name: match.example(name) for name, bound in match.inputs.items() if is_tensor(bound)}
+    sizes = table.sizes_of(fusion, given)
+    floating = [t for t in given.values() if t.is_floating_point()]
+    if sizes is None or not floating or floating[0].device.type != "cuda":
+        return None
+    device, itemsize = floating[0].device, floating[0].dtype.itemsize
+    ours, theirs = _traffic(fusion, sizes, itemsize)
+    if options.select == "measure" and (times := measure.known(fusion, match)) is not None:
+        speed = times["inductor"] / times["ours"]
+        return Estimate("measured", speed, 1e3 * times["ours"], 1e3 * times["inductor"], ours, theirs)
+    cell = None if match.others and len(match.outputs) > 1 else table.nearest(fusion, given, match.statics)
+    if cell is not None:
+        scale = _scale(fusion, cell, sizes, itemsize)
+        mine, its = (None if scale is None else 1e3 * scale * ms for ms in (cell.ours, cell.inductor))
+        return Estimate("table", cell.inductor / cell.ours, mine, its, ours, theirs)
+    if ours is None or theirs is None:
+        return None
+    a_microsecond = bytes_per_second(device) / 1e6
+    return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
+
+
+def _traffic(fusion: Fusion, sizes: dict[str, float], itemsize: int) -> tuple[float | None, float | None]:
+    if fusion.traffic is None:
+        return None, None
+    given = tuple({**sizes, "bytes": itemsize}.items())
+    ours, theirs = (_evaluated(formula, given) for formula in fusion.traffic)
+    return ours, theirs
+
+
+@functools.cache
+def _evaluated(formula: str, sizes: tuple[tuple[str, float], ...]) -> float:
+    """The same for each of many layers alike: sympy takes a millisecond."""
+    return table.evaluate(formula, dict(sizes))
+
+
+def _scale(fusion: Fusion, cell: table.Cell, sizes: dict[str, float], itemsize: int) -> float | None:
+    """The site's time over that of a measured cell: by the bytes that both move. None where nothing says it."""
+    if fusion.traffic is not None and set(cell.sizes) >= set(sizes):
+        here, there = (_traffic(fusion, dict(of), itemsize)[0] for of in (sizes, cell.sizes))
+        return here / there if here and there else None
+    return 1.0 if cell.distance(sizes) <= _NEAR else None
+
+
+def total(sites: Iterable[dict[str, Any]]) -> str:
+    """What many sites save together, from the facts of each; empty where no time is known."""
+    facts = list(sites)
+    timed = [f for f in facts if "ours" in f]
+    if not timed:
+        return ""
+    saved = sum(f["inductor"] - f["ours"] for f in timed) / 1e3
+    sources = ", ".join(sorted({f["source"] for f in timed}))
+    return f"about {saved:.2g} ms a step less than Inductor's kernels, by {sources} for {len(timed)} of {len(facts)} sites"
+
+
+def sentence(facts: dict[str, Any]) -> str:
+    """``1.9 times Inductor's speed (table): 31 us instead of 59``; empty where nothing is known."""
+    if not facts:
+        return ""
+    said = f"{facts['speed']:.2g} times Inductor's speed ({facts['source']})"
+    if "ours" in facts:
+        said += f": {_short(facts['ours'])} us instead of {_short(facts['inductor'])}"
+    if "bytes" in facts:
+        said += f", {_short(facts['bytes'] / 1e6)} MB moved instead of {_short(facts['inductor_bytes'] / 1e6)}"
+    return said
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
