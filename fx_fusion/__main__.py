@@ -32,7 +32,7 @@ def main() -> int:
     if given.command == "doctor":
         from fx_fusion.doctor import main as doctor
 
-        return doctor()
+        return doctor(as_json=given.json)
     if given.command == "demo":
         from fx_fusion.demo import main as demo_main
 
@@ -95,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
     demo.add_argument("--steps", type=int, default=8, help="training steps of each")
     demo.add_argument("--variant", choices=("eager", "inductor", "fx_fusion"), help=argparse.SUPPRESS)
-    commands.add_parser("doctor", help="check what this machine can do")
+    doctor = commands.add_parser("doctor", help="check what this machine can do")
+    doctor.add_argument("--json", action="store_true", help="as a JSON list")
     return parser
 
 

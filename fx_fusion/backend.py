@@ -47,11 +47,13 @@ from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.runtime.reads import Reads, follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
+from fx_fusion.torch_internals import bisector
 from fx_fusion.torch_internals import inductor as inductor_itself
 from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, current_compile_id, why_it_ends
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 _graph_numbers = itertools.count()
+bisector.make_known()
 
 
 def fx_fusion(

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import triton
 from rich.console import Console
 
+from fx_fusion.cost import measure, table
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.ops.on_cpu import interpreting
+from fx_fusion.torch_internals.inductor import cache_folder, triton_compiles
 
 COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something about this machine: what it is about, whether that is as it should be, and a sentence."""
+
+    about: str
+    good: bool
+    says: str
 
 
 def cpp_compiler() -> str | None:
@@ -19,27 +37,75 @@ def cpp_compiler() -> str | None:
     return next((c for c in COMPILERS if shutil.which(c)), None)
 
 
-def main() -> int:
-    """Print the facts; 1 if something that is needed is missing."""
-    console = Console(highlight=False)
-    compiler = cpp_compiler()
+def facts() -> Iterator[Fact]:
+    """Everything that is checked."""
+    yield Fact("versions", True, f"torch {torch.__version__}, triton {triton.__version__}{_others()}")
     registered = "fx_fusion" in torch.compiler.list_backends(exclude_tags=())
-    facts = [
-        (True, f"torch {torch.__version__}, triton {triton.__version__}"),
-        (registered, 'backend="fx_fusion" is registered' if registered else "not installed: run pip install -e ."),
-        (torch.cuda.is_available(), _gpu()),
-        (compiler is not None, f"C++ compiler for Inductor on CPU: {compiler or 'missing, install g++ or clang++'}"),
-        (True, f"{len(all_fusions())} fusions: {', '.join(sorted(f.name for f in all_fusions()))}"),
-    ]
-    for good, fact in facts:
-        console.print(f"[green]ok[/]  {fact}" if good else f"[yellow]--[/]  {fact}")
+    is_known = 'backend="fx_fusion" is registered' if registered else "not installed: pip install -e ."
+    yield Fact("backend", registered, is_known)
+    yield from _gpu()
+    compiler = cpp_compiler()
+    yield Fact("compiler", compiler is not None, f"C++ compiler for Inductor on CPU: {compiler or 'missing, install g++'}")
+    yield from (_folder(*named) for named in _folders())
+    yield Fact("fusions", True, f"{len(all_fusions())} fusions: {', '.join(sorted(f.name for f in all_fusions()))}")
+    chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("FX_FUSION_"))
+    if chosen:
+        yield Fact("environment", True, f"chosen by the environment: {', '.join(chosen)}")
     if interpreting():
-        console.print("[yellow]--[/]  TRITON_INTERPRET=1: kernels run in Triton's interpreter, on CPU tensors")
-    return 0 if registered and (compiler or torch.cuda.is_available()) else 1
+        yield Fact("interpreter", False, "TRITON_INTERPRET=1: kernels run in Triton's interpreter, on CPU tensors")
 
 
-def _gpu() -> str:
+def _others() -> str:
+    """Versions of what is used beside, where it is installed."""
+    found = []
+    for name in ("transformers", "accelerate", "peft", "diffusers", "timm"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "".join(f", {one}" for one in found)
+
+
+def _gpu() -> Iterator[Fact]:
     if not torch.cuda.is_available():
-        return "no CUDA device: fusions that pay on CPU are used (lm_head + loss, masks, grouped-query attention)"
-    properties = torch.cuda.get_device_properties(0)
-    return f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        yield Fact("GPU", False, "no CUDA device: what pays on a CPU is fused (lm_head + loss, masks, grouped keys)")
+        return
+    properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+    memory, others = properties.total_memory / 2**30, f", {count} of them" if count > 1 else ""
+    kind = f"compute capability {properties.major}.{properties.minor}"
+    yield Fact("GPU", True, f"{properties.name}, {memory:.0f} GiB, {kind}, CUDA {torch.version.cuda}{others}")
+    compiles = triton_compiles()
+    yield Fact("Triton", compiles, f"Triton {'can' if compiles else 'cannot'} compile for it")
+    measured = {cell.fusion for fusion in all_fusions() for cell in table.cells_of(properties.name, fusion.name)}
+    says = f"a table of measurements for {len(measured)} fusions decides" if measured else (
+        'no table: formulas decide; options={"select": "measure"} times both on the spot'
+    )  # fmt: skip
+    yield Fact("table", bool(measured), says)
+
+
+def _folders() -> Iterator[tuple[str, Path]]:
+    yield "measurements", measure.folder()
+    if (inductors := cache_folder()) is not None:
+        yield "Inductor's cache", Path(inductors)
+
+
+def _folder(what: str, path: Path) -> Fact:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Fact(what, True, f"{what}: {path}")
+    except OSError as error:
+        return Fact(what, False, f"{what}: {path} can't be written to ({error.strerror})")
+
+
+def main(as_json: bool = False) -> int:
+    """Print the facts; 1 if something that is needed is missing."""
+    found = list(facts())
+    if as_json:
+        print(json.dumps([asdict(fact) for fact in found], indent=1))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for fact in found:
+            console.print(f"[green]ok[/]  {fact.says}" if fact.good else f"[yellow]--[/]  {fact.says}")
+    good = {fact.about: fact.good for fact in found}
+    return 0 if good["backend"] and (good["compiler"] or good["GPU"]) else 1

@@ -30,6 +30,7 @@ from fx_fusion.report.places import location_of, module_of
 from fx_fusion.report.site import Site
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import replace
+from fx_fusion.torch_internals import bisector
 
 LAST_REPLACEMENT = "fx_fusion: the last replacement that FX_FUSION_FUEL allows: "
 
@@ -199,6 +200,10 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
     all_fit = True
     for candidate in sorted(candidates, key=lambda c: order[c.root]):
         assert candidate.match is not None
+        place = f"{candidate.fusion.name} in {module_of(candidate.root)} ({location_of(candidate.root)})"
+        if bisector.is_switched_off(place.__str__):
+            candidate.decide("kept", "left out by torch's compiler bisector")
+            continue
         if not fuel.take():
             candidate.decide("kept", "FX_FUSION_FUEL is used up")
             continue
@@ -208,7 +213,6 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
             candidate.decide("fused")
             candidate.made = tuple(editor.made[known:])
             if fuel.left == 0:
-                place = f"{candidate.fusion.name} in {module_of(candidate.root)} ({location_of(candidate.root)})"
                 print(f"{LAST_REPLACEMENT}{place}", file=sys.stderr)
         else:
             candidate.decide("declined", reason)

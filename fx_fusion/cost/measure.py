@@ -103,7 +103,7 @@ def measured(site: dict[str, Any]) -> dict[str, float] | str:
     """``{"ours": ms, "inductor": ms}`` from memory, from the file, or by measuring; or why not."""
     key = hashlib.sha256(json.dumps([site, *_environment()], sort_keys=True).encode()).hexdigest()
     if key not in _SEEN:
-        file = _folder() / f"{key}.json"
+        file = folder() / f"{key}.json"
         found = _read(file) or _measure_in_a_process(site)
         if isinstance(found, dict):
             _write(file, found)
@@ -119,7 +119,8 @@ def _environment() -> tuple[str, ...]:
     return gpu, torch.__version__, triton.__version__, source_hash()
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Where measurements are kept."""
     given = os.environ.get("FX_FUSION_CACHE_DIR")
     return (Path(given) if given else Path.home() / ".cache" / "fx_fusion") / "measured"
 

@@ -171,3 +171,21 @@ def bytes_per_second(device: torch.device) -> float:
         return _BYTES
     with torch.cuda.device(device):
         return 0.85e9 * known() or _BYTES
+
+
+def cache_folder() -> str | None:
+    """Where Inductor keeps what it compiled. Gone: None."""
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+    except ImportError:
+        return None
+    return cache_dir()
+
+
+def triton_compiles() -> bool:
+    """Whether Triton can compile for the GPU that is here. Gone: yes, as far as anybody knows."""
+    try:
+        from torch.utils._triton import has_triton
+    except ImportError:
+        return True
+    return has_triton()

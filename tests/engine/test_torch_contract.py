@@ -340,3 +340,23 @@ def test_torch_says_which_attention_takes_grouped_heads(monkeypatch):
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     assert not takes_grouped_heads(*given)
 
+
+
+def test_without_a_bisector_or_a_store(monkeypatch):
+    """Gone: nothing is left out; nobody waits."""
+    import torch._inductor.compiler_bisector as torchs
+
+    from fx_fusion.torch_internals import bisector, collectives
+
+    assert "fx_fusion" in torchs.BACKENDS
+    assert not bisector.is_switched_off(lambda: "")
+    monkeypatch.delattr(torchs, "CompilerBisector")
+    monkeypatch.delattr(torchs, "BACKENDS")
+    bisector.make_known()
+    assert not bisector.is_switched_off(lambda: "")
+    if torch.distributed.is_available():
+        assert hasattr(torch.distributed.distributed_c10d, "_get_process_group_store")
+        monkeypatch.delattr(torch.distributed.distributed_c10d, "_get_process_group_store")
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 7)
+        assert collectives.present_within(0.0, None) == 7
+    assert hasattr(torch.ops._c10d_functional, "all_reduce")

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 SCRIPT = '''
 import sys
@@ -161,3 +163,44 @@ def test_bisect(tmp_path, fails, code, sentence):
     found = run("bisect", sys.executable, str(check), code=code)
     assert sentence in found.stdout + found.stderr
     assert ("it breaks" in found.stderr) == (fails == "'it breaks'")  # what the command itself said
+
+
+def test_doctor(monkeypatch, tmp_path, capsys):
+    """Each fact by itself, for people and for programs."""
+    from fx_fusion import doctor
+
+    monkeypatch.setenv("FX_FUSION_CACHE_DIR", str(tmp_path / "cache"))
+    assert doctor.main(as_json=True) == 0
+    facts = {fact["about"]: fact for fact in json.loads(capsys.readouterr().out)}
+    assert facts["backend"]["good"]
+    assert torch.__version__ in facts["versions"]["says"]
+    assert str(tmp_path) in facts["measurements"]["says"]
+    assert (tmp_path / "cache").exists()
+    assert "FX_FUSION_CACHE_DIR=" in facts["environment"]["says"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FX_FUSION_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
+    assert doctor.main() == (0 if torch.cuda.is_available() else 1), "nothing can be compiled for"
+    said = capsys.readouterr().out
+    assert "can't be written to" in said
+    assert "missing, install g++" in said
+
+
+def test_doctor_of_a_gpu(monkeypatch):
+    """Which table decides, or that none does."""
+    from fx_fusion import doctor
+
+    def seen(name):
+        properties = SimpleNamespace(name=name, total_memory=141 << 30, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(doctor, "triton_compiles", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        return {fact.about: fact for fact in doctor._gpu()}
+
+    known, unknown = seen("NVIDIA H200"), seen("Another GPU")
+    assert "141 GiB, compute capability 9.0" in known["GPU"].says
+    assert "2 of them" in known["GPU"].says
+    assert known["table"].good
+    assert not unknown["table"].good
+    assert "formulas decide" in unknown["table"].says

@@ -85,6 +85,28 @@ def test_a_wrong_replacement_is_named(monkeypatch, change):
     assert 'options={"fusions": ["-swiglu"]}' in str(found)
 
 
+@pytest.mark.slow
+def test_torchs_own_bisector_names_it(monkeypatch):
+    """It tries one backend after the other, ours last, and then our replacements one by one."""
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    monkeypatch.setenv("FX_FUSION_SELECT", "always")
+    model, ids = tiny_llama(), tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def is_right():
+        torch._dynamo.reset()
+        model.zero_grad()
+        torch.compile(model, backend="fx_fusion")(input_ids=ids, labels=ids).loss.backward()
+        return all(torch.allclose(p.grad, expected[name], atol=1e-4) for name, p in model.named_parameters())
+
+    with sabotaged(monkeypatch, "swiglu", 2, a_little_more):
+        found = CompilerBisector.do_bisect(is_right)
+    assert (found.backend, found.subsystem) == ("fx_fusion", "replacements")
+    assert found.debug_info.startswith("swiglu in model.layers.1.mlp (")
+
+
 def test_what_is_wrong_without_any_replacement(monkeypatch):
     """Torch's own mistakes are no fusion's."""
     real = verifying.compile_graph
