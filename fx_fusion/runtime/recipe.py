@@ -116,7 +116,8 @@ class Recipe:
 
     def _meet(self) -> None:
         """Raise RuntimeError unless all ranks that have a part of the operands read now: to gather it takes all of them."""
-        groups = (o.device_mesh.get_all_groups() for o in self.operands if hasattr(o, "placements"))
+        parts = (o for o in self.operands if any(not p.is_replicate() for p in getattr(o, "placements", ())))
+        groups = (part.device_mesh.get_all_groups() for part in parts)
         for group in {id(g): g for found in groups for g in found}.values():
             present, ranks = present_within(_PATIENCE, group), group.size()
             if present < ranks:

@@ -52,7 +52,9 @@ class ClassPart:
             torch.amax(z, 1, out=stats[0])
             stats[1] = (z - stats[0][:, None]).exp_().sum(1)
         top = reduced(stats[0], "max", self.group)
-        of_all = torch.stack([stats[1] * (stats[0] - top).exp_(), torch.where(own, z_target, 0.0)])
+        own_total = stats[1] * (stats[0] - top).exp_()
+        own_total = torch.where(stats[0] == -float("inf"), 0.0, own_total)  # all of this rank's classes are masked
+        of_all = torch.stack([own_total, torch.where(own, z_target, 0.0)])
         total, z_target = reduced(of_all, "sum", self.group)
         loss.copy_(torch.where(counts, torch.where(known, total.log() + (top - z_target), float("nan")), 0.0))
         if dlogits is None:

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from tests.helpers import tiny_llama, tokens
 from tests.ranks import on_ranks, whole
 
-SETUPS = ("columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing", "inductor", "transformers")
+SETUPS = (
+    "columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing",
+    "inductor", "transformers", "dynamic",
+)  # fmt: skip
 
 
 def plan(model, mesh=None):
@@ -98,6 +101,7 @@ def run(setup, rank, compiled):
     torch._dynamo.reset()
     options = {"select": "always", "strict": True}
     how = {"backend": "fx_fusion", "options": options} if setup == "inductor" else {"backend": rewriting_backend()}
+    how |= {"dynamic": True} if setup == "dynamic" else {}
     ids = tokens()
     labels = ids.clone()
     labels[0, 10:] = -100
