@@ -113,4 +113,3 @@ def sentence(facts: dict[str, Any]) -> str:
 
 def _short(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-

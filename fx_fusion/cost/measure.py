@@ -64,10 +64,10 @@ def ask(fusion: Fusion, match: Match) -> Verdict:
 
 
 def known(fusion: Fusion, match: Match) -> dict[str, float] | None:
-    """``{"ours": ms, "inductor": ms}`` of a site that was measured."""
+    """``{"ours": ms, "inductor": ms}`` of a site that this process asked for; it measures none."""
     site = describe(fusion, match)
-    times = measured(site) if isinstance(site, dict) else ""
-    return None if isinstance(times, str) else times
+    times = _SEEN.get(_key(site)) if isinstance(site, dict) else None
+    return times if isinstance(times, dict) else None
 
 
 def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
@@ -101,7 +101,7 @@ def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
 
 def measured(site: dict[str, Any]) -> dict[str, float] | str:
     """``{"ours": ms, "inductor": ms}`` from memory, from the file, or by measuring; or why not."""
-    key = hashlib.sha256(json.dumps([site, *_environment()], sort_keys=True).encode()).hexdigest()
+    key = _key(site)
     if key not in _SEEN:
         file = folder() / f"{key}.json"
         found = _read(file) or _measure_in_a_process(site)
@@ -109,6 +109,10 @@ def measured(site: dict[str, Any]) -> dict[str, float] | str:
             _write(file, found)
         _SEEN[key] = found
     return _SEEN[key]
+
+
+def _key(site: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([site, *_environment()], sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache

@@ -76,6 +76,16 @@ def test_measured_here(monkeypatch, cells):
     assert (found.source, found.ours, found.inductor) == ("measured", pytest.approx(20), pytest.approx(50))
 
 
+def test_an_estimate_measures_nothing(monkeypatch, cells):
+    """A site that options switch off is never timed, for its report either."""
+    monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: pytest.fail("it was measured"))
+    match = matched("rms_norm", x=(16384, 2048), weight=(2048,))
+    assert of("rms_norm", match, select="measure").source == "table"
+    site = measure.describe(fusion_named("rms_norm"), match)
+    monkeypatch.setitem(measure._SEEN, measure._key(site), {"ours": 0.02, "inductor": 0.05})
+    assert of("rms_norm", match, select="measure").source == "measured"
+
+
 def test_nothing_is_said_of_a_cpu(cells):
     assert of("rms_norm", matched("rms_norm", "cpu", x=(16384, 2048), weight=(2048,))) is None
 
