@@ -22,6 +22,7 @@ _NAMES = {
     "compile": "fx_fusion.explaining",
     "explain": "fx_fusion.explaining",
     "recording": "fx_fusion.report.recording",
+    "register": "fx_fusion.fusion.registry",
     "verify": "fx_fusion.verifying",
 }
 __all__ = list(_NAMES)

@@ -16,7 +16,7 @@ import triton
 from rich.console import Console
 
 from fx_fusion.cost import measure, table
-from fx_fusion.fusion.registry import all_fusions
+from fx_fusion.fusion.registry import all_fusions, installed, plugins
 from fx_fusion.ops.on_cpu import interpreting
 from fx_fusion.torch_internals.inductor import cache_folder, triton_compiles
 
@@ -48,6 +48,10 @@ def facts() -> Iterator[Fact]:
     yield Fact("compiler", compiler is not None, f"C++ compiler for Inductor on CPU: {compiler or 'missing, install g++'}")
     yield from (_folder(*named) for named in _folders())
     yield Fact("fusions", True, f"{len(all_fusions())} fusions: {', '.join(sorted(f.name for f in all_fusions()))}")
+    more = [f"{fusion.name} ({fusion.pattern.__module__})" for fusion in plugins()]
+    if more:
+        yield Fact("plug-ins", True, f"brought by plug-ins: {', '.join(more)}")
+    yield from (Fact("plug-ins", False, trouble) for trouble in installed())
     chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("FX_FUSION_"))
     if chosen:
         yield Fact("environment", True, f"chosen by the environment: {', '.join(chosen)}")

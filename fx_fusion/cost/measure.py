@@ -10,8 +10,8 @@ and moved into place, so that several processes may measure at once; a file that
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -29,7 +29,7 @@ from fx_fusion.cost import timing
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.matcher import Match
 from fx_fusion.fusion.pattern import reference_of
-from fx_fusion.fusion.registry import fusion_named
+from fx_fusion.fusion.registry import all_fusions, fusion_named, register
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import is_tensor
 
@@ -93,8 +93,11 @@ def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
             "grad": bool(example.requires_grad), "device": example.device.type, "below": bound_by, "spec": spec,
         }  # fmt: skip
     statics = {k: v for k, v in match.statics.items() if not isinstance(v, fx.Node)}
+    module = fusion.pattern.__module__
+    if module == "__main__":
+        return f"{fusion.name} is declared in __main__, which the process that measures can't import"
     return {
-        "fusion": fusion.name, "statics": statics, "inputs": inputs, "grad": torch.is_grad_enabled(),
+        "fusion": fusion.name, "module": module, "statics": statics, "inputs": inputs, "grad": torch.is_grad_enabled(),
         "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
     }  # fmt: skip
 
@@ -115,7 +118,6 @@ def _key(site: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([site, *_environment()], sort_keys=True).encode()).hexdigest()
 
 
-@functools.cache
 def _environment() -> tuple[str, ...]:
     from fx_fusion.inductor.cache_key import source_hash
 
@@ -151,7 +153,7 @@ def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "fx_fusion.cost.measure"], input=json.dumps(site), capture_output=True, text=True,
-            timeout=_SECONDS, check=False,
+            timeout=_SECONDS, check=False, env=_environment_of(site["module"]),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"measuring took more than {_SECONDS} s"
@@ -160,10 +162,16 @@ def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
+def _environment_of(module: str) -> dict[str, str]:
+    """Where a plug-in was found here, it is found by the process that measures."""
+    more = {} if module.startswith("fx_fusion.") else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**os.environ, **more}
+
+
 def measure(site: dict[str, Any]) -> dict[str, float]:
     """Compile the site's function both ways and time forward + backward (forward alone where nothing needs a gradient)."""
     torch.backends.cuda.matmul.fp32_precision = site["fp32_precision"]
-    fusion = fusion_named(site["fusion"])
+    fusion = _declared(site["module"], site["fusion"])
     given = {n: _tensor(t, site["inputs"]) if isinstance(t, dict) else t for n, t in site["inputs"].items()}
     function = reference_of(fusion, site["statics"])
     leaves = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -184,6 +192,14 @@ def measure(site: dict[str, Any]) -> dict[str, float]:
         calls.append(call)
     inductor, fused = timing.in_turns(calls) if device == "cuda" else timing.cpu_in_turns(calls)
     return {"inductor": inductor, "ours": fused}
+
+
+def _declared(module: str, name: str) -> Fusion:
+    """The fusion of this name; a plug-in's may have to be registered in this process first."""
+    for found in vars(importlib.import_module(module)).values():
+        if isinstance(found, Fusion) and found.name == name and found not in all_fusions():
+            register(found)
+    return fusion_named(name)
 
 
 def _tensor(about: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:

@@ -1,20 +1,32 @@
-"""All fusions: every file of ``fx_fusion/patterns`` that defines ``FUSION``. There is no list to append to."""
+"""All fusions: every file of ``fx_fusion/patterns`` that defines ``FUSION``, and those that plug-ins bring. There is no list
+to append to."""
 
 from __future__ import annotations
 
 import functools
 import graphlib
 import importlib
+import importlib.metadata
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 from fx_fusion.errors import DeclarationError, nearest
 from fx_fusion.fusion.declaration import Fusion
 
+GROUP = "fx_fusion.fusions"  # the entry points of installed plug-ins
+_registered: list[Fusion] = []
+
 
 @functools.cache
 def all_fusions() -> tuple[Fusion, ...]:
-    """Every declared fusion, in the order in which they are tried."""
+    """Every declared fusion, plug-ins included, in the order in which they are tried."""
+    return in_order((*built_in(), *plugins()))
+
+
+@functools.cache
+def built_in() -> tuple[Fusion, ...]:
+    """The fusions of this package, by name."""
     folder = Path(__file__).parent.parent / "patterns"
     fusions = []
     for file in sorted(folder.glob("*.py")):
@@ -24,7 +36,53 @@ def all_fusions() -> tuple[Fusion, ...]:
         if fusion.name != file.stem:
             raise DeclarationError(f"{file.name} declares the fusion {fusion.name!r}; both must have one name.")
         fusions.append(fusion)
-    return in_order(fusions)
+    return tuple(fusions)
+
+
+# -- plug-ins ------------------------------------------------------------------------------------------------------
+def register(fusion: Fusion) -> None:
+    """Add a fusion to those that are tried in every graph that is compiled from now on.
+
+    Raises DeclarationError for a name that is taken and for a ``before`` that can't be honoured. Nothing happens when the
+    same fusion is registered again."""
+    installed()  # they come first: their names are taken
+    _add(fusion)
+
+
+def plugins() -> tuple[Fusion, ...]:
+    """The fusions that others brought: installed ones first, then in the order of ``register``."""
+    installed()
+    return tuple(_registered)
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """Register the fusions that installed packages name as entry points of the group ``fx_fusion.fusions``; returns a
+    sentence for each that could not be used. Such a one is left out with a warning, and the others are used."""
+    troubles = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            found = point.load()
+            for fusion in (found,) if isinstance(found, Fusion) else tuple(found):
+                _add(fusion)
+        except Exception as error:
+            troubles.append(f"plug-in {point.name} ({point.value}) is not used: {type(error).__name__}: {error}")
+            warnings.warn(f"fx_fusion: {troubles[-1]}", stacklevel=2)
+    return tuple(troubles)
+
+
+def _add(fusion: Fusion) -> None:
+    if not isinstance(fusion, Fusion):
+        raise DeclarationError(f"a plug-in gives a Fusion, or several; got {fusion!r}.")
+    if fusion in _registered:
+        return
+    known = {f.name: f for f in (*built_in(), *_registered)}
+    if fusion.name in known:
+        where = known[fusion.name].pattern.__module__
+        raise DeclarationError(f"fusion {fusion.name!r} of {fusion.pattern.__module__}: {where} has one of this name.")
+    in_order((*known.values(), fusion))
+    _registered.append(fusion)
+    all_fusions.cache_clear()
 
 
 def in_order(fusions: Iterable[Fusion]) -> tuple[Fusion, ...]:

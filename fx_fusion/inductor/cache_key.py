@@ -1,8 +1,8 @@
 """Make the compile caches see us.
 
 AOTAutograd's cache knows an op by its name: a changed backward formula would hit an entry compiled with the old one.
-A custom pass that does nothing, but whose ``uuid`` hashes all our sources, the options of this compilation and the
-Triton version, puts that into the keys of both caches.
+A custom pass that does nothing, but whose ``uuid`` hashes all our sources and those of plug-ins, the options of this
+compilation and the Triton version, puts that into the keys of both caches.
 """
 
 from __future__ import annotations
@@ -10,27 +10,51 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from fx_fusion.fusion import registry
 from fx_fusion.ops.library import PLAIN_FUNCTIONS
 from fx_fusion.options import Options
 from fx_fusion.torch_internals.inductor import with_key
 
 
-@functools.cache
 def source_hash() -> str:
-    """SHA-256 over the paths and bytes of all source files of the package, patterns and kernels included."""
+    """SHA-256 over the paths and bytes of all source files of the package, patterns and kernels included, and of the
+    packages that plug-ins come from."""
+    modules = {
+        module.partition(".")[0]
+        for fusion in registry.plugins()
+        for module in (fusion.pattern.__module__, *([fusion.kernel.module] if fusion.kernel else []))
+    }
+    return _hash_of(("fx_fusion", *sorted(modules - {"fx_fusion"})))
+
+
+@functools.cache
+def _hash_of(packages: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    root = Path(__file__).parent.parent
-    folders = os.walk(root, followlinks=True)  # in a checkout, patterns and kernels are links
-    for file in sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")):
-        digest.update(str(file.relative_to(root)).encode())
-        digest.update(file.read_bytes())
+    for package in packages:
+        module = sys.modules[package]
+        roots = [Path(folder) for folder in getattr(module, "__path__", ())]
+        for root in roots:
+            for file in _python_files(root, follow=package == "fx_fusion"):
+                digest.update(f"{package}/{file.relative_to(root)}".encode())
+                digest.update(file.read_bytes())
+        if not roots:
+            source = Path(getattr(module, "__file__", None) or "")
+            # A notebook has no file: nothing tells its versions apart.
+            digest.update(source.read_bytes() if source.is_file() else uuid.uuid4().bytes)
     return digest.hexdigest()
+
+
+def _python_files(root: Path, follow: bool) -> list[Path]:
+    folders = os.walk(root, followlinks=follow)  # in a checkout, patterns and kernels are links
+    return sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
 
 
 def key_of(options: Options) -> str:

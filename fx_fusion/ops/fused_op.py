@@ -41,10 +41,12 @@ class FusedOp:
         outputs: the names of its results without statistics.
         parameters: the names of its parameters; ``optional`` those that may be None.
         reference: the function that it computes.
+        module: the name of the module that has its launcher.
     """
 
-    def __init__(self, name: str, overload: Any, outputs: Sequence[str], reference: Reference):
+    def __init__(self, name: str, overload: Any, outputs: Sequence[str], reference: Reference, module: str):
         self.name, self.overload, self.outputs, self.reference = name, overload, tuple(outputs), reference
+        self.module = module
         self.parameters, self.optional = parameter_names(overload), optional_parameters(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +79,7 @@ def fused_op(
             ``grads`` is wanted.
             It returns one tensor an entry of ``grads``; an unwanted one may be empty.
         reference: the function that the op computes, as ``"package.module:function"``; by default the pattern of the
-            fusion of this name.
+            fusion of this name, and of a plug-in that of the ``FUSION`` in the launcher's module.
         fake: the forward on fake tensors, same parameters: allocates every result.
         stats: results of the forward that only the backward reads.
         constants: outputs that have no gradient, behind those that have one.
@@ -116,7 +118,9 @@ def fused_op(
             f"the backward of {name} doesn't take {sorted(set(parameters) - set(needed))}, so its reference can't be "
             "differentiated on CPU: take them, or give a backward_reference."
         )
-    fused = FusedOp(name, op, outputs, Reference(reference or f"fx_fusion.patterns.{name}:FUSION.pattern"))
+    module = forward[1].__module__
+    declared_in = f"fx_fusion.patterns.{name}" if module.startswith("fx_fusion.") else module
+    fused = FusedOp(name, op, outputs, Reference(reference or f"{declared_in}:FUSION.pattern"), module)
 
     def forward_reference(*args: Any) -> Any:
         produced = fused.reference(dict(zip(parameters, args, strict=True)))

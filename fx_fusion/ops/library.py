@@ -34,7 +34,10 @@ def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def define(name: str, schema: str) -> Any:
-    """Define ``fx_fusion::name``; returns its overload. Raises DeclarationError for a schema that can't be read."""
+    """Define ``fx_fusion::name``; returns its overload. Raises DeclarationError for a schema that can't be read and for a
+    name that is taken."""
+    if name in names():
+        raise DeclarationError(f"the op {name!r} is defined already and can't be replaced in this process: rename it.")
     try:
         LIBRARY.define(name + schema)
     except RuntimeError as error:

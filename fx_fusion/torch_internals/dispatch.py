@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -21,6 +22,21 @@ def autograd_inside_an_op() -> Iterator[None]:
     exclude = torch._C._dispatch_tls_local_exclude_set() - keys
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
+
+
+@contextlib.contextmanager
+def calls_of(namespace: str) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
+    """Inside, the ops of ``namespace`` that are called, with copies of their arguments. Gone: this can't be imported."""
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Remember(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op.namespace == namespace:
+                calls.append((op, tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)))
+            return op(*args, **(kwargs or {}))
+
+    with Remember():
+        yield calls
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -25,7 +25,9 @@ ORDER = (
     {"candidate"},
     {"pipeline"},
     {"backend"},
-    {"explaining", "testing", "accelerate", "doctor", "demo", "targets", "trainer", "verifying"},
+    {"testing"},
+    {"checking"},
+    {"plugin", "explaining", "accelerate", "doctor", "demo", "targets", "trainer", "verifying"},
     {"commands", "__init__", "__main__"},
 )
 RANK = {room: i for i, rooms in enumerate(ORDER) for room in rooms}

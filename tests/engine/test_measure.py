@@ -79,7 +79,6 @@ def test_what_was_measured_elsewhere_says_nothing_here(folder, monkeypatch, chan
     calls = []
     monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: calls.append(site) or {"ours": 1.0, "inductor": 2.0})
     site = {"fusion": "rms_norm", "inputs": {"x": {"dtype": "float32", "shape": [4, 8]}}, "grad": True}
-    monkeypatch.setattr(measure, "_environment", measure._environment.__wrapped__)  # not the remembered one
     measure.measured(site)
     if changed == "gpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -16,7 +16,7 @@ def op(name, schema, function, *, fake=None, where=""):
     LIBRARY.impl(name, function, "CPU")
     torch.library.register_fake(f"fx_fusion_tests_tiny::{name}", fake or function, lib=LIBRARY)
     overload = getattr(torch.ops.fx_fusion_tests_tiny, name).default
-    return FusedOp(name, overload, ("y",), Reference(where or f"{__name__}:{name}"))
+    return FusedOp(name, overload, ("y",), Reference(where or f"{__name__}:{name}"), __name__)
 
 
 def dyt(x, alpha, weight, bias):

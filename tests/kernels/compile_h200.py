@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fx_fusion.checking import calls_of
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.kernels import embedding, evonorm_b0, gated_rms_norm, rope
 from fx_fusion.kernels.lib import glu
@@ -25,7 +26,6 @@ from fx_fusion.kernels.norms import group_norm_math as norm_formulas
 from fx_fusion.kernels.norms import row_norm
 from fx_fusion.ops import library
 from fx_fusion.testing import kernels_on_cpu
-from tests.cases import calls_of
 from tests.kernels.evonorm_b0_ways import B0_WAYS, by
 
 FUSIONS = [f for f in all_fusions() if f.name in library.names()]

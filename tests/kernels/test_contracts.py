@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
+from fx_fusion.checking import calls_of, keeps_its_promises
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.ops import library
 from fx_fusion.ops.layouts import any_layout, channels_last, copied
-from tests.cases import calls_of
 
 pytestmark = pytest.mark.kernel
 
@@ -25,14 +24,6 @@ def test_every_op_is_checked_here():
     assert OPS - of_fusions == {*REST, "linear_cross_entropy_rows_bwd"}, "an op that no fusion is named as goes into REST"
 
 
-def check(op, args):
-    tests = ["test_schema", "test_faketensor"]
-    if not op._opname.endswith("_bwd"):
-        tests.append("test_autograd_registration")
-        args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    opcheck(op, tuple(args), test_utils=tests)
-
-
 @pytest.mark.parametrize("fusion", WITH_OPS, ids=lambda fusion: fusion.name)
 def test_ops_of_a_fusion(fusion, device):
     """The forward and the backward of every variant, each way of calling them once."""
@@ -45,12 +36,12 @@ def test_ops_of_a_fusion(fusion, device):
     expected = {name for name in (fusion.name, f"{fusion.name}_bwd") if name in OPS}
     assert {op._opname for op, _ in seen} >= expected
     for (op, _), args in seen.items():
-        check(op, args)
+        keeps_its_promises(op, args)
 
 
 @pytest.mark.parametrize("name", REST)
 def test_ops_of_no_fusion(name):
-    check(*REST[name]())
+    keeps_its_promises(*REST[name]())
 
 
 def test_the_backward_of_a_loss_a_row():
