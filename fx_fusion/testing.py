@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
+from fx_fusion.accuracy import Double, doubled
 from fx_fusion.backend import compile_graph
 from fx_fusion.fusion.declaration import Case, Fusion
 from fx_fusion.fusion.dims import Dim
@@ -138,15 +138,6 @@ def gradients_for(outs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(7), device=o.device) for o in outs]
 
 
-class StayDouble(TorchFunctionMode):
-    """``x.float()`` in a reference means "at least float32": of a float64 tensor it must not take precision away."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 def run_oracle(
     function: Callable[..., Any],
     inputs: Mapping[str, Any],
@@ -154,12 +145,12 @@ def run_oracle(
     frozen: Sequence[str] = (),
 ) -> Run:
     """``run`` in float64 throughout."""
-    with StayDouble():
+    with Double():
         return run(function, to_double(inputs), dys, frozen)
 
 
 def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
+    return {n: doubled(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
 
 
 def nudged(inputs: Mapping[str, Any], seed: int, together: float = 0.0) -> dict[str, Any]:

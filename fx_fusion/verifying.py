@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,35 +13,17 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from fx_fusion.accuracy import Compared, Double, compare, doubled, length
 from fx_fusion.backend import compile_graph
 from fx_fusion.errors import VerificationError
 from fx_fusion.options import Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.report.site import Site
-from fx_fusion.testing import StayDouble
 from fx_fusion.torch_internals.containers import tree_map_only
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
 _Values = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One output, or the gradient of one parameter: lengths of differences from float64, relative to its own length.
-
-    ``error`` is fx_fusion's, ``usual`` eager's, ``allowed`` what the rule allows: twice eager's and two roundings; for a
-    single number at least eight of float32, or a tenth of one of the model's."""
-
-    name: str
-    error: float
-    usual: float
-    allowed: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is as accurate as the rule asks; not so for NaN."""
-        return self.error <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -105,12 +85,11 @@ def verify(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = Non
         usual = _step(model, model, args, kwargs)
         if not _equal(usual, _step(model, model, args, kwargs, seed=1)):
             raise VerificationError("the model draws random numbers: call model.eval(), or set its dropout to 0")
-        with _Double():
-            doubled = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
-            exact = _step(exact_model, exact_model, *doubled)
+        with Double():
+            exact = _step(exact_model, exact_model, *tree_map_only(Tensor, doubled, (args, kwargs)))
         del exact_model
         ours, report = _under(parsed, model, args, kwargs)
-        rows = _compare(ours, usual, exact)
+        rows = compare(ours, usual, exact)
         blame = None
         if not all(row.ok for row in rows):
             blame = _blame(parsed, report, lambda o: _under(o, model, args, kwargs), usual, exact)
@@ -186,54 +165,10 @@ def _in_double(model: nn.Module) -> nn.Module:
         raise VerificationError(f"the model can't be copied to float64: {type(error).__name__}: {error}") from error
 
 
-class _Double(StayDouble):
-    """So do ``x.to(torch.float32)`` and ``softmax(..., dtype=torch.float32)``, and the same of 16 bits."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func in (torch.Tensor.half, torch.Tensor.bfloat16):
-                return args[0]
-            if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if a in _FLOATS else a for a in args)
-            if kwargs.get("dtype") in _FLOATS:
-                kwargs["dtype"] = torch.float64
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
 # -- comparing ----------------------------------------------------------------------------------------------------------
 def _equal(one: _Values, other: _Values) -> bool:
     """Whether two runs differ by no more than atomics make them."""
-    return all(_length(one[n].double() - t.double()) <= 0.05 * _length(t) for n, t in other.items())
-
-
-def _compare(ours: _Values, usual: _Values, exact: _Values) -> list[Compared]:
-    """The worst first. A gradient that is 0 but for roundings (of a key's bias) is measured by what others are."""
-    sizes = [_length(t) / math.sqrt(t.numel()) for n, t in exact.items() if n.startswith("gradient") and t.numel()]
-    typical = statistics.median(sizes) if sizes else 0.0
-    coarsest = max(torch.finfo(t.dtype).eps for t in usual.values())
-    rows = []
-    for name, truth in exact.items():
-        if not truth.numel():
-            continue
-        floor = typical * math.sqrt(truth.numel()) if name.startswith("gradient") else 0.0
-        unit = max(_length(truth), floor) or 1.0
-        if name not in ours or not torch.equal(ours[name].isfinite(), usual[name].isfinite()):
-            rows.append(Compared(name, math.inf, 0.0, 0.0))
-            continue
-        error, known = (_length(t[name].double() - truth.double()) / unit for t in (ours, usual))
-        roundings = 2 * torch.finfo(usual[name].dtype).eps
-        if truth.numel() == 1:  # eager's own error of one number may be 0 by luck
-            roundings = max(roundings, 8 * torch.finfo(torch.float32).eps, 0.1 * coarsest)
-        rows.append(Compared(name, error, known, 2 * known + roundings))
-    return sorted(rows, key=lambda row: -row.error / row.allowed if row.allowed else -math.inf)
-
-
-def _length(tensor: Tensor) -> float:
-    return tensor.double().nan_to_num().norm().item()
+    return all(length(one[n].double() - t.double()) <= 0.05 * length(t) for n, t in other.items())
 
 
 def _blame(
@@ -246,7 +181,7 @@ def _blame(
         middle = (right + wrong) // 2
         values, found = under(replace(options, fuel=middle))
         sites[middle] = found.sites
-        if all(row.ok for row in _compare(values, usual, exact)):
+        if all(row.ok for row in compare(values, usual, exact)):
             right = middle
         else:
             wrong = middle

@@ -1,0 +1,86 @@
+"""What is accurate: values against float64, and how far eager is from it.
+
+The rule: an error is at most twice eager's in the same dtype, plus two roundings.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Values = Mapping[str, Tensor]
+
+
+class Double(TorchFunctionMode):
+    """Inside, casts take no precision away from float64: ``x.float()`` in a model means "at least float32", and so do
+    ``x.to(torch.bfloat16)`` and ``softmax(..., dtype=torch.float32)``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+                return args[0]
+            if func in (torch.Tensor.to, torch.Tensor.type):
+                args = tuple(torch.float64 if a in _FLOATS else a for a in args)
+            if kwargs.get("dtype") in _FLOATS:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """A tensor in float64 (complex128); one of integers as it is."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One output, or the gradient of one parameter: lengths of differences from float64, relative to its own length.
+
+    ``error`` is fx_fusion's, ``usual`` eager's, ``allowed`` what the rule allows: twice eager's and two roundings; for a
+    single number at least eight of float32, or a tenth of one of the model's."""
+
+    name: str
+    error: float
+    usual: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is as accurate as the rule asks; not so for NaN."""
+        return self.error <= self.allowed
+
+
+def compare(ours: Values, usual: Values, exact: Values) -> list[Compared]:
+    """The worst first. A gradient that is 0 but for roundings (of a key's bias) is measured by what others are."""
+    sizes = [length(t) / math.sqrt(t.numel()) for n, t in exact.items() if n.startswith("gradient") and t.numel()]
+    typical = statistics.median(sizes) if sizes else 0.0
+    coarsest = max(torch.finfo(t.dtype).eps for t in usual.values())
+    rows = []
+    for name, truth in exact.items():
+        if not truth.numel():
+            continue
+        floor = typical * math.sqrt(truth.numel()) if name.startswith("gradient") else 0.0
+        unit = max(length(truth), floor) or 1.0
+        if name not in ours or not torch.equal(ours[name].isfinite(), usual[name].isfinite()):
+            rows.append(Compared(name, math.inf, 0.0, 0.0))
+            continue
+        error, known = (length(t[name].double() - truth.double()) / unit for t in (ours, usual))
+        roundings = 2 * torch.finfo(usual[name].dtype).eps
+        if truth.numel() == 1:  # eager's own error of one number may be 0 by luck
+            roundings = max(roundings, 8 * torch.finfo(torch.float32).eps, 0.1 * coarsest)
+        rows.append(Compared(name, error, known, 2 * known + roundings))
+    return sorted(rows, key=lambda row: -row.error / row.allowed if row.allowed else -math.inf)
+
+
+def length(tensor: Tensor) -> float:
+    return tensor.double().nan_to_num().norm().item()
