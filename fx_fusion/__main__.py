@@ -19,6 +19,7 @@ _EXAMPLES = """examples:
   python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
   python -m fx_fusion bisect python check.py             which replacement makes check.py fail
+  python -m fx_fusion replay fx_fusion_rms_norm_x.pt     a site that options={"verify": ...} found wrong, alone
   python -m fx_fusion report r.json --html r.html        a report that --json wrote, as a page
   python -m fx_fusion doctor                             what this machine can do
 """
@@ -38,7 +39,14 @@ def main() -> int:
 
         return demo_main(steps=given.steps, variant=given.variant)
     options: dict[str, Any] = {} if getattr(given, "select", None) is None else {"select": given.select}
-    from fx_fusion.commands import bisect_command, explain_command, report_command, run_command, verify_command
+    from fx_fusion.commands import (
+        bisect_command,
+        explain_command,
+        replay_command,
+        report_command,
+        run_command,
+        verify_command,
+    )
 
     def chosen(*names: str) -> dict[str, Any]:
         return {name: getattr(given, name) for name in names}
@@ -49,6 +57,8 @@ def main() -> int:
             return run_command(given.script, rest, options=options, output=chosen(*output))
         if given.command == "bisect":
             return bisect_command([given.program, *rest])
+        if given.command == "replay":
+            return replay_command(given.file)
         if given.command == "report":
             return report_command(given.file, output=chosen(*output))
         if given.command == "verify":
@@ -79,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python file; what follows it are its own arguments")
     bisect = commands.add_parser("bisect", help="find the replacement with which a command starts to fail")
     bisect.add_argument("program", help="what is run, again and again, and its arguments; it fails by its exit code")
+    replay = commands.add_parser("replay", help="compare a site that was found wrong once more, alone")
+    replay.add_argument("file", help="what the error names; it holds code, so open only what your own run wrote")
     report = commands.add_parser("report", help="show a report that was written as JSON")
     report.add_argument("file", help="what --json wrote, here or on another machine")
     for command in (explain, run, report):

@@ -44,6 +44,7 @@ from fx_fusion.rewrite.deferral import (
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.results_apart import keep_results_apart
+from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.runtime.reads import Reads, follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
@@ -168,7 +169,8 @@ def rewrite(
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
-    sites, deferred = rewrite_graphs(gm, options, assumptions, report.index)
+    sites_of, deferred = rewrite_graphs(gm, options, assumptions, report.index)
+    sites = [site for found in sites_of.values() for site in found]
     report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
@@ -188,6 +190,7 @@ def rewrite(
         return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
 
     layers: list[Callable[[Compiled], Compiled]] = [
+        *([] if not options.verify else [verifying(gm, untouched, sites_of, options.verify, report.verified)]),
         lambda compiled: deferred.wrap(compiled, report.reads),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         lambda fast: speculate(fast, assumptions.checks(), without_assumption, report.calls),
@@ -200,10 +203,10 @@ def rewrite(
 
 def rewrite_graphs(
     gm: fx.GraphModule, options: Options, assumptions: Assumptions, index: int
-) -> tuple[list[Site], DeferredOutputs]:
-    """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of all of them, and
-    the outputs that are computed only when they are read."""
-    sites: list[Site] = []
+) -> tuple[dict[fx.GraphModule, list[Site]], DeferredOutputs]:
+    """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of each, and the outputs
+    that are computed only when they are read."""
+    sites: dict[fx.GraphModule, list[Site]] = {}
     deferred = None
     fuel = pipeline.Fuel(options.fuel)
     searches: dict[View, Search] = {}
@@ -221,7 +224,7 @@ def rewrite_graphs(
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
         asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
         editor = Editor(view, assumptions, **asked)
-        sites += pipeline.rewrite(searches[view], options, editor, fuel, index)
+        sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, index))
         if module is gm:
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
         keep_results_apart(module.graph)

@@ -1,9 +1,10 @@
-"""``python -m fx_fusion explain``, ``verify``, ``run``, ``bisect`` and ``report``."""
+"""``python -m fx_fusion explain``, ``verify``, ``run``, ``bisect``, ``replay`` and ``report``."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import runpy
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fx_fusion.explaining import explain
 from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
+from fx_fusion.rewrite.verify_site import replayed, table
 from fx_fusion.targets import Target, target_of
 from fx_fusion.verifying import verify
 
@@ -103,6 +105,16 @@ def bisect_command(command: Sequence[str]) -> int:
         right, wrong, told = (middle, wrong, told) if fine else (right, middle, names)
     print("\n".join(told) or f"replacement {wrong} of a graph")
     return 0
+
+
+def replay_command(file: str) -> int:
+    """Compare the site that a file holds with float64, here and now; 1 if it is wrong."""
+    try:
+        check, rows = replayed(file)
+    except (OSError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no site that was found wrong: {type(error).__name__}: {error}") from error
+    print(f"{check.place}\n{table(rows)}")
+    return 0 if rows[0].ok else 1
 
 
 def report_command(file: str, *, output: dict[str, Any]) -> int:

@@ -14,12 +14,14 @@ from fx_fusion.memory.recompute import MEMORY
 from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configuration, modes, option_names
 
 SELECT = ("auto", "measure", "always", "never")
-_OURS: dict[str, tuple[type, str]] = {
+VERIFY = (False, True, "first", "sample")
+_OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
     "defer_outputs": (bool, "whether an output that a fusion absorbed is computed only when it is read"),
     "speculate": (bool, "whether to compile for an attention_mask without padding, checked at run time"),
     "memory": (str, f"one of {', '.join(MEMORY)}: how much of what is cheap the backward computes again"),
+    "verify": ((bool, str), "False, True, 'first' or 'sample': in which calls every replaced site is compared with float64"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
 
@@ -33,6 +35,7 @@ class Options:
     defer_outputs: bool
     speculate: bool
     memory: str
+    verify: bool | str
     strict: bool
     fuel: int | None
     inductor: Mapping[str, Any]
@@ -68,7 +71,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         if name in _OURS:
             kind, meaning = _OURS[name]
             if not isinstance(given, (list, tuple) if kind is list else kind):
-                raise OptionError(f"options[{name!r}] must be a {kind.__name__} ({meaning}); got {given!r}.")
+                named = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise OptionError(f"options[{name!r}] must be a {named} ({meaning}); got {given!r}.")
             ours[name] = given
         elif name.replace("-", "_") in inductors:
             theirs[name] = given
@@ -84,12 +88,16 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     memory = ours.get("memory", "auto")
     if memory not in MEMORY:
         raise OptionError(f"options['memory'] = {memory!r}. {nearest(memory, MEMORY)}")
+    verify = ours.get("verify", False)
+    if verify not in VERIFY:
+        raise OptionError(f"options['verify'] = {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
     return Options(
         select=select,
         fusions=_chosen(ours.get("fusions", [])),
         defer_outputs=ours.get("defer_outputs", True),
         speculate=ours.get("speculate", True),
         memory=memory,
+        verify=verify,
         strict=ours.get("strict", False),
         fuel=_fuel(),
         inductor=inductor,
@@ -113,7 +121,8 @@ def _from_environment() -> dict[str, Any]:
             continue
         if kind is bool and text not in ("0", "1"):
             raise OptionError(f"{variable}={text!r} must be 0 or 1 ({meaning}).")
-        found[name] = text == "1" if kind is bool else text.split(",") if kind is list else text
+        is_flag = kind is bool or (isinstance(kind, tuple) and text in ("0", "1"))
+        found[name] = text == "1" if is_flag else text.split(",") if kind is list else text
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fx_fusion.accuracy import Double, doubled
+from fx_fusion.accuracy import Double, doubled, nudged
 from fx_fusion.backend import compile_graph
 from fx_fusion.fusion.declaration import Case, Fusion
 from fx_fusion.fusion.dims import Dim
@@ -151,21 +151,6 @@ def run_oracle(
 
 def to_double(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {n: doubled(v) if isinstance(v, Tensor) else v for n, v in inputs.items()}
-
-
-def nudged(inputs: Mapping[str, Any], seed: int, together: float = 0.0) -> dict[str, Any]:
-    """Inputs that differ by up to half a rounding (some go to the next number), and by up to ``together`` roundings that
-    all elements of a row (of an image) have in common, as if its statistics were off by that."""
-    made = dict(inputs)
-    for at, (name, t) in enumerate(inputs.items()):
-        if isinstance(t, Tensor) and t.is_floating_point():
-            generator = torch.Generator(t.device).manual_seed(1000 * seed + at)
-            noise = torch.rand(t.shape, generator=generator, device=t.device) - 0.5
-            if together and t.dim() > 1:
-                rows = (t.shape[0], *(1,) * (t.dim() - 1))
-                noise = noise + 2 * together * (torch.rand(rows, generator=generator, device=t.device) - 0.5)
-            made[name] = (t.double() * (1 + torch.finfo(t.dtype).eps * noise)).to(t.dtype)
-    return made
 
 
 def eager_nearby(

@@ -1,10 +1,14 @@
 """What several test files need: compile without Inductor, tiny models."""
 
+import contextlib
+
 import pytest
 import torch
 
 import fx_fusion
+from fx_fusion import pipeline
 from fx_fusion.testing import rewriting_backend
+from fx_fusion.torch_internals.nodes import take_name
 
 
 def rewritten(function, *args, dynamic=False, options=None, **kwargs):
@@ -72,3 +76,45 @@ def tiny_llama(dtype=torch.float32, **changes):
 
 def tokens(batch=2, length=16, vocabulary=256):
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@contextlib.contextmanager
+def sabotaged(monkeypatch, fusion, nth, change):
+    """The nth replacement by this fusion is wrong."""
+    real, seen = pipeline.replace, []
+
+    def replace(declared, match, editor):
+        known = len(editor.made)
+        reason = real(declared, match, editor)
+        if declared.name == fusion and reason is None:
+            seen.append(match)
+            if len(seen) % 100 == nth:
+                node = editor.made[-1]
+                with editor.graph.inserting_after(node):
+                    wrong = editor.graph.call_function(change, (node,))
+                wrong.meta = dict(node.meta)
+                node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+                take_name(wrong, node)
+        assert len(editor.made) >= known
+        return reason
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "replace", replace)
+        patched.setattr(pipeline, "rewrite", counting(pipeline.rewrite, seen))
+        yield
+
+
+def counting(rewrite, seen):
+    def run(*args):
+        seen.clear()  # a graph starts anew
+        return rewrite(*args)
+
+    return run
+
+
+def a_little_more(x):
+    return x * 1.01
+
+
+def detached(x):
+    return x.detach()

@@ -16,11 +16,12 @@ from fx_fusion.memory.recompute import Decisions, Value
 from fx_fusion.report.diff import Row
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.site import Site
+from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
 SCHEMA = 1  # of the document; another number where a program that reads it would go wrong
-_WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory")
+_WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory", "verified")
 
 
 def environment() -> dict[str, str]:
@@ -61,7 +62,7 @@ def _of_graph(graph: GraphReport) -> dict[str, Any]:
         **facts,
         "calls": asdict(graph.calls),
         "reads": {"calls": graph.reads.calls, "read": graph.reads.calls_read},
-        "memory": asdict(graph.memory),
+        "memory": asdict(graph.memory), "verified": asdict(graph.verified),
         "before": [list(row) for row in graph.rows_before],
         "after": [list(row) for row in graph.rows_after],
     }
@@ -77,6 +78,7 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     graph = GraphReport(**{name: _frozen(value) for name, value in given.items() if name in known})
     graph.rows_before, graph.rows_after = before, after
     graph.calls, graph.reads, graph.memory = Calls(**given["calls"]), reads, Decisions(**memory)
+    graph.verified = Verified(**given.get("verified", {}))  # files of before have none
     return graph
 
 

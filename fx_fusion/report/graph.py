@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fx_fusion.memory.recompute import Decisions
 from fx_fusion.report.diff import Row, text
+from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
@@ -29,6 +30,7 @@ class GraphReport:
     calls: Calls = field(default_factory=Calls)
     reads: Reads = field(default_factory=Reads)
     memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
+    verified: Verified = field(default_factory=Verified)  # what options={"verify": ...} found
     instead_of: int | None = None  # the graph that this one is another version of
     version: str = ""  # which, and when it is compiled
     compile_id: str = ""
@@ -62,6 +64,7 @@ class GraphReport:
         if self.assumes:
             yield _assumed(self)
         yield from self.memory.sentences()
+        yield from self.verified.sentences()
 
 
 def _deferred(graph: GraphReport) -> str:

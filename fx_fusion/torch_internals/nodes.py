@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def is_erased(node: fx.Node) -> bool:
 
 def rename(node: fx.Node, name: str) -> None:
     """Give a node this name, or one made of it where another node has it. Gone: it keeps its name, and the graph diff of the
-    report shows more changed lines."""
+    report shows more changed lines, and sites are not verified."""
     change = getattr(node, "_rename", None)
     if change is not None:
         change(name)
@@ -107,6 +107,12 @@ def checkpoint_operator() -> Any:
     """The higher-order operator that runs a checkpointed function. Gone: None, and masks made outside of checkpointed
     functions are not proved inside."""
     return getattr(torch.ops.higher_order, "tag_activation_checkpoint", None)
+
+
+def checkpointed_body(target: Any, args: Sequence[Any]) -> fx.GraphModule | None:
+    """The graph of a block under ``torch.utils.checkpoint``, if that is called; the arguments behind it are its inputs."""
+    is_block = target is checkpoint_operator() and target is not None and args
+    return args[0] if is_block and isinstance(args[0], fx.GraphModule) else None
 
 
 def namespace_of(target: Any) -> str:

@@ -1,15 +1,13 @@
 """``fx_fusion.verify``: right models are right, a wrong replacement is found and named, and nothing is left behind."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 
 import fx_fusion
-from fx_fusion import pipeline, verifying
+from fx_fusion import verifying
 from tests import zoo
-from tests.helpers import CountsCalls, tiny_llama, tokens
+from tests.helpers import CountsCalls, a_little_more, detached, sabotaged, tiny_llama, tokens
 
 ALWAYS = {"select": "always"}
 
@@ -31,47 +29,6 @@ def test_a_model_that_is_right(dtype):
 def test_families(family):
     found = fx_fusion.verify(zoo.build(family), **zoo.batch(), options=ALWAYS)
     assert found.ok, str(found)
-
-
-@contextlib.contextmanager
-def sabotaged(monkeypatch, fusion, nth, change):
-    """The nth replacement by this fusion is wrong."""
-    real, seen = pipeline.replace, []
-
-    def replace(declared, match, editor):
-        known = len(editor.made)
-        reason = real(declared, match, editor)
-        if declared.name == fusion and reason is None:
-            seen.append(match)
-            if len(seen) % 100 == nth:
-                node = editor.made[-1]
-                with editor.graph.inserting_after(node):
-                    wrong = editor.graph.call_function(change, (node,))
-                wrong.meta = dict(node.meta)
-                node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
-        assert len(editor.made) >= known
-        return reason
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "replace", replace)
-        patched.setattr(pipeline, "rewrite", counting(pipeline.rewrite, seen))
-        yield
-
-
-def counting(rewrite, seen):
-    def run(*args):
-        seen.clear()  # a graph starts anew
-        return rewrite(*args)
-
-    return run
-
-
-def a_little_more(x):
-    return x * 1.01
-
-
-def detached(x):
-    return x.detach()
 
 
 @pytest.mark.parametrize("change", [a_little_more, detached])

@@ -1,0 +1,194 @@
+"""``options={"verify": ...}``: what is right trains on as it was, and what is wrong stops the run with a file that shows it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fx_fusion
+from fx_fusion.errors import OptionError, VerificationError
+from fx_fusion.options import parse
+from fx_fusion.rewrite import verify_graph, verify_site
+from fx_fusion.testing import rewriting_backend
+from tests import zoo
+from tests.helpers import a_little_more, detached, sabotaged, tiny_llama, tokens
+
+
+def compiled(model, verify="first", **options):
+    return torch.compile(model, backend=rewriting_backend(verify=verify, **options), dynamic=False)
+
+
+def sentences(report):
+    return [s for graph in report.graphs for s in graph.verified.sentences()]
+
+
+def checked(report):
+    return sum(graph.verified.checked for graph in report.graphs)
+
+
+def fused(report):
+    return sum(site.status == "fused" for site in report.sites)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["Llama", "T5", "GPT2"])
+def test_every_site_of_a_model_is_checked(family, dtype):
+    with fx_fusion.recording() as report:
+        compiled(zoo.build(family, dtype))(**zoo.batch()).loss.backward()
+    assert checked(report) == fused(report) >= 10
+    assert len(sentences(report)) == 1, "nothing is left out"
+    assert re.match(r"verified in 1 call\(s\): \d+ checks of sites; the worst used 0\.\d\d of what is allowed", sentences(report)[0])
+    assert sentences(report)[0] in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*zoo.FAMILIES} - {"Llama", "T5", "GPT2"}))
+def test_every_site_of_every_family(family):
+    with fx_fusion.recording() as report:
+        compiled(zoo.build(family, torch.bfloat16))(**zoo.batch())
+    assert checked(report) == fused(report) >= 10, sentences(report)
+
+
+@pytest.mark.parametrize("change", [a_little_more, detached])
+def test_what_is_wrong_stops_the_run_and_can_be_replayed(change, monkeypatch, tmp_path):
+    """A value that is one percent off; a gradient that is missing. Both under Inductor, as users run it."""
+    monkeypatch.setenv("FX_FUSION_REPRODUCERS", str(tmp_path))
+    options = {"verify": "first", "select": "always"}
+    with sabotaged(monkeypatch, "swiglu", 2, change), pytest.raises(VerificationError) as raised:
+        torch.compile(tiny_llama(), backend="fx_fusion", options=options)(input_ids=tokens(), labels=tokens())
+    said = str(raised.value)
+    assert said.startswith("swiglu in model.layers.1.mlp (modeling_llama.py:")
+    assert 'without it: options={"fusions": ["-swiglu"]}' in said
+    (file,) = tmp_path.iterdir()
+    assert f"python -m fx_fusion replay {file}" in said
+    check, rows = verify_site.replayed(str(file))
+    assert check.fusion == "swiglu"
+    assert not rows[0].ok
+    assert [row.name for row in rows if row.ok] or change is a_little_more
+
+
+def test_replaying_from_the_command_line(tmp_path, monkeypatch):
+    """A site that is right again, and a file that is no site."""
+    monkeypatch.setenv("FX_FUSION_REPRODUCERS", str(tmp_path))
+    real = verify_site.compare
+    monkeypatch.setattr(verify_site, "compare", lambda *values: [verify_site.Compared("y", 1.0, 0.0, 0.1), *real(*values)])
+    with pytest.raises(VerificationError):
+        compiled(nn.RMSNorm(8))(torch.randn(4, 8))
+    (file,) = tmp_path.iterdir()
+    run = [sys.executable, "-m", "fx_fusion", "replay"]
+    done = subprocess.run([*run, str(file)], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rms_norm in ")
+    assert "wrong" not in done.stdout
+    done = subprocess.run([*run, __file__], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2
+    assert "is no site that was found wrong" in done.stderr
+
+
+def test_which_calls(monkeypatch):
+    x = torch.randn(4, 8)
+    for verify, expected in (("first", 1), (True, 3), (False, 0)):
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            call = compiled(nn.RMSNorm(8), verify)
+            for _ in range(3):
+                call(x)
+        assert report.graphs[0].verified.calls == checked(report) == expected
+    assert [n for n in range(1, 2500) if verify_graph.WHEN["sample"](n)] == [1, 1000, 2000]
+
+
+def test_a_training_step_is_what_it_is_without():
+    """Random numbers are drawn once, buffers count once, gradients are the same."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.batch_norm, self.out = nn.RMSNorm(8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.out(F.dropout(self.norm(self.batch_norm(x)), 0.5))
+
+    seen = {}
+    for verify in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Model(), torch.randn(16, 8)
+        call = compiled(model, verify)
+        with fx_fusion.recording() as report:
+            for _ in range(3):
+                y = call(x)
+                y.square().sum().backward()
+        assert checked(report) == (3 if verify else 0)
+        seen[verify] = [y, model.calls, model.batch_norm.running_mean, model.norm.weight.grad, torch.rand(3)]
+    for one, other in zip(seen[False], seen[True], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sites_in_checkpointed_blocks_and_under_autocast():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.gate, self.up = nn.RMSNorm(8), nn.Linear(8, 16), nn.Linear(8, 16)
+
+        def forward(self, x):
+            h = self.norm(x)
+            return F.silu(self.gate(h)) * self.up(h)
+
+    block = Block()
+    for call in (lambda x: checkpoint(block, x, use_reentrant=False), block):
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report, torch.autocast("cpu", torch.bfloat16):
+            compiled(call)(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        report.assert_fused(rms_norm=1, swiglu=1)
+        assert checked(report) == 2, sentences(report)
+
+
+def test_dynamic_sizes_and_a_mask_that_is_no_longer_ones():
+    """Each version of a graph is checked when it first runs."""
+    model = tiny_llama()
+    call = torch.compile(model, backend=rewriting_backend(verify="first"), dynamic=True)
+    with fx_fusion.recording() as report:
+        for padded in (0, 3):
+            ids, mask = tokens(), torch.ones_like(tokens())
+            mask[0, :padded] = 0
+            call(input_ids=ids, labels=ids, attention_mask=mask)
+    assert len(report.graphs) == 2
+    assert all(graph.verified.calls == 1 for graph in report.graphs)
+    assert checked(report) == fused(report) - report.count("dense_mask")
+
+
+def test_what_cant_be_compared_is_named_and_trains_on():
+    def attention(q, mask):
+        return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.5)
+
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    with fx_fusion.recording() as report:
+        compiled(lambda q: attention(q, torch.ones(8, 8, dtype=torch.bool).tril()))(q).sum().backward()
+    assert fused(report) == 1
+    assert re.search(r"not verified: causal_mask in .*: it draws random numbers", str(report)), str(report)
+    assert checked(report) == 0
+    assert mask.any()
+
+
+def test_options():
+    assert parse(None, {"verify": "sample"}).verify == "sample"
+    assert parse(None, {}).verify is False
+    with pytest.raises(OptionError, match=r"options\['verify'\] = 'frist'. Did you mean 'first'\?"):
+        parse(None, {"verify": "frist"})
+    with pytest.raises(OptionError, match="must be a bool or str"):
+        parse(None, {"verify": 1.5})
+
+
+@pytest.mark.parametrize(("text", "meant"), [("first", "first"), ("1", True), ("0", False)])
+def test_from_the_environment(monkeypatch, text, meant):
+    monkeypatch.setenv("FX_FUSION_VERIFY", text)
+    assert parse(None, {}).verify is meant or parse(None, {}).verify == meant
