@@ -45,6 +45,7 @@ from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
+from fx_fusion.rewrite.verify_step import verifying_step
 from fx_fusion.runtime.reads import Reads, follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
@@ -190,8 +191,9 @@ def rewrite(
         return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
 
     layers: list[Callable[[Compiled], Compiled]] = [
-        *([] if not options.verify else [verifying(gm, untouched, sites_of, options.verify, report.verified)]),
+        verifying(gm, untouched, sites_of, options.verify, report.verified),
         lambda compiled: deferred.wrap(compiled, report.reads),
+        verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         lambda fast: speculate(fast, assumptions.checks(), without_assumption, report.calls),
         read_deferred_inputs(activations),

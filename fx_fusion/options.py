@@ -14,14 +14,14 @@ from fx_fusion.memory.recompute import MEMORY
 from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configuration, modes, option_names
 
 SELECT = ("auto", "measure", "always", "never")
-VERIFY = (False, True, "first", "sample")
+VERIFY = (False, True, "first", "sample", "graph")
 _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
     "defer_outputs": (bool, "whether an output that a fusion absorbed is computed only when it is read"),
     "speculate": (bool, "whether to compile for an attention_mask without padding, checked at run time"),
     "memory": (str, f"one of {', '.join(MEMORY)}: how much of what is cheap the backward computes again"),
-    "verify": ((bool, str), "False, True, 'first' or 'sample': in which calls every replaced site is compared with float64"),
+    "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
 

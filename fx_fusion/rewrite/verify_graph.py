@@ -26,6 +26,7 @@ from fx_fusion.torch_internals.nodes import checkpointed_body
 WHEN: dict[Any, Callable[[int], bool]] = {
     False: lambda call: False,
     "first": lambda call: call == 1,
+    "graph": lambda call: call == 1,
     "sample": lambda call: call == 1 or call % 1000 == 0,
     True: lambda call: True,
 }
@@ -33,19 +34,23 @@ WHEN: dict[Any, Callable[[int], bool]] = {
 
 @dataclass
 class Verified:
-    """What was checked so far: calls, checks, why sites were not, and the one that used most of what is allowed."""
+    """What was checked so far: calls, checks, why sites were not, and the one that used most of what is allowed; ``step``:
+    which part of it the whole graph used, where that was compared."""
 
     calls: int = 0
     checked: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     worst: str = ""
     used: float = 0.0
+    step: float | None = None
 
     def sentences(self) -> Iterator[str]:
         """What the report says."""
         if self.calls:
             worst = f"; the worst used {self.used:.2f} of what is allowed ({self.worst})" if self.worst else ""
             yield f"verified in {self.calls} call(s): {self.checked} checks of sites{worst}"
+        if self.step is not None:
+            yield f"verified as a whole, with its gradients: it used {self.step:.2f} of what is allowed"
         for place, reason in self.skipped.items():
             yield f"not verified: {place}: {reason}"
 
@@ -156,16 +161,22 @@ def verifying(
         sites_of: the sites of each graph, bodies of higher-order ops included.
         when: a key of ``WHEN``.
     """
+    if not when:
+        return lambda compiled: compiled
     captured, names = dict(untouched.named_modules()), {module: name for name, module in gm.named_modules()}
     checks = {}
     for module, sites in sites_of.items():
         before = captured[names[module]]
         assert isinstance(before, fx.GraphModule)
         checks[before] = site_checks(before, module, sites, verified)
-    inputs = untouched.graph.find_nodes(op="placeholder")
-    written = views_of(untouched)[untouched].effects.written_inputs()
-    positions = [i for i, node in enumerate(inputs) if node in written]
-    return lambda compiled: verified_calls(compiled, untouched, checks, positions, when, verified)
+    written = written_inputs(untouched)
+    return lambda compiled: verified_calls(compiled, untouched, checks, written, when, verified)
+
+
+def written_inputs(gm: fx.GraphModule) -> list[int]:
+    """Positions of the arguments that a captured graph writes to."""
+    written = views_of(gm)[gm].effects.written_inputs()
+    return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in written]
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -183,31 +194,35 @@ def verified_calls(
         checks: by the graph of ``untouched`` that they are in, its own or that of a checkpointed block.
         written: positions of the arguments that the graph writes to.
     """
-    if not when or not any(checks.values()):
+    if not any(checks.values()):
         return compiled
     count = 0
 
     def run(*args: Any) -> Any:
         nonlocal count
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors) and not _capturing(tensors):
+        if can_compare(tensors):
             count += 1
             if WHEN[when](count):
                 verified.calls += 1
                 own = [a.clone() if i in written else a for i, a in enumerate(args)]
-                with torch.random.fork_rng(_gpus(tensors)), torch.no_grad():
+                with torch.random.fork_rng(gpus(tensors)), torch.no_grad():
                     _Walk(untouched, checks, verified).run(*own)
         return compiled(*args)
 
     return run
 
 
-def _gpus(tensors: Sequence[Tensor]) -> list[int]:
+def can_compare(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call has real inputs and is not captured into a CUDA graph."""
+    if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+        return False
+    return not (gpus(tensors) and torch.cuda.is_current_stream_capturing())
+
+
+def gpus(tensors: Sequence[Tensor]) -> list[int]:
+    """The numbers of the GPUs that tensors are on."""
     return sorted({t.get_device() for t in tensors if t.is_cuda})
-
-
-def _capturing(tensors: Sequence[Tensor]) -> bool:
-    return bool(_gpus(tensors)) and torch.cuda.is_current_stream_capturing()
 
 
 class _Walk(fx.Interpreter):

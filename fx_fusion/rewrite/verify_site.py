@@ -6,13 +6,13 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, fx
+from torch import Tensor
 
 from fx_fusion.accuracy import Compared, Double, Values, compare, doubled, nudged
 from fx_fusion.fusion.registry import all_fusions
@@ -35,8 +35,8 @@ class SiteCheck:
 
     place: str
     fusion: str
-    before: fx.GraphModule
-    after: fx.GraphModule
+    before: Callable[..., Any]
+    after: Callable[..., Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     trained: frozenset[str]
@@ -112,7 +112,7 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return bool((doubled(one) - doubled(other)).nan_to_num().norm() > 0.05 * size)
 
 
-def _step(function: fx.GraphModule, check: SiteCheck, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+def _step(function: Callable[..., Any], check: SiteCheck, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Results and gradients of a site, by name."""
     with torch.enable_grad():
         leaves = {n: _leaf(v, n in check.trained) if isinstance(v, Tensor) else v for n, v in inputs.items()}
@@ -130,7 +130,10 @@ def _step(function: fx.GraphModule, check: SiteCheck, inputs: Mapping[str, Any])
 
 
 def _leaf(tensor: Tensor, trained: bool) -> Tensor:
-    return tensor.detach().clone().requires_grad_(trained)
+    """A copy with the same strides, which compiled code relies on."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.detach().as_strided((size,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(trained)
 
 
 def _gradient(out: Tensor) -> Tensor:

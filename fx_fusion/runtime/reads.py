@@ -8,7 +8,8 @@ reads now and then compiles each of them once. (One look at the logits is no hab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fx_fusion.torch_internals.fakes import FakeTensor
@@ -44,6 +45,15 @@ class Reads:
         self._last = Call(self)
         self.calls += 1
         return self._last
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, calls and reads of them count for nothing."""
+        known = dict(vars(self))
+        try:
+            yield
+        finally:
+            vars(self).update(known)
 
     def in_a_row(self) -> int:
         """How many calls in a row were read, up to now."""

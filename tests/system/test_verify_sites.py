@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
+from fx_fusion.backend import compile_graph
 from fx_fusion.errors import OptionError, VerificationError
 from fx_fusion.options import parse
 from fx_fusion.rewrite import verify_graph, verify_site
@@ -192,3 +194,96 @@ def test_options():
 def test_from_the_environment(monkeypatch, text, meant):
     monkeypatch.setenv("FX_FUSION_VERIFY", text)
     assert parse(None, {}).verify is meant or parse(None, {}).verify == meant
+
+
+# -- the whole graph ---------------------------------------------------------------------------------------------------
+def step_by_inductor(model, **options):
+    return torch.compile(model, backend="fx_fusion", options={"verify": "graph", "select": "always", **options}, dynamic=False)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_whole_step_is_compared(family):
+    """Loss, logits (deferred, and read for the comparison only) and the gradient of every parameter; then it trains on."""
+    seen = {}
+    for verify in ("graph", False):
+        torch._dynamo.reset()
+        model = zoo.build(family, torch.float32)
+        with fx_fusion.recording() as report:
+            step = step_by_inductor(model, verify=verify)
+            for _ in range(2):
+                step(**zoo.batch()).loss.backward()
+        seen[verify] = [p.grad for p in model.parameters()]
+        if verify:
+            assert re.search(r"verified as a whole, with its gradients: it used 0\.\d\d of what is allowed", str(report)), str(report)
+            assert checked(report) == fused(report)
+            assert (report.graphs[0].reads.calls, report.graphs[0].reads.calls_read) == (2, 0)
+    assert all(torch.equal(one, other) for one, other in zip(seen["graph"], seen[False], strict=True))
+
+
+@pytest.mark.parametrize("select", ["always", "never"])
+def test_what_is_wrong_only_as_a_whole(select):
+    """As if Inductor had made a wrong gradient of what no site covers."""
+
+    def wrong(gm, example_inputs, options):
+        return lambda *args: [out * 1.01 - 0.01 * out.detach() for out in gm(*args)]
+
+    parsed = parse(None, {"select": select, "strict": True, "verify": "graph"})
+    call = torch.compile(nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 4)), backend=partial(compile_graph, options=parsed, rest=wrong))
+    with pytest.raises(VerificationError, match=r"graph \d+, as a whole, is wrong on the inputs of this call") as raised:
+        call(torch.randn(4, 8))
+    assert re.search(r"gradient of \S+ +\S+ +\S+ +\S+ +wrong", str(raised.value))
+    assert not re.search(r"result .* wrong", str(raised.value))
+    assert 'options={"select": "never", "verify": "graph"}' in str(raised.value)
+
+
+class Counts(nn.Module):
+    """Writes to buffers, also to those of a BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.batch_norm = nn.RMSNorm(8), nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen += x.detach().sum(0)
+        return self.norm(self.batch_norm(x)) + self.seen
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_step_that_writes_to_buffers_leaves_them_as_they_were(grad):
+    model = Counts()
+    x = torch.randn(16, 8)
+    with fx_fusion.recording() as report, torch.set_grad_enabled(grad):
+        step_by_inductor(model)(x)
+    assert report.graphs[0].verified.step <= 1, sentences(report)
+    torch.testing.assert_close(model.seen, x.sum(0))
+    assert model.batch_norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("x", [
+    torch.randn(4, 16)[:, ::2], torch.randn(8, 4).t(), torch.randn(1, 8).expand(4, 8), torch.randn(5, 8)[1:], torch.randn(0, 8),
+], ids=["every other", "transposed", "expanded", "behind", "empty"])  # fmt: skip
+def test_a_step_on_inputs_laid_out_in_other_ways(x):
+    with fx_fusion.recording() as report:
+        step_by_inductor(nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 4)))(x)
+    if x.numel():
+        assert report.graphs[0].verified.step <= 1
+    else:
+        assert "not verified: graph" in str(report)
+
+
+def test_a_step_with_dropout_is_named():
+    with fx_fusion.recording() as report:
+        step_by_inductor(nn.Sequential(nn.RMSNorm(8), nn.Dropout(0.5)))(torch.randn(4, 8))
+    assert re.search(r"not verified: graph \d+ as a whole: it draws random numbers", str(report)), str(report)
+
+
+def test_a_step_of_checkpointed_blocks_with_sizes_that_change():
+    block = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8))
+    call = torch.compile(
+        lambda x: checkpoint(block, x, use_reentrant=False), backend="fx_fusion", options={"verify": "graph"}, dynamic=True
+    )
+    with fx_fusion.recording() as report:
+        for rows in (4, 6, 7):
+            call(torch.randn(rows, 8, requires_grad=True)).sum().backward()
+    assert [graph.verified.step <= 1 for graph in report.graphs] == [True], sentences(report)
