@@ -161,6 +161,9 @@ class Attempt:
         device = next(iter(tensors.values())).device.type
         region = self.view.effects.region[self.root]
         policy = self.pattern.policy({name: t.dtype for name, t in tensors.items()}, device, region)
+        if isinstance(policy, str):
+            self._fail(state, self.root, policy)
+            return None
         outputs, tail = [], []
         for edge, (dtype, rounds) in zip(self.pattern.outputs, policy.outputs, strict=True):
             node = state.pairs[edge.base].nodes[0]

@@ -52,7 +52,7 @@ class Pattern:
         self.terms = {node: self.view.term(node) for node in self._reachable()}
         self.root = self.outputs[0].base
         self.reads_shapes = any("shape" in term.attrs for term in self.terms.values())
-        self._policies: dict[Any, DtypePolicy] = {}
+        self._policies: dict[Any, DtypePolicy | str] = {}
 
     def _reachable(self) -> list[fx.Node]:
         seen: dict[fx.Node, None] = {}
@@ -64,11 +64,16 @@ class Pattern:
                 stack.extend(self.view.edge(operand).base for operand in self.view.term(node).operands)
         return list(seen)
 
-    def policy(self, dtypes: Mapping[str, torch.dtype], device: str, region: tuple[Any, ...]) -> DtypePolicy:
-        """The dtype policy for tensor inputs of these dtypes on this device, in this autocast region."""
+    def policy(self, dtypes: Mapping[str, torch.dtype], device: str, region: tuple[Any, ...]) -> DtypePolicy | str:
+        """The dtype policy for tensor inputs of these dtypes on this device, in this autocast region; why the pattern can't
+        be computed so, if it can't (float16 under a CPU's autocast to bfloat16)."""
         key = (tuple(sorted(dtypes.items())), device, region, autocast_dtype(device))
         if key not in self._policies:
-            self._run(dtypes, device, region)
+            try:
+                self._run(dtypes, device, region)
+            except RuntimeError as error:
+                self._policies[key] = f"the pattern can't be computed so: {str(error).splitlines()[0]}"
+                return self._policies[key]
             view = View(self.graph)  # the same structure, read with these dtypes
             self._policies[key] = DtypePolicy(
                 {node: example(node).dtype for node in self.terms},

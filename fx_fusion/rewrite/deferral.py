@@ -230,7 +230,7 @@ def read_deferred_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
 def activation_positions(gm: fx.GraphModule) -> tuple[int, ...]:
     """The inputs of a graph that another graph may have made: tensors that are no parameters."""
     inputs = [example(n) for n in gm.graph.nodes if n.op == "placeholder"]
-    return tuple(i for i, t in enumerate(inputs) if isinstance(t, Tensor) and not (t.is_leaf and t.requires_grad))
+    return tuple(i for i, t in enumerate(inputs) if isinstance(t, Tensor) and not isinstance(t, torch.nn.Parameter))
 
 
 def read_deferred_inputs(positions: Sequence[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -14,6 +14,8 @@ from fx_fusion.torch_internals.nodes import namespace_of
 
 _VIEWS = ("view", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "to", "neg")
 
+_TORCHS = ("torch", "aten", "_operator", "math", "builtins", "")
+
 
 def keep_results_apart(graph: fx.Graph) -> None:
     """Copy a returned result of a call that the graph makes twice. AOTAutograd makes equal calls one, and knows only of
@@ -45,10 +47,11 @@ def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _origin(item: Any) -> fx.Node | None:
-    """The call of an op of ours, or of attention, that a returned node is a result or a view of; None if it is neither."""
+    """The call that a returned node is a result or a view of, where it is attention or no function of torch: ours, or
+    one of a plug-in. None if it is neither."""
     while isinstance(item, fx.Node) and item.args and (item.target is operator.getitem or item.target in _VIEWS):
         item = item.args[0]
     if not isinstance(item, fx.Node):
         return None
     is_attention = item.target is torch.nn.functional.scaled_dot_product_attention
-    return item if is_attention or namespace_of(item.target) == "fx_fusion" else None
+    return item if is_attention or namespace_of(item.target) not in _TORCHS else None

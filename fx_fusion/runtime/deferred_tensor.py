@@ -20,6 +20,7 @@ from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
 from fx_fusion.torch_internals.containers import tree_map, tree_map_only
 from fx_fusion.torch_internals.dispatch import (
     has_backward_hooks,
+    history_of,
     throw_on_data_ptr,
     without_torch_function,
     wrapper,
@@ -96,7 +97,7 @@ class _Link(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         tensor = ctx.tensor()
         value = None if tensor is None else tensor._value
-        if value is not None and (value.grad_fn is not tensor._history or has_backward_hooks(value)):
+        if value is not None and (history_of(value) is not tensor._history or has_backward_hooks(value)):
             raise RuntimeError(
                 "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
                 "it (a custom autograd.Function): its gradient would be that of the unchanged tensor. Hand that code a "
@@ -139,7 +140,7 @@ class DeferredTensor(torch.Tensor):
 
     _source: _Source | None  # None once it is read
     _value: Tensor | None
-    _history: Any  # the grad_fn of the value when it was computed
+    _history: Any  # history_of(the value) when it was computed
     _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
 

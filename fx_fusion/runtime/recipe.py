@@ -14,7 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.torch_internals.collectives import present_within
-from fx_fusion.torch_internals.dispatch import saved_tensor_hooks_are_enabled, version_of, without_torch_function
+from fx_fusion.torch_internals.dispatch import (
+    history_of,
+    saved_tensor_hooks_are_enabled,
+    version_of,
+    without_torch_function,
+)
 from fx_fusion.torch_internals.fakes import FakeTensor
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
@@ -135,7 +140,7 @@ class Recipe:
             for member in self._members():
                 if member._value is None:
                     member._value = member.source.compute()
-                    member._history = member._value.grad_fn
+                    member._history = history_of(member._value)
             for member in self._members():  # what they were computed from is theirs no more
                 member._source = None
         self._values = self._computed = None

@@ -104,6 +104,13 @@ def throw_on_data_ptr(tensor: Tensor) -> None:
         throw(tensor)
 
 
+def history_of(value: Tensor) -> Any:
+    """What changes when a value is changed in place while gradients are recorded: its grad_fn; that of its base, if it is a
+    view, because a view's own is made anew whenever the base is written to, under ``no_grad`` too."""
+    base = value._base if value._is_view() else None
+    return (value if base is None else base).grad_fn
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place; -1 for an inference tensor, which does not count."""
     return -1 if tensor.is_inference() else tensor._version

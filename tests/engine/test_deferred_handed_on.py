@@ -128,6 +128,18 @@ def test_a_custom_function_of_changed_logits_is_never_wrong(name, deferred):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_custom_function_of_a_view_of_logits_changed_without_gradients(deferred):
+    """What is written under no_grad has no part in the gradient's way: a view's grad_fn is made anew all the same."""
+    x, (_, expected), (_, z) = deferred
+    found = []
+    for logits in (expected, z):
+        view = logits.view(-1, 11)
+        with torch.no_grad():
+            logits.add_(1)
+        found.append(torch.autograd.grad(Squares.apply(view), head.weight)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_two_outputs_of_one_head_behind_a_graph_break():
     """Dynamo tells the inputs of the next graph apart by identity: each deferred tensor gives it an object of its own."""
 

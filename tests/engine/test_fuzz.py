@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from tests.fuzz import fuzzed
+from tests.fuzz.compare import parted
 from tests.fuzz.judge import judge
 from tests.fuzz.program import Input, Program, script
 from tests.fuzz.programs import families
@@ -74,3 +76,16 @@ def test_what_the_judge_sees(name, monkeypatch):
     monkeypatch.setattr("tests.fuzz.judge.ours", lambda rest: backend)
     verdict = judge(program)
     assert bool(verdict.failure) == (name in WRONG), verdict.failure
+
+
+def test_where_eager_overflows_float64_says_what_is_right():
+    nan, usual = float("nan"), torch.tensor([1.0, float("nan")])
+    for exact, found, right in (([1.0, 2.0], [1.0, 2.0], True), ([1.0, 2.0], [1.0, 9.0], False), ([1.0, nan], [1.0, 2.0], False)):
+        used, _ = parted("dx", torch.tensor(found), usual, torch.tensor(exact, dtype=torch.float64), torch.float16)
+        assert (used <= 1) == right, (exact, found)
+
+
+@pytest.mark.parametrize("line", ["y[..., -1] += 1", "y[0] = 1", "y.add_(1)", "y *= 2"])
+def test_a_program_that_writes_says_so(line):
+    assert Program(0, "by hand", statements=["y = x.sin()", line], outputs=["y"]).writes()
+    assert not Program(0, "by hand", statements=["y = x.sin()", "z = y >= 1"], outputs=["y"]).writes()

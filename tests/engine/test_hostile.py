@@ -218,3 +218,37 @@ def test_log_probabilities_of_flat_logits_viewed_apart(shape):
     torch.testing.assert_close(result, loss(logits, target))
     ours, theirs = (torch.autograd.grad(r, logits)[0] for r in (result, loss(logits, target)))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_a_pattern_that_can_not_be_computed_is_no_match_and_no_failure():
+    """CPU autocast to bfloat16 refuses to stack float16 tensors, which this graph does not: it casts before."""
+
+    def function(q, c, s):
+        f = q.float()
+        turned = torch.stack((-f[..., 1::2], f[..., 0::2]), dim=-1).flatten(-2)
+        return (f * c + turned * s).to(q.dtype)
+
+    inputs = [t.half() for t in (torch.randn(2, 3, 5, 8), cos, sin)]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = function(*inputs)
+        with fx_fusion.recording() as report:
+            found = torch.compile(function, backend=rewriting_backend())(*inputs)
+    assert torch.equal(found, expected)
+    report.assert_fused(rope=1)
+
+
+def test_a_graph_that_gets_a_view_whose_base_was_written_to_outside_of_inference_mode():
+    """torch refuses to say whether such a view is a leaf, or has a gradient."""
+
+    def function(x, bias):
+        view = bias.view(1, -1, 1, 1)
+        torch._dynamo.graph_break()
+        view.detach().add_(0.5)
+        return F.group_norm(x, 2) + view
+
+    images, bias = torch.randn(2, 4, 5, 6), torch.randn(4, requires_grad=True)
+    expected = function(images, bias.detach().clone())
+    with fx_fusion.recording() as report, torch.inference_mode():
+        found = torch.compile(function, backend=rewriting_backend(), dynamic=True)(images, bias)
+    torch.testing.assert_close(found, expected)
+    report.assert_fused(group_norm=1)

@@ -218,3 +218,13 @@ def test_equal_calls_that_are_both_returned_stay_two_tensors():
     assert [a is b for a, b in zip(before, graph.results, strict=True)] == [True, False, True, True, True]
     assert graph.results[1].all_input_nodes == [before[1]]
     same_values(graph, function, (1, 2, 4, 8))
+
+
+def test_equal_calls_of_a_function_of_another_package_stay_two_tensors():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    calls = [graph.call_function(same_values, (x,)) for _ in range(2)]
+    graph.output((*calls, graph.call_function(torch.sin, (x,)), graph.call_function(torch.sin, (x,))))
+    before = graph.output_node().args[0]
+    keep_results_apart(graph)
+    assert [a is b for a, b in zip(before, graph.output_node().args[0], strict=True)] == [True, False, True, True]

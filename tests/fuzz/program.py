@@ -88,7 +88,7 @@ class Program:
 
     def writes(self) -> bool:
         """Whether anything is changed in place."""
-        return bool(re.search(r"\w_\(|\] = |\w+ [-+*/]= |out=|_foreach", self.source()))
+        return bool(re.search(r"\w_\(|\] = |[\w\]] [-+*/]= |out=|_foreach", self.source()))
 
 
 def _indented(text: str) -> str:
