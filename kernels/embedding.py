@@ -34,7 +34,7 @@ _RANKED_IDS = 8192  # ids up to which comparing all with all is faster than a ra
 
 
 @triton.jit
-def _rank_kernel(ids_ptr, sorted_ptr, order_ptr, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _embedding_rank_kernel(ids_ptr, sorted_ptr, order_ptr, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Store ROWS ids, and their positions, at their places in sorted order: an id's place is the number of smaller ids plus
     the number of equal ids before it."""
     first = tl.program_id(0) * ROWS
@@ -71,7 +71,7 @@ def _sum_of_rows(
 
 
 @triton.jit
-def _long_segments_kernel(
+def _embedding_long_segments_kernel(
     dy_ptr, order_ptr, sorted_ptr, start_ptr, parts_ptr, n, h, dy_stride, lowest, padding,
     PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def _long_segments_kernel(
 
 
 @triton.jit
-def _groups_kernel(
+def _embedding_groups_kernel(
     sorted_ptr, parts_ptr, h, lowest, padding, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _sum_of_pieces(
 
 
 @triton.jit
-def _segments_kernel(
+def _embedding_segments_kernel(
     dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, pieces, h, dy_stride, padding, GROUPED: tl.constexpr,
     PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -181,14 +181,16 @@ def _bwd(dy, ids, v, padding_idx):
     parts = torch.empty((2, pieces, h), dtype=torch.float32, device=dy.device)
     if pieces > 1:
         launch(
-            _long_segments_kernel, (pieces, blocks, 2), rows, order, ordered, start, parts, n, h, rows.stride(0), lowest,
+            _embedding_long_segments_kernel,
+            (pieces, blocks, 2), rows, order, ordered, start, parts, n, h, rows.stride(0), lowest,
             int(padding_idx), **plan.meta(),
         )  # fmt: skip
     groups = n // (GROUP.value * plan.PIECE) if plan.grouped else 0
     if groups:
-        launch(_groups_kernel, (groups, blocks), ordered, parts, h, lowest, int(padding_idx), **plan.meta())
+        launch(_embedding_groups_kernel, (groups, blocks), ordered, parts, h, lowest, int(padding_idx), **plan.meta())
     launch(
-        _segments_kernel, (v, blocks), rows, order, start, parts, dweight, pieces, h, rows.stride(0), int(padding_idx),
+        _embedding_segments_kernel,
+        (v, blocks), rows, order, start, parts, dweight, pieces, h, rows.stride(0), int(padding_idx),
         GROUPED=groups > 0, **plan.meta(),
     )  # fmt: skip
     return dweight
@@ -201,7 +203,7 @@ def sort_ids(ids, v: int):
     plan = rank_plan(n, v)
     if plan is not None:
         ordered, order = (torch.empty(n, dtype=torch.int32, device=ids.device) for _ in range(2))
-        launch(_rank_kernel, (cdiv(n, plan.ROWS),), ids.contiguous(), ordered, order, n, **plan.meta())
+        launch(_embedding_rank_kernel, (cdiv(n, plan.ROWS),), ids.contiguous(), ordered, order, n, **plan.meta())
         return ordered, order, 0
     lowest = -(2**15) if v < 2**16 else 0  # a radix sort takes a pass for each 8 bits
     short = torch.int16 if lowest else torch.int32 if v < 2**31 else torch.int64

@@ -52,7 +52,7 @@ def _activation(g, SILU: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _fwd_kernel(
+def _gated_rms_norm_fwd_kernel(
     x_ptr, gate_ptr, w_ptr, y_ptr, rstd_ptr, m, n, x_stride, gate_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr, ROUND_FIRST: tl.constexpr,
     UNIT: tl.constexpr,
@@ -83,7 +83,7 @@ def _fwd_kernel(
 
 
 @triton.jit
-def _bwd_kernel(
+def _gated_rms_norm_bwd_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, m, n, dy_stride, x_stride, gate_stride, rows_each,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr, ROUND_FIRST: tl.constexpr,
     STAGES: tl.constexpr, UNIT: tl.constexpr,
@@ -164,7 +164,8 @@ def _fwd(x, gate, weight, eps, before, silu, round_first, groups):
     if m and n:
         plan = gated_rms_norm_fwd_plan(n)
         launch(
-            _fwd_kernel, (cdiv(m, plan.ROWS), groups), xs, gates, weight.contiguous(), y, rstd, m, n, xs.stride(0),
+            _gated_rms_norm_fwd_kernel,
+            (cdiv(m, plan.ROWS), groups), xs, gates, weight.contiguous(), y, rstd, m, n, xs.stride(0),
             gates.stride(0), float(eps), BEFORE=before, SILU=silu, ROUND_FIRST=round_first,
             UNIT=unit_of(n, xs.stride(0), gates.stride(0)), **plan.meta(),
         )  # fmt: skip
@@ -184,7 +185,8 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     programs = cdiv(m, rows_each)
     dw = torch.empty(1, programs, n * groups, dtype=torch.float32, device=x.device)
     launch(
-        _bwd_kernel, (programs, groups), dys, xs, gates, weight.contiguous(), rstd, dx, dgate, dw, m, n, dys.stride(0),
+        _gated_rms_norm_bwd_kernel,
+        (programs, groups), dys, xs, gates, weight.contiguous(), rstd, dx, dgate, dw, m, n, dys.stride(0),
         xs.stride(0), gates.stride(0), rows_each, BEFORE=before, SILU=silu, ROUND_FIRST=round_first,
         UNIT=unit_of(n, dys.stride(0), xs.stride(0), gates.stride(0)), **plan.meta(),
     )  # fmt: skip

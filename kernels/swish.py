@@ -23,7 +23,7 @@ from fx_fusion.ops.launch import launch
 
 
 @triton.jit
-def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+def _swish_fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
     numel = multiple(numel, UNIT)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
@@ -32,7 +32,7 @@ def _fwd_kernel(x_ptr, y_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _bwd_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+def _swish_bwd_kernel(dy_ptr, x_ptr, dx_ptr, numel, BLOCK: tl.constexpr, UNIT: tl.constexpr):
     numel = multiple(numel, UNIT)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, i < numel, 0.0)
@@ -52,7 +52,7 @@ def _fwd(x):
     y = torch.empty_like(x)
     if x.numel():
         plan = swish_plan(x.numel())
-        launch(_fwd_kernel, (cdiv(x.numel(), plan.BLOCK),), x, y, x.numel(), UNIT=unit_of(x.numel()), **plan.meta())
+        launch(_swish_fwd_kernel, (cdiv(x.numel(), plan.BLOCK),), x, y, x.numel(), UNIT=unit_of(x.numel()), **plan.meta())
     return y
 
 
@@ -61,7 +61,8 @@ def _bwd(dy, x, needs):
     dx = torch.empty_like(x)
     if x.numel():
         plan = swish_plan(x.numel())
-        launch(_bwd_kernel, (cdiv(x.numel(), plan.BLOCK),), dy, x, dx, x.numel(), UNIT=unit_of(x.numel()), **plan.meta())
+        grid = (cdiv(x.numel(), plan.BLOCK),)
+        launch(_swish_bwd_kernel, grid, dy, x, dx, x.numel(), UNIT=unit_of(x.numel()), **plan.meta())
     return dx
 
 

@@ -30,7 +30,7 @@ def tile_of_program(channels, splits, BC: tl.constexpr):
 
 
 @triton.jit
-def moments_kernel(
+def norm_moments_kernel(
     x_ptr, parts_ptr, channels, size, part, splits, all_parts, LAST: tl.constexpr,
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ class Tiles:
         """Returns mean and m2 of each channel in each split: (2, n, splits, c)."""
         parts = torch.empty(2, self.n, self.splits, self.c, dtype=torch.float32, device=x.device)
         launch(
-            moments_kernel, self.grid, x, parts, self.c, self.size, self.part, self.splits, self.all_parts,
+            norm_moments_kernel, self.grid, x, parts, self.c, self.size, self.part, self.splits, self.all_parts,
             LAST=is_channels_last(x), **self.constants,
         )  # fmt: skip
         return parts

@@ -40,7 +40,7 @@ NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argumen
 
 
 @triton.jit
-def _rows_kernel(
+def _cross_entropy_rows_kernel(
     l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr, dentropy_ptr,
     m, v, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -211,7 +211,7 @@ def launch_rows(
         m, width, logits.element_size(), sms, align=align, reads_stats=reads_stats, gradient=gradient
     )  # fmt: skip
     programs = min(m, sms * plan.programs_per_sm)
-    launch(_rows_kernel, (programs,),
+    launch(_cross_entropy_rows_kernel, (programs,),
         logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
         stats if reads_stats else loss, stats, stats if dloss is None else dloss,
         stats if entropy is None else entropy, stats if dentropy is None else dentropy, m, v, width, logits.stride(0),

@@ -57,7 +57,7 @@ def _step(step, images, channels, c, size, ROWS: tl.constexpr, BS: tl.constexpr)
 
 
 @triton.jit
-def _forward_kernel(
+def _evonorm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, running_ptr, y_ptr, var_ptr, images_ptr, batch_ptr, images, channels, size, steps, eps,
     RUNNING: tl.constexpr, ROUNDED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _evonorm_bwd_kernel(
     x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, P_ptr, dx_ptr, dw_ptr, db_ptr, dv_ptr,
     images, channels, size, steps, RUNNING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +189,7 @@ def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float, 
     """Fill y, var, images and batch."""
     running = var if running_var is None else running_var.contiguous()
     launch(
-        _forward_kernel, (x.shape[1],), x, weight, bias, v, running, y, var, images, batch, *_shape(x, plan), eps,
+        _evonorm_fwd_kernel, (x.shape[1],), x, weight, bias, v, running, y, var, images, batch, *_shape(x, plan), eps,
         RUNNING=running_var is not None, ROUNDED=rounds(x.dtype, math.prod(x.shape[2:])),
         UNIT=_unit(x), **plan.meta(),
     )  # fmt: skip
@@ -200,7 +200,7 @@ def backward(dy, x, v, weight, bias, running_var, images, batch, dx, plan: Plan)
     dv, dweight, dbias = (torch.empty_like(t) for t in (v, weight, bias))
     P = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
     launch(
-        _backward_kernel, (x.shape[1],), x, dy, weight, v, images, batch, P, dx, dweight, dbias, dv, *_shape(x, plan),
+        _evonorm_bwd_kernel, (x.shape[1],), x, dy, weight, v, images, batch, P, dx, dweight, dbias, dv, *_shape(x, plan),
         RUNNING=running_var is not None, UNIT=_unit(x), **plan.meta(),
     )  # fmt: skip
     return dv, dweight, dbias

@@ -51,7 +51,7 @@ def _column(sums_ptr, c, rows, channels, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _statistics_kernel(
+def _evonorm_statistics_kernel(
     parts_ptr, running_ptr, var_ptr, images_ptr, batch_ptr, images, channels, size, part, splits, all_parts, eps,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _result_kernel(
+def _evonorm_result_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, running_ptr, parts_ptr, y_ptr, var_ptr, images_ptr, batch_ptr,
     images, channels, size, part, splits, all_parts, eps,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, X_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
@@ -127,7 +127,7 @@ def _result_kernel(
 
 
 @triton.jit
-def _sums_kernel(
+def _evonorm_sums_kernel(
     x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, sums_ptr, images, channels, size, part, splits, all_parts,
     X_LAST: tl.constexpr, DY_LAST: tl.constexpr,
     UNIT_C: tl.constexpr, UNIT_S: tl.constexpr, OFFSET: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
@@ -173,7 +173,7 @@ def _sums_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _evonorm_gradient_kernel(
     x_ptr, dy_ptr, w_ptr, v_ptr, images_ptr, batch_ptr, sums_ptr, q_rqs_ptr, dx_ptr, dw_ptr, db_ptr, dv_ptr,
     images, channels, size, part, splits, all_parts,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
@@ -244,10 +244,12 @@ def forward(x, v, weight, bias, running_var, y, var, images, batch, eps: float) 
     running, flags = var if running_var is None else running_var.contiguous(), {"RUNNING": running_var is not None}
     if not rows:
         launch(
-            _statistics_kernel, (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, eps, ROWS=64, BC=8, **flags
+            _evonorm_statistics_kernel,
+            (cdiv(tiles.c, 8),), parts, running, var, images, batch, *shape, eps, ROWS=64, BC=8, **flags
         )  # fmt: skip
     launch(
-        _result_kernel, tiles.grid, x, weight, bias, v, running, parts, y, var, images, batch, *shape, eps, ROWS=rows,
+        _evonorm_result_kernel,
+        tiles.grid, x, weight, bias, v, running, parts, y, var, images, batch, *shape, eps, ROWS=rows,
         **flags, **layout_flags(x=x, out=y), **tiles.constants,
     )  # fmt: skip
 
@@ -258,13 +260,14 @@ def backward(dy, x, v, weight, bias, running_var, images, batch, dx):
     rows, shape = merge_plan(tiles).ROWS, _shape(tiles)
     sums = torch.empty(5, tiles.n * tiles.splits, tiles.c, dtype=torch.float32, device=x.device)
     tensors = x, dy, weight, v, images, batch, sums
-    launch(_sums_kernel, tiles.grid, *tensors, *shape, **layout_flags(x=x, dy=dy), **tiles.constants)
+    launch(_evonorm_sums_kernel, tiles.grid, *tensors, *shape, **layout_flags(x=x, dy=dy), **tiles.constants)
     if rows:
         dbias, dweight, dv, q_rqs = *(torch.empty_like(t) for t in (bias, weight, v)), sums
     else:
         dbias, dweight, dv, q_rqs = column_sums(sums, (bias.dtype, weight.dtype, v.dtype, torch.float32))
     launch(
-        _gradient_kernel, tiles.grid, *tensors, q_rqs, dx, dweight, dbias, dv, *shape, RUNNING=running_var is not None,
+        _evonorm_gradient_kernel,
+        tiles.grid, *tensors, q_rqs, dx, dweight, dbias, dv, *shape, RUNNING=running_var is not None,
         ROWS=rows, **layout_flags(x=x, dy=dy, out=dx), **tiles.constants,
     )  # fmt: skip
     return dv, dweight, dbias

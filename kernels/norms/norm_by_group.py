@@ -29,7 +29,7 @@ def _tile(first, per_group, size, ROWS: tl.constexpr, BS: tl.constexpr):
 
 
 @triton.jit
-def _group_fwd_kernel(
+def _group_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, v_ptr, y_ptr, stats_ptr, groups, all_groups, per_group, size, dof, eps,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
     ROUNDED: tl.constexpr, BC: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
@@ -122,7 +122,7 @@ def _terms(
 
 
 @triton.jit
-def _group_bwd_kernel(
+def _group_norm_bwd_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, dx_ptr, sums_ptr, groups, all_groups, per_group, size, dof,
     KIND: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, UNIT: tl.constexpr,
     BC: tl.constexpr, REST: tl.constexpr, BS: tl.constexpr, RESIDENT: tl.constexpr,
@@ -210,7 +210,8 @@ def _group_bwd_kernel(
 def forward(norm: Norm, x, y, stats, eps: float, plan: Plan) -> None:
     """Fill y and stats."""
     launch(
-        _group_fwd_kernel, (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
+        _group_norm_fwd_kernel,
+        (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
         norm.size, norm.dof, eps, UNIT=norm.unit, ROUNDED=rounds(x.dtype, norm.length), **plan.meta(), **norm.flags,
     )  # fmt: skip
 
@@ -219,7 +220,7 @@ def backward(norm: Norm, dy, x, stats, dx, plan: Plan):
     """Fill dx; returns db, dw (and dv) of each channel of each image: (2 or 3, n, c)."""
     sums = torch.empty(norm.sums, norm.n, norm.c, dtype=torch.float32, device=x.device)
     launch(
-        _group_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters, stats, dx, sums, norm.groups, norm.all_groups,
+        _group_norm_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters, stats, dx, sums, norm.groups, norm.all_groups,
         norm.per_group, norm.size, norm.dof, UNIT=norm.unit, **plan.meta(), **norm.flags,
     )  # fmt: skip
     return sums

@@ -21,14 +21,14 @@ from fx_fusion.kernels.norms.group_norm_math import (
 )
 from fx_fusion.ops.launch import launch
 
-# STEP of ``_tile_kernel``
+# STEP of ``_group_norm_tile_kernel``
 Y = tl.constexpr(0)
 CHANNEL_SUMS = tl.constexpr(1)
 DX = tl.constexpr(2)
 
 
 @triton.jit
-def _group_moments_kernel(
+def _group_norm_moments_kernel(
     parts_ptr, stats_ptr, groups, all_groups, per_group, size, part, splits, all_parts, dof, eps, LANES: tl.constexpr
 ):  # fmt: skip
     """Store mean and rstd of one group, merged from the moments of its channels in each split. A split has ``part``
@@ -57,7 +57,7 @@ def _group_moments_kernel(
 
 
 @triton.jit
-def _tile_kernel(
+def _group_norm_tile_kernel(
     x_ptr, dy_ptr, w_ptr, b_ptr, v_ptr, stats_ptr, out_ptr, sums_ptr, group_sums_ptr,
     channels, groups, all_groups, per_group, size, part, splits, all_parts, length, dof,
     X_LAST: tl.constexpr, DY_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
@@ -114,7 +114,7 @@ def _tile_kernel(
 
 
 @triton.jit
-def _group_sums_kernel(
+def _group_norm_sums_kernel(
     sums_ptr, w_ptr, out_ptr, groups, all_groups, per_group, splits, all_parts,
     KIND: tl.constexpr, HAS_W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,8 @@ def forward(norm: Norm, x, y, stats, eps: float) -> None:
     """Fill y and stats."""
     tiles = Tiles(x)
     launch(
-        _group_moments_kernel, (norm.all_groups,), tiles.moments(x), stats, norm.groups, norm.all_groups, norm.per_group,
+        _group_norm_moments_kernel,
+        (norm.all_groups,), tiles.moments(x), stats, norm.groups, norm.all_groups, norm.per_group,
         norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.dof, eps, LANES=_lanes(norm, tiles),
     )  # fmt: skip
     # STEP Y reads no dy and no sums: any tensors take their places.
@@ -155,7 +156,7 @@ def backward(norm: Norm, dy, x, stats, dx):
     group_sums = torch.empty(2, norm.all_groups, dtype=torch.float32, device=x.device)
     _launch_tiles(norm, tiles, x, dy, stats, dx, sums, group_sums, CHANNEL_SUMS)
     launch(
-        _group_sums_kernel, (norm.all_groups,), sums, norm.parameters[0], group_sums, norm.groups, norm.all_groups,
+        _group_norm_sums_kernel, (norm.all_groups,), sums, norm.parameters[0], group_sums, norm.groups, norm.all_groups,
         norm.per_group, tiles.splits, tiles.all_parts, KIND=norm.kind, HAS_W=norm.flags["HAS_W"], LANES=_lanes(norm, tiles),
     )  # fmt: skip
     _launch_tiles(norm, tiles, x, dy, stats, dx, sums, group_sums, DX)
@@ -163,9 +164,9 @@ def backward(norm: Norm, dy, x, stats, dx):
 
 
 def _launch_tiles(norm: Norm, tiles: Tiles, x, dy, stats, out, sums, group_sums, step: tl.constexpr) -> None:
-    """Launch ``_tile_kernel`` over all tiles."""
+    """Launch ``_group_norm_tile_kernel`` over all tiles."""
     launch(
-        _tile_kernel, tiles.grid, x, dy, *norm.parameters, stats, out, sums, group_sums, norm.c, norm.groups,
+        _group_norm_tile_kernel, tiles.grid, x, dy, *norm.parameters, stats, out, sums, group_sums, norm.c, norm.groups,
         norm.all_groups, norm.per_group, norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.length, norm.dof,
         STEP=step.value, **layout_flags(x=x, dy=dy, out=out), **tiles.constants, **norm.flags,
     )  # fmt: skip
