@@ -18,6 +18,7 @@ _EXAMPLES = """examples:
                                                          exit code 1 where that does not hold: for CI
   python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
+  python -m fx_fusion profile train.py --epochs 1        where the time of its steps goes, under Inductor and under fx_fusion
   python -m fx_fusion bisect python check.py             which replacement makes check.py fail
   python -m fx_fusion replay fx_fusion_rms_norm_x.pt     a site that options={"verify": ...} found wrong, alone
   python -m fx_fusion report r.json --html r.html        a report that --json wrote, as a page
@@ -28,7 +29,7 @@ _EXAMPLES = """examples:
 def main() -> int:
     """Run a command; its exit code."""
     given, rest = _parser().parse_known_args()
-    if rest and given.command not in ("run", "bisect"):
+    if rest and given.command not in ("run", "bisect", "profile"):
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if given.command == "doctor":
         from fx_fusion.doctor import main as doctor
@@ -42,6 +43,8 @@ def main() -> int:
     from fx_fusion.commands import (
         bisect_command,
         explain_command,
+        profile_command,
+        profile_one,
         replay_command,
         report_command,
         run_command,
@@ -55,6 +58,11 @@ def main() -> int:
     try:
         if given.command == "run":
             return run_command(given.script, rest, options=options, output=chosen(*output))
+        if given.command == "profile":
+            measured = chosen("after", "steps", "trace")
+            if given.backend:
+                return profile_one(given.script, rest, backend=given.backend, result=given.result, **measured)
+            return profile_command(given.script, rest, **measured)
         if given.command == "bisect":
             return bisect_command([given.program, *rest])
         if given.command == "replay":
@@ -87,6 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", add_help=True)
     run.add_argument("script", help="a Python file; what follows it are its own arguments")
+    profile = commands.add_parser("profile", help="where the time of a script's steps goes, under Inductor and fx_fusion")
+    profile.add_argument("script", help="a Python file that trains; what follows it are its own arguments")
+    profile.add_argument("--after", type=int, default=10, help="steps to warm up, compilations included")
+    profile.add_argument("--steps", type=int, default=5, help="steps to time, and as many to profile")
+    profile.add_argument("--trace", metavar="NAME", help="write NAME_inductor.json and NAME_fx_fusion.json, for Perfetto")
+    profile.add_argument("--backend", choices=("inductor", "fx_fusion"), help=argparse.SUPPRESS)
+    profile.add_argument("--result", help=argparse.SUPPRESS)
     bisect = commands.add_parser("bisect", help="find the replacement with which a command starts to fail")
     bisect.add_argument("program", help="what is run, again and again, and its arguments; it fails by its exit code")
     replay = commands.add_parser("replay", help="compare a site that was found wrong once more, alone")

@@ -1,4 +1,4 @@
-"""``python -m fx_fusion explain``, ``verify``, ``run``, ``bisect``, ``replay`` and ``report``."""
+"""``python -m fx_fusion explain``, ``verify``, ``run``, ``profile``, ``bisect``, ``replay`` and ``report``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import torch
 
 from fx_fusion.explaining import explain
+from fx_fusion.options import inductors_own
 from fx_fusion.pipeline import LAST_REPLACEMENT
+from fx_fusion.profiling import Measured, Steps, read, side_by_side
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import replayed, table
 from fx_fusion.targets import Target, target_of
+from fx_fusion.torch_internals.inductor import configuration, name_kernels_on_cpu
 from fx_fusion.verifying import verify
 
 
@@ -49,22 +53,66 @@ def _target(name: str, *, device: str | None, dtype: str, **sizes: Any) -> Targe
 
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
     """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report at its end."""
+    with recording() as report, _compiling("fx_fusion", options):
+        code = _run(script, arguments)
+    shown = show(report, **output)
+    return code or shown
+
+
+def _run(script: str, arguments: Sequence[str]) -> int:
+    """Run a script in this process; its exit code."""
     if not Path(script).is_file():
-        print(f"fx_fusion: there is no script {script!r}", file=sys.stderr)
-        return 2
+        raise ValueError(f"there is no script {script!r}")
     known, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
-    code: Any = 0
-    with recording() as report, _compiling(options):
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Measured:
+        raise
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = known
+        sys.path.remove(str(Path(script).parent))
+    return 0
+
+
+def profile_command(script: str, arguments: Sequence[str], *, after: int, steps: int, trace: str | None) -> int:
+    """Run a script under Inductor and then under fx_fusion, each in a process of its own, until enough steps are measured;
+    print where their time goes. The exit code is that of a script that fails."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in ("inductor", "fx_fusion"):
+            file = str(Path(folder) / backend)
+            traced = [] if trace is None else ["--trace", f"{trace}_{backend}.json"]
+            command = [sys.executable, "-m", "fx_fusion", "profile", "--backend", backend, "--result", file, *traced]
+            command += ["--after", str(after), "--steps", str(steps), script, *arguments]
+            code = subprocess.run(command, check=False, stdout=sys.stderr).returncode
+            if code:
+                return code
+            found.append(read(file))
+    print(side_by_side(found))
+    if trace is not None:
+        print(f"traces, for Perfetto: {trace}_inductor.json {trace}_fx_fusion.json")
+    return 0
+
+
+def profile_one(
+    script: str, arguments: Sequence[str], *, backend: str, after: int, steps: int, trace: str | None, result: str
+) -> int:  # fmt: skip
+    """Run a script under one backend and write what was measured; 3 where it ends before there was enough."""
+    name_kernels_on_cpu()
+    with recording() as report, _compiling(backend, {}), Steps(backend, after, steps, trace) as measured:
         try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        finally:
-            sys.argv = known
-            sys.path.remove(str(Path(script).parent))
-    shown = show(report, **output)
-    return code if isinstance(code, int) and code else shown
+            code = _run(script, arguments)
+        except Measured:
+            measured.result.graphs = len(report.graphs)
+            measured.result.fused = sum(site.status == "fused" for site in report.sites)
+            measured.result.save(result)
+            return 0
+    print(f"fx_fusion: the script ended after {measured.made} step(s) of its optimizer; {measured.needed} are needed "
+          f"(--after {after} and twice --steps {steps})", file=sys.stderr)  # fmt: skip
+    return code or 3
 
 
 def bisect_command(command: Sequence[str]) -> int:
@@ -128,16 +176,18 @@ def report_command(file: str, *, output: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _compiling(options: dict[str, Any]) -> Iterator[None]:
-    """Inside, ``torch.compile`` without a backend, or with Inductor, means fx_fusion."""
+def _compiling(wanted: str, options: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``torch.compile`` with Inductor (or without a backend), or with fx_fusion, means the wanted one of both."""
     theirs: Callable[..., Any] = torch.compile
 
     def ours(model: Any = None, *, backend: Any = "inductor", **given: Any) -> Any:
-        if backend != "inductor":
+        if backend not in ("inductor", "fx_fusion"):
             return theirs(model, backend=backend, **given)
         mode, known = given.pop("mode", None), given.pop("options", None) or {}
         both = {**known, **({"mode": mode} if mode else {}), **options}
-        return theirs(model, backend="fx_fusion", **({"options": both} if both else {}), **given)
+        if wanted == "inductor":
+            both = dict(configuration(both.get("mode"), inductors_own(both)))
+        return theirs(model, backend=wanted, **({"options": both} if both else {}), **given)
 
     torch.compile = ours  # type: ignore[assignment]
     try:

@@ -63,6 +63,12 @@ def reset() -> None:
         wrapper(None, None, None).reset()
 
 
+def name_kernels_on_cpu() -> None:
+    """From now on, kernels that are compiled for a CPU appear in profiles, by name. Gone: they do not."""
+    if hasattr(config.cpp, "enable_kernel_profile"):
+        config.cpp.enable_kernel_profile = True
+
+
 def without_caches() -> contextlib.AbstractContextManager[Any]:
     """A context in which no compile cache is read or written. Gone: raises, and the graph goes to Inductor unchanged."""
     return config.patch(force_disable_caches=True)
