@@ -18,22 +18,15 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from fx_fusion.report.facts import PAGE, facts
 from fx_fusion.report.recording import recording_in
 from fx_fusion.report.report import Report
 
-PAGE = "fx_fusion.html"
-
 
 def watch(trainer: Trainer) -> Report:
-    """Record what is compiled while ``trainer`` trains. Every log (W&B, TensorBoard, its own history) gets
-
-    - ``fx_fusion/fused``, ``/kept``, ``/declined``, ``/near``: how many sites have this status;
-    - ``fx_fusion/graphs``: how many graphs were compiled;
-    - ``fx_fusion/assumption_held``: in which share of the calls of graphs that assume something about their inputs it held;
-    - ``fx_fusion/logits_read``: in which share of the calls deferred outputs were read;
-
-    and the report is written to ``fx_fusion.html`` in the output folder with every checkpoint and at the end. Returns it.
-    """
+    """Record what is compiled while ``trainer`` trains. Every log (W&B, TensorBoard, its own history) gets the numbers of
+    ``fx_fusion.report.facts``; the report is written to ``fx_fusion.html`` in the output folder with every checkpoint and at
+    the end. Returns it."""
     watching = _Watching()
     # In front of those that log: what they are given is one dictionary.
     trainer.callback_handler.callbacks.insert(0, watching)
@@ -48,7 +41,7 @@ class _Watching(TrainerCallback):
         self._recording.enter_context(recording_in((self.report,)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        found = {f"fx_fusion/{name}": value for name, value in facts(self.report).items()}
+        found = facts(self.report)
         if logs is not None:
             logs.update(found)
         if state.log_history:
@@ -63,17 +56,3 @@ class _Watching(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recording.close()
         self.on_save(args, state, control)
-
-
-def facts(report: Report) -> dict[str, float]:
-    """What a log gets. Shares are left out where there were no calls."""
-    found: dict[str, float] = {"graphs": len(report.graphs)}
-    for site in report.sites:
-        found[site.status] = found.get(site.status, 0) + 1
-    checked = [graph.calls for graph in report.graphs]
-    if calls := sum(c.assumed + c.otherwise for c in checked):
-        found["assumption_held"] = sum(c.assumed for c in checked) / calls
-    deferring = [graph.reads for graph in report.graphs if graph.deferred]
-    if calls := sum(r.calls for r in deferring):
-        found["logits_read"] = sum(r.calls_read for r in deferring) / calls
-    return found

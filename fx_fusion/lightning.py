@@ -1,0 +1,50 @@
+"""What fx_fusion does during a run of Lightning: in its logs, and as a page beside its checkpoints.
+
+    from fx_fusion.lightning import Watch
+
+    self.model = torch.compile(model, backend="fx_fusion")  # in the LightningModule: its log() cannot be compiled
+    lightning.Trainer(callbacks=[Watch()]).fit(module, loader)
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fx_fusion.report.facts import PAGE, facts
+from fx_fusion.report.recording import recording_in
+from fx_fusion.report.report import Report
+
+
+class Watch(Callback):
+    """Records what is compiled while a model is fitted: ``report``. The trainer's loggers get the numbers of
+    ``fx_fusion.report.facts`` (every ``log_every_n_steps``); the report is written to ``fx_fusion.html`` in the trainer's
+    ``default_root_dir`` with every checkpoint and at the end."""
+
+    def __init__(self) -> None:
+        self.report, self._recording = Report(), ExitStack()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recording.enter_context(recording_in((self.report,)))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        pl_module.log_dict(facts(self.report), on_step=True, on_epoch=False)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._write(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recording.close()
+        self._write(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._recording.close()
+
+    def _write(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.report.to_html(folder / PAGE)

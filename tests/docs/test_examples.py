@@ -1,0 +1,80 @@
+"""The examples run as their page says, on this machine, and what they show is fused."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "examples" / "README.md"
+COMMANDS = re.findall(r"^\| `((?:python|torchrun) [^`]+)` \|", PAGE.read_text(), re.M) if PAGE.exists() else []
+SHOWN = {
+    "train.py": ("linear_cross_entropy", r"assumes, and checks at run time: \w+ is all ones; held in 0 of 4 calls"),
+    "trainer.py": ("linear_cross_entropy", r"the page: out/fx_fusion.html"),
+    "lora.py": ("linear_cross_entropy", r"trainable params: 6,656"),
+    "lightning_module.py": ("linear_cross_entropy", r"graph 1: graph 0 without its assumption"),
+    "distributed.py": ("linear_cross_entropy", r"loss \d+\.\d+"),
+    "images.py": ("evonorm_s0", r"loss \d+\.\d+"),
+}
+NEEDS = {"lora.py": "peft", "trainer.py": "accelerate", "lightning_module.py": "lightning", "images.py": "torch"}
+
+
+def run(command, folder):
+    program, *arguments = command.replace("examples/", f"{ROOT}/examples/").split()
+    starts = [sys.executable] if program == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*starts, *arguments], capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def named(command):
+    return next(name for name in SHOWN if name in command)
+
+
+def checked(command, folder):
+    pytest.importorskip(NEEDS.get(named(command), "transformers"))
+    fusion, line = SHOWN[named(command)]
+    shown = run(command, folder)
+    assert re.search(rf"^fused +{fusion} ", shown, re.M), shown
+    assert re.search(line, shown), shown
+
+
+def test_every_example_is_on_the_page():
+    assert {named(command) for command in COMMANDS} == set(SHOWN)
+    assert {f.name for f in (ROOT / "examples").glob("*.py")} == {*SHOWN, "small.py"}
+
+
+def test_the_training_loop(tmp_path):
+    checked("python examples/train.py --steps 4", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" not in c])
+def test_examples(command, tmp_path):
+    checked(command, tmp_path)
+
+
+@pytest.mark.slow
+def test_fsdp2(tmp_path):
+    checked("torchrun --nproc-per-node 2 examples/distributed.py fsdp2", tmp_path)
+
+
+@pytest.mark.slow
+def test_what_lightning_logs(tmp_path):
+    """In the rows of its own loggers, and as a page in its folder."""
+    pytest.importorskip("lightning")
+    script = (ROOT / "examples" / "lightning_module.py").read_text()
+    assert "logger=False" in script
+    logged = script.replace("logger=False", 'logger=lightning.pytorch.loggers.CSVLogger("out")')
+    (tmp_path / "logged.py").write_text(f'import sys\nsys.path.insert(0, "{ROOT}/examples")\n{logged}')
+    run(f"python {tmp_path}/logged.py", tmp_path)
+    header, *rows = next((tmp_path / "out").rglob("metrics.csv")).read_text().splitlines()
+    last = dict(zip(header.split(","), rows[-1].split(","), strict=True))
+    assert float(last["fx_fusion/fused"]) >= 5
+    assert float(last["fx_fusion/logits_read"]) == 0
+    assert float(last["loss"]) > 0
+    assert "linear_cross_entropy" in (tmp_path / "out" / "fx_fusion.html").read_text()
