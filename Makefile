@@ -25,7 +25,7 @@ $(VENV)/ready: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q "triton>=3.6" -e ".[demo,test]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q "triton>=3.6" -e ".[demo,test]"
 	@$(BIN)/python -c "from fx_fusion.doctor import cpp_compiler as c; c() or print('no C++ compiler: Inductor on CPU needs g++ or clang++ (Debian, Ubuntu: apt-get install g++)')"
 	touch $@
 

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import fx_fusion
 
 ROOT = Path(__file__).parents[2]
 USE = "import fx_fusion.kernels.rms_norm, fx_fusion.patterns.rms_norm, fx_fusion.fusion.registry as r; print(len(r.all_fusions()))"
@@ -23,7 +26,7 @@ def python(*arguments, cwd, **environment):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + (done.stderr if "PYTHONWARNINGS" in environment else "")
 
 
 def test_bare_checkout(tmp_path):
@@ -50,11 +53,8 @@ def test_wheel_and_sdist(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
-    python(
-        "-c",
-        f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r})); print(b.build_sdist({str(tmp_path)!r}))",
-        cwd=source,
-    )
+    build = f"import setuptools.build_meta as b; b.build_wheel({str(tmp_path)!r}); b.build_sdist({str(tmp_path)!r})"
+    assert "deprecated" not in python("-c", build, cwd=source, PYTHONWARNINGS="always").lower()
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     assert "fx_fusion/kernels/rms_norm.py" in names
@@ -64,6 +64,13 @@ def test_wheel_and_sdist(tmp_path):
         "[torch_dynamo_backends]"
         in zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
     )
+    metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    assert f"\nVersion: {fx_fusion.__version__}\n" in metadata
+    assert "\nLicense-Expression: MIT\n" in metadata
+    with tarfile.open(sdist) as packing:
+        packed = {name.split("/", 1)[1] for name in packing.getnames() if "/" in name}
+    assert {"LICENSE", "CITATION.cff", "docs/report.md", "examples/train.py", "fx_fusion/patterns/rope.py"} <= packed
+    assert not any(name.startswith(("tests", "bench")) for name in packed), "tests that could not run there"
     for archive in (wheel, sdist):
         target = tmp_path / archive.suffix.strip(".")
         python(
