@@ -12,7 +12,10 @@ from fx_fusion.ops.layouts import copied
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
 from fx_fusion.torch_internals.nodes import namespace_of
 
-_VIEWS = ("view", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "to", "neg")
+_VIEWS = (
+    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "permute", "transpose", "squeeze", "unsqueeze",
+    "expand", "expand_as", "contiguous", "to", "neg",
+)  # fmt: skip
 
 _TORCHS = ("torch", "aten", "_operator", "math", "builtins", "")
 

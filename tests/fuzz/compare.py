@@ -100,7 +100,8 @@ def _by_design(error: Exception, program: Program) -> bool:
         return program.writes()
     source = program.source()
     between = bool(program.after) or any(text in source for text in ("graph_break", "disable"))
-    return "modified by an inplace operation" in str(error) and program.writes() and between
+    told = ("modified by an inplace operation", "another view of its base has been modified inplace")
+    return any(words in str(error) for words in told) and program.writes() and between
 
 
 def _said(error: Exception) -> str:

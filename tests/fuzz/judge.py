@@ -115,7 +115,7 @@ def _record(call: Call, results: list[Any], given: dict[str, Any], leaves: dict[
     """Values first, then gradients, then who sees a write to whom."""
     tensors = {f"out{i}": t for i, t in enumerate(results) if isinstance(t, Tensor)}
     for name, item in ((f"out{i}", item) for i, item in enumerate(results) if not isinstance(item, Tensor)):
-        if isinstance(item, list):  # of .tolist(): numbers like any others
+        if isinstance(item, (list, float)):  # of .tolist(), .item(): numbers like any others
             call.numbers[name] = torch.tensor(item, dtype=torch.float64)
             call.facts[f"type of {name}"] = tuple(call.numbers[name].shape)
         else:
