@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fx_fusion.graph.terms import example
 from fx_fusion.ops.layouts import copied
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
 from fx_fusion.torch_internals.nodes import namespace_of
@@ -26,16 +27,19 @@ def keep_results_apart(graph: fx.Graph) -> None:
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     numbers = _value_numbers(graph)
     first: dict[int, fx.Node] = {}  # of equal calls with returned results
+    done: set[fx.Node] = set()  # results that were copied, and their copies
     for item in tree_leaves(output.args):
-        made = _origin(item)
-        if made is None:
+        found = _origin(item)
+        if found is None:
             continue
-        if first.setdefault(numbers[made], made) is made:
+        made, result = found
+        if done & {made, result} or first.setdefault(numbers[made], made) is made:
             continue
-        with graph.inserting_before(output):
-            copy = graph.call_function(copied, (item,))
-        copy.meta.update(item.meta)
-        output.replace_input_with(item, copy)
+        with graph.inserting_after(result):  # not at the output: views of it that are returned too share its memory
+            copy = graph.call_function(copied, (result,))
+        copy.meta.update(result.meta)
+        result.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        done |= {result, copy}
 
 
 def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -49,12 +53,16 @@ def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     return numbers
 
 
-def _origin(item: Any) -> fx.Node | None:
-    """The call that a returned node is a result or a view of, where it is attention or no function of torch: ours, or
-    one of a plug-in. None if it is neither."""
+def _origin(item: Any) -> tuple[fx.Node, fx.Node] | None:
+    """The call that a returned node is a result or a view of, and that result, where the call is attention or no function of
+    torch: ours, or one of a plug-in. None if it is neither."""
+    result = item
     while isinstance(item, fx.Node) and item.args and (item.target is operator.getitem or item.target in _VIEWS):
-        item = item.args[0]
+        result, item = item, item.args[0]
     if not isinstance(item, fx.Node):
         return None
     is_attention = item.target is torch.nn.functional.scaled_dot_product_attention
-    return item if is_attention or namespace_of(item.target) not in _TORCHS else None
+    if not is_attention and namespace_of(item.target) in _TORCHS:
+        return None
+    picks = isinstance(result, fx.Node) and result.target is operator.getitem and isinstance(result.args[1], int)
+    return item, result if picks and not isinstance(example(item), torch.Tensor) else item
