@@ -63,6 +63,11 @@ class Compared:
         """Whether it is as accurate as the rule asks; not so for NaN."""
         return self.error <= self.allowed
 
+    @property
+    def used(self) -> float:
+        """Which part of what is allowed the error takes; more than 1 is wrong."""
+        return self.error / self.allowed if self.allowed else math.inf
+
 
 def compare(ours: Values, usual: Values, exact: Values) -> list[Compared]:
     """The worst first. A gradient that is 0 but for roundings (of a key's bias) is measured by what others are."""
@@ -86,7 +91,12 @@ def compare(ours: Values, usual: Values, exact: Values) -> list[Compared]:
         if truth.numel() == 1:  # eager's own error of one number may be 0 by luck
             roundings = max(roundings, 8 * torch.finfo(torch.float32).eps, 0.1 * coarsest)
         rows.append(Compared(name, error, known, 2 * known + roundings))
-    return sorted(rows, key=lambda row: -row.error / row.allowed if row.allowed else -math.inf)
+    return sorted(rows, key=lambda row: -row.used)
+
+
+def alike(one: Values, other: Values) -> bool:
+    """Whether two runs differ by no more than atomics make them."""
+    return all(length(doubled(one[n]) - doubled(t)) <= 0.05 * length(t) for n, t in other.items())
 
 
 def length(tensor: Tensor) -> float:

@@ -13,7 +13,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from fx_fusion.accuracy import Compared, Double, compare, doubled, length
+from fx_fusion.accuracy import Compared, Double, alike, compare, doubled
 from fx_fusion.backend import compile_graph
 from fx_fusion.errors import VerificationError
 from fx_fusion.options import Options, parse
@@ -83,7 +83,7 @@ def verify(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = Non
     exact_model = _in_double(model)
     with _as_before(model):
         usual = _step(model, model, args, kwargs)
-        if not _equal(usual, _step(model, model, args, kwargs, seed=1)):
+        if not alike(usual, _step(model, model, args, kwargs, seed=1)):
             raise VerificationError("the model draws random numbers: call model.eval(), or set its dropout to 0")
         with Double():
             exact = _step(exact_model, exact_model, *tree_map_only(Tensor, doubled, (args, kwargs)))
@@ -165,12 +165,7 @@ def _in_double(model: nn.Module) -> nn.Module:
         raise VerificationError(f"the model can't be copied to float64: {type(error).__name__}: {error}") from error
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------------
-def _equal(one: _Values, other: _Values) -> bool:
-    """Whether two runs differ by no more than atomics make them."""
-    return all(length(one[n].double() - t.double()) <= 0.05 * length(t) for n, t in other.items())
-
-
+# -- blaming ------------------------------------------------------------------------------------------------------------
 def _blame(
     options: Options, report: Report, under: Callable[[Options], tuple[_Values, Report]], usual: _Values, exact: _Values
 ) -> Site | None:

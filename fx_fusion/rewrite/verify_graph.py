@@ -8,7 +8,6 @@ so both are cut out of their graphs by name. Its backward gets a random gradient
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -269,8 +268,7 @@ def verify_site(check: SiteCheck, inputs: Mapping[str, Any], verified: Verified)
     verified.checked += 1
     verified.skipped.pop(check.place, None)
     worst = rows[0]
-    used = worst.error / worst.allowed if worst.allowed else math.inf
-    if used > verified.used:
-        verified.used, verified.worst = used, check.place
+    if worst.used > verified.used:
+        verified.used, verified.worst = worst.used, check.place
     if not worst.ok:
         raise VerificationError(complaint(check, rows, reproducer(check, inputs)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from fx_fusion.accuracy import Compared, Double, Values, compare, doubled, nudged
+from fx_fusion.accuracy import Compared, Double, Values, alike, compare, doubled, nudged
 from fx_fusion.fusion.registry import all_fusions
 
 _CHECKED_AT_ONCE = 2**33  # bytes that a site may take in float64 on a CPU
@@ -62,7 +61,7 @@ def compared(check: SiteCheck, inputs: Mapping[str, Any]) -> list[Compared]:
     try:
         usual = _step(check.before, check, inputs)
         again = _step(check.before, check, inputs)
-        if any(_apart(tensor, again[name]) for name, tensor in usual.items()):
+        if not alike(again, usual):
             raise NotComparable("it draws random numbers")
         ours, exact = _step(check.after, check, inputs), _exact(check, inputs)
         rows = compare(ours, usual, exact)
@@ -103,13 +102,7 @@ def _with_eagers_luck_removed(
         for row in (*near, *compare(off, off, _exact(check, further))):
             known[row.name] = max(known[row.name], row.usual)
     worst = [replace(row, usual=known[row.name], allowed=row.allowed + 2 * (known[row.name] - row.usual)) for row in rows]
-    return sorted(worst, key=lambda row: -row.error / row.allowed if row.allowed else -math.inf)
-
-
-def _apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two runs differ by more than atomics make them."""
-    size = doubled(one).nan_to_num().norm()
-    return bool((doubled(one) - doubled(other)).nan_to_num().norm() > 0.05 * size)
+    return sorted(worst, key=lambda row: -row.used)
 
 
 def _step(function: Callable[..., Any], check: SiteCheck, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

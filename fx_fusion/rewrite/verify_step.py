@@ -5,7 +5,6 @@ Dynamo captured: results, what was written to inputs, and the gradient of every 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,7 +68,7 @@ def _verify(
     except NotComparable as why:
         verified.skipped[f"{place} as a whole"] = str(why)
         return
-    verified.step = rows[0].error / rows[0].allowed if rows[0].allowed else math.inf
+    verified.step = rows[0].used
     if not rows[0].ok:
         raise VerificationError(
             f"{place}, as a whole, is wrong on the inputs of this call.\n{table(rows)}\n"

@@ -107,7 +107,7 @@ def throw_on_data_ptr(tensor: Tensor) -> None:
 def history_of(value: Tensor) -> Any:
     """What changes when a value is changed in place while gradients are recorded: its grad_fn; that of its base, if it is a
     view, because a view's own is made anew whenever the base is written to, under ``no_grad`` too."""
-    base = value._base if value._is_view() else None
+    base = value._base if is_view(value) else None
     return (value if base is None else base).grad_fn
 
 
