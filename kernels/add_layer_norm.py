@@ -51,6 +51,7 @@ add_layer_norm = fused_op(
     ),
     fake=_fake,
     stats=("stats",),
+    depends_on={"h": ("x", "residual")},
     grads=(("h", "x", "residual"), "weight", "bias"),
     backward_reference=_bwd_reference,
 )

@@ -47,6 +47,7 @@ add_rms_norm = fused_op(
     ),
     fake=_fake,
     stats=("rstd",),
+    depends_on={"h": ("x", "residual")},
     grads=(("h", "x", "residual"), "weight"),
     backward_reference=_bwd_reference,
 )

@@ -4,13 +4,23 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import unlike_sum
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
-from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt
+from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt, torch_rms_norm, weight_first, weight_into_rstd
 from fx_fusion.patterns.rms_norm import guard as norm_guard
 
 
-def add_then_norm(x, residual, weight, eps, offset, round_first):
-    h = x + residual
-    return pow_mean_rsqrt(h, weight, eps, offset, round_first), h
+def after_add(norm):
+    """A spelling of RMSNorm, of a sum that is a result too."""
+
+    def add_then_norm(x, residual, weight, eps, offset, round_first):
+        h = x + residual
+        y = norm(h, weight, eps, offset, round_first)
+        return y if y is NotImplemented else (y, h)
+
+    add_then_norm.__name__ = f"add_then_{norm.__name__}"
+    return add_then_norm
+
+
+add_then_norm = after_add(pow_mean_rsqrt)
 
 
 def guard(x, residual, weight, eps, offset, round_first):
@@ -25,6 +35,7 @@ FUSION = Fusion(
     name="add_rms_norm",
     instead="F.rms_norm(x + residual, (n,), weight, eps)",
     pattern=add_then_norm,
+    spellings=tuple(after_add(norm) for norm in (torch_rms_norm, weight_first, weight_into_rstd)),
     inputs={"x": "... n", "residual": "... n", "weight": "n", "eps": 1e-6},
     variants=CAST_ORDERS,
     kernel=add_rms_norm,

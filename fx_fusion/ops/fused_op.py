@@ -14,7 +14,7 @@ input of the forward or one of its statistics. Anything else is an error when th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ def fused_op(
     stats: Sequence[str] = (),
     constants: Sequence[str] = (),
     grads: Sequence[str | tuple[str, ...]],
+    depends_on: Mapping[str, Sequence[str]] | None = None,
     backward_reference: Callable[..., Any] | None = None,
     cheap: bool = False,
 ) -> FusedOp:
@@ -85,6 +86,8 @@ def fused_op(
         constants: outputs that have no gradient, behind those that have one.
         grads: for each result of the backward, the input that it is the gradient of. Where several inputs share one
             gradient: ``(template, input, input)``, the template being the saved value that it looks like.
+        depends_on: the inputs that an output is computed from, for outputs that some inputs do not reach; without a gradient
+            for any of them the output requires none, as in eager.
         backward_reference: the backward on CPU; needed only where the backward doesn't take all inputs of the forward
             (then the reference can't be differentiated).
         cheap: whether the op takes little longer than to read its inputs and write its outputs, and draws no random numbers:
@@ -112,6 +115,12 @@ def fused_op(
         raise DeclarationError(
             f"grads of {name} names {', '.join(strange)}; it names inputs of the forward ({', '.join(parameters)}), one for "
             "each result of the backward."
+        )
+    sources = depends_on or {}
+    if strange := [n for o, of in sources.items() for n in (o, *of) if n not in (*parameters, *outputs)]:
+        raise DeclarationError(
+            f"depends_on of {name} names {', '.join(strange)}; it gives outputs ({', '.join(outputs)}) the inputs "
+            f"({', '.join(parameters)}) that they are computed from."
         )
     if backward_reference is None and not set(parameters) <= set(needed):
         raise DeclarationError(
@@ -189,7 +198,8 @@ def fused_op(
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         bound = {**dict(zip(parameters, inputs, strict=True)), **dict(zip(results, as_tuple(output), strict=True))}
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(bound[s] for s in (*constants, *stats)))
+        frozen = [n for n, of in sources.items() if not any(ctx.needs_input_grad[parameters.index(i)] for i in of)]
+        ctx.mark_non_differentiable(*(bound[s] for s in (*constants, *stats, *frozen)))
         ctx.save_for_backward(*(bound[n] for n in needed if isinstance(bound[n], Tensor)))
         ctx.plain = {n: bound[n] for n in needed if not isinstance(bound[n], Tensor)}
         ctx.dtypes = {n: bound[n].dtype for n in gradient_of if bound[n] is not None}

@@ -1,6 +1,8 @@
 """RMSNorm and the residual add in front of it."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers import check_rewritten, rewritten
 
@@ -45,3 +47,21 @@ def test_a_sum_used_before_the_norm_exists():
 
     result, report = rewritten(block, x, r)
     torch.testing.assert_close(result, block(x, r), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+def test_a_sum_of_frozen_inputs_requires_no_gradient(kind):
+    """Only the norm's weight is trained: what leaves beside it can be read by ``.numpy()``, as in eager."""
+    weight = w.clone().requires_grad_()
+
+    def block(x, r, weight):
+        h = x + r
+        return getattr(F, kind)(h, (N,), weight), h
+
+    result, report = rewritten(block, x, torch.randn_like(x), weight)
+    report.assert_fused(**{f"add_{kind}": 1})
+    assert [t.requires_grad for t in result] == [True, False]
+    result[1].numpy()
+    (ours,) = torch.autograd.grad(result[0].square().sum(), weight)
+    (theirs,) = torch.autograd.grad(getattr(F, kind)(result[1], (N,), weight).square().sum(), weight)
+    torch.testing.assert_close(ours, theirs)

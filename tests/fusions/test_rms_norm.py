@@ -55,6 +55,18 @@ def test_every_spelling_is_the_norm(name):
         assert site.shapes["weight"] == f"float32[{N}]"
 
 
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_every_spelling_behind_a_residual_add(name):
+    def block(x, residual):
+        h = x + residual
+        return EQUIVALENT[name](h), h * 2
+
+    residual = torch.randn_like(x)
+    result, report = rewritten(block, x, residual)
+    report.assert_fused(add_rms_norm=1, rms_norm=0)
+    torch.testing.assert_close(result, block(x, residual), rtol=2e-6, atol=2e-6)
+
+
 def test_eps_as_a_tensor():
     eps = torch.tensor(EPS)
     _, report = rewritten(lambda x: w * (x * torch.rsqrt(statistic(x) + eps)), x)

@@ -103,6 +103,20 @@ def test_rope_takes_queries_and_keys_together(name, dtype):
     assert used <= 1, (worst, used)
 
 
+@pytest.mark.parametrize("trained", ["q", "k"])
+def test_only_one_of_them_is_trained(trained):
+    """LoRA on q_proj alone, in a first layer behind frozen embeddings: the other is plain data, and stays so."""
+    function = with_rotation(rotate_half)
+    leaves = {n: t.clone().requires_grad_(n == trained) for n, t in (("q", q), ("k", k))}
+    result, report = rewritten(function, *leaves.values(), cos, sin)
+    report.assert_fused(rope=2)  # one op would give both a gradient
+    assert [t.requires_grad for t in result] == [n == trained for n in leaves]
+    expected = function(*leaves.values(), cos, sin)
+    at = list(leaves).index(trained)
+    ours, theirs = (torch.autograd.grad(r[at].square().sum(), leaves[trained])[0] for r in (result, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_heads_behind_positions():
     function = with_rotation(rotate_half, dim=2)
     args = (q.transpose(1, 2), k.transpose(1, 2), cos, sin)
