@@ -64,8 +64,8 @@ def product_by(recipe: str, a: Tensor, b: Tensor, fast: bool, b_is_weight: bool)
         kind = torch.nn.functional.ScalingType
         (qa, sa), (qb, sb) = quantised(a, 1, BLOCK), quantised(b, BLOCK if b_is_weight else 1, BLOCK)
         sa = sa.t().contiguous().t()  # the rows of one block of K lie together
-        if b_is_weight:  # a row of scales is padded to four
-            sb = torch.nn.functional.pad(sb, (0, -sb.shape[1] % 4))[:, : sb.shape[1]]
+        if b_is_weight:  # as (K / 128, N / 128) with K's blocks beside each other, their number a multiple of four
+            sb = torch.nn.functional.pad(sb, (0, -sb.shape[1] % 4)).t()
         else:
             sb = sb.t().contiguous().t()
         of_b = kind.BlockWise128x128 if b_is_weight else kind.BlockWise1x128

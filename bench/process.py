@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -92,8 +93,9 @@ def in_turns(inner: dict[str, list[str]], until_ready: float, each: float) -> di
         for run in runs.values():
             if run.run.poll() is None:
                 assert run.run.stdin is not None
-                run.run.stdin.write("\n")
-                run.run.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # it ended in between: its result says why
+                    run.run.stdin.write("\n")
+                    run.run.stdin.flush()
                 run.reader.join(each)
                 run.stop()
     finally:
