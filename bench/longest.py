@@ -4,8 +4,9 @@
     python -m bench.longest --variants inductor,min --measures row,checkpointed
 
 ``row`` is a batch of one, ``batch`` rows of 2048 tokens, ``checkpointed`` a batch of one under gradient checkpointing. A
-step is forward, backward and fused AdamW in bfloat16, compiled once with dynamic sizes. Two small sizes give the line of
-peak memory over size; from where it meets the GPU's memory the size goes down or up by two percent until it is found.
+step is forward, backward and fused AdamW in bfloat16, compiled once with dynamic sizes. Two sizes give the line of peak
+memory over size; from three percent under where it meets the GPU's memory the size goes down by three percent until a
+step trains. Sizes begin where the logits have more than 2**31 elements: below, other code is compiled.
 What would take a step longer than ``--patience`` seconds (attention grows by the square) is not run: then the row says
 what the longest run was and what the line says.
 """
@@ -18,6 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tabulate import tabulate
@@ -26,7 +28,8 @@ from bench.families import FAMILIES
 from bench.process import Row, environment, give, measured
 
 VARIANTS = ("inductor", "liger", "auto", "min")
-MEASURES = {"row": 1024, "batch": 1, "checkpointed": 1024}  # and in what portions the size grows
+MEASURES = {"row": 1024, "batch": 1, "checkpointed": 1024}  # and in what portions the size changes
+SIZES = {"row": (17 * 1024, 32 * 1024), "batch": (9, 16), "checkpointed": (17 * 1024, 32 * 1024)}  # that give the line
 LENGTH = 2048
 
 
@@ -81,12 +84,14 @@ def trainer(variant: str, measure: str) -> Callable[[int], tuple[float, float] |
     return train
 
 
-def search(variant: str, measure: str, patience: float) -> Row:
-    """The largest size that trains, in this process."""
+def search(variant: str, measure: str, patience: float, compile_only: bool) -> Row:
+    """The largest size that trains, in this process; with ``compile_only`` the first of ``SIZES`` fills the caches."""
     import torch
 
     train, portion = trainer(variant, measure), MEASURES[measure]
-    small, more = (4, 8) if measure == "batch" else (8192, 16384)
+    small, more = SIZES[measure]
+    if compile_only:
+        return {"variant": variant, "measure": measure, "trained": train(small) is not None}
     first, _, second = train(small), train(more), train(more)  # the one between may compile
     if first is None or second is None:
         raise MemoryError(f"{more} do not fit")
@@ -96,23 +101,31 @@ def search(variant: str, measure: str, patience: float) -> Row:
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     line = int(more + (free - peak_of_more) / slope) // portion * portion
     runs: dict[int, float | None] = {}
-    size = line
+    size = int(line * 0.97) // portion * portion
+    capped = step * (size / more) ** growth > patience
     while step * (size / more) ** growth > patience:
         size = int(size * 0.9) // portion * portion
-    capped = size < line
     found = 0
-    for _ in range(8):
+    while size > more and not found:
         runs[size] = (trained := train(size)) and round(trained[0] / 2**30, 2)
-        two_percent = max(size // 50 // portion, 1) * portion
-        if trained:
-            found = max(found, size)
-        size += two_percent if trained else -two_percent
-        if size in runs or (capped and trained):
-            break
+        found = size if trained else 0
+        size -= max(int(size * 0.03) // portion, 1) * portion
     return {
         "model": "llama-1b", "variant": variant, "measure": measure, "largest": found, "by_the_line": line,
         "bytes_each": round(slope), "peak_gib_by_size": runs, "capped": capped, "environment": environment(),
     }  # fmt: skip
+
+
+def compile_all(variants: list[str], measures: list[str], timeout: int) -> None:
+    """Run every variant at its first size, all at once: they must fit on the GPU together."""
+    jobs = [
+        ["bench.longest", "--inside", "--compile-only", "--variants", variant, "--measures", measure]
+        for measure in measures
+        for variant in variants
+    ]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for row in pool.map(lambda job: measured(job, timeout), jobs):
+            print(row)
 
 
 def main() -> None:
@@ -122,12 +135,16 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=30, help="seconds for one step")
     parser.add_argument("--out", default="bench/results/longest.jsonl")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one variant and measure")
+    parser.add_argument("--compile-only", action="store_true", help="fill the compilers' caches, all variants at once")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        give(search(given.variants, given.measures, given.patience))
+        give(search(given.variants, given.measures, given.patience, given.compile_only))
         return
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if given.compile_only:
+        compile_all(given.variants.split(","), given.measures.split(","), given.timeout)
+        return
     table: list[tuple[Any, ...]] = []
     for measure in given.measures.split(","):
         base = None
