@@ -1,4 +1,4 @@
-"""A step of Llama in torchao's float8 recipes, under Inductor and under fx_fusion, beside bfloat16. Needs torchao.
+"""A step of a model in float8, by ``options={"float8": ...}`` and by torchao's recipes, beside bfloat16.
 
     python -m bench.float8_models llama-1b llama-8b
 
@@ -18,13 +18,16 @@ from tabulate import tabulate
 from bench.families import FAMILIES
 from bench.process import Row, environment, give, in_turns, wait_for_turn
 
-RECIPES = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
-BACKENDS = ("inductor", "fx_fusion")
+VARIANTS = (
+    "inductor:bfloat16", "fx_fusion:bfloat16", "ours:rowwise_gw_hp", "inductor:rowwise_with_gw_hp",
+    "fx_fusion:rowwise_with_gw_hp", "inductor:rowwise", "inductor:tensorwise",
+)  # fmt: skip
 STEPS, ROUNDS = 5, 3
 
 
 def measure(name: str, backend: str, recipe: str) -> Row:
     import torch
+    from torch.profiler import ProfilerActivity, profile
 
     import fx_fusion
 
@@ -34,7 +37,7 @@ def measure(name: str, backend: str, recipe: str) -> Row:
     model, step_of, items = family.build(family.batch, family.length)
     torch.set_default_dtype(torch.float32)
     model.train()
-    if recipe != "bfloat16":
+    if recipe != "bfloat16" and backend != "ours":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(recipe)
@@ -42,7 +45,8 @@ def measure(name: str, backend: str, recipe: str) -> Row:
         if recipe != "tensorwise":  # as torchtitan: or checkpointed values are computed again in another precision
             torch._inductor.config.emulate_precision_casts = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    call = torch.compile(model, backend=backend)
+    ours = {"backend": "fx_fusion", "options": {"float8": recipe}}
+    call = torch.compile(model, **(ours if backend == "ours" else {"backend": backend}))
 
     def step(i: int) -> Any:
         loss = family.loss_of(call(**step_of(i)), step_of(i))
@@ -67,10 +71,16 @@ def measure(name: str, backend: str, recipe: str) -> Row:
         torch.cuda.synchronize()
         if turn:
             times.append(start.elapsed_time(end) / STEPS)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step(0)
+        torch.cuda.synchronize()
+    longest = sorted(profiled.key_averages(), key=lambda event: -event.device_time_total)[:25]
+    kernels = {event.key[:80]: (event.count, round(event.device_time_total / 1e3, 3)) for event in longest}
     return {
         "model": name, "backend": backend, "recipe": recipe, "ms": round(statistics.median(times), 2), "items": items,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2), "losses": [round(x, 4) for x in losses],
         "fused": sum(site.status == "fused" for site in report.sites), "environment": environment(),
+        "said": [line for graph in report.graphs for line in graph.notes() if "float8" in line], "kernels": kernels,
     }  # fmt: skip
 
 
@@ -83,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", default="bench/results/float8_models.jsonl")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    variants = (given.variants or ",".join(f"{b}:{r}" for r in RECIPES for b in BACKENDS)).split(",")
+    variants = (given.variants or ",".join(VARIANTS)).split(",")
     if given.inside:
         give(measure(given.models[0], *variants[0].split(":")))
         return

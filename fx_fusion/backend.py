@@ -25,7 +25,7 @@ from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
-from fx_fusion.inductor.compile import DECISIONS, Compiled, OursFailed, inductor, plain_inductor
+from fx_fusion.inductor.compile import DECISIONS, LINEARS, Compiled, OursFailed, inductor, plain_inductor
 from fx_fusion.memory.recompute import describe_inputs
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import trace
@@ -165,7 +165,7 @@ def rewrite(
     """Rewrite a graph in place; ``untouched`` is a copy of it."""
     started = time.perf_counter()
     report = _new_report(gm, version)
-    gm.meta[DECISIONS] = report.memory
+    gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0

@@ -11,8 +11,8 @@ from fx_fusion.cost.estimate import Estimate
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.graph.places import frames_of, location_of, module_of
 from fx_fusion.graph.view import View
-from fx_fusion.report.places import frames_of, location_of, module_of
 from fx_fusion.report.site import Site, shapes_of
 
 

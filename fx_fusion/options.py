@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fx_fusion.errors import OptionError, nearest
+from fx_fusion.float8.choice import RECIPES
 from fx_fusion.fusion import registry
 from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.memory.recompute import MEMORY
@@ -21,6 +22,8 @@ _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "defer_outputs": (bool, "whether an output that a fusion absorbed is computed only when it is read"),
     "speculate": (bool, "whether to compile for an attention_mask without padding, checked at run time"),
     "memory": (str, f"one of {', '.join(MEMORY)}: how much of what is cheap the backward computes again"),
+    "float8": (str, f"one of {', '.join(RECIPES)}: the recipe by which linears multiply in float8"),
+    "float8_keep": (list, 'paths of modules whose linears stay in bfloat16, as ["*.down_proj"]'),
     "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
@@ -35,6 +38,8 @@ class Options:
     defer_outputs: bool
     speculate: bool
     memory: str
+    float8: str
+    float8_keep: tuple[str, ...]
     verify: bool | str
     strict: bool
     fuel: int | None
@@ -52,7 +57,9 @@ class Options:
         """What decides about our rewrite, for the compile cache."""
         names = tuple(sorted(self.fusions))
         version = self.outputs_are_read, self.masks
-        return (self.select, names, self.defer_outputs, self.speculate, self.memory, version, self.cuda_graphs, self.fuel)
+        float8 = self.float8, self.float8_keep
+        asked = (self.select, names, self.defer_outputs, self.speculate, self.memory, float8)
+        return (*asked, version, self.cuda_graphs, self.fuel)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -88,6 +95,12 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     memory = ours.get("memory", "auto")
     if memory not in MEMORY:
         raise OptionError(f"options['memory'] = {memory!r}. {nearest(memory, MEMORY)}")
+    float8 = ours.get("float8", "off")
+    if float8 not in RECIPES:
+        raise OptionError(f"options['float8'] = {float8!r}. {nearest(float8, RECIPES)}")
+    float8_keep = ours.get("float8_keep", [])
+    if not all(isinstance(pattern, str) for pattern in float8_keep):
+        raise OptionError(f"options['float8_keep'] must be a list of patterns, as [\"*.down_proj\"]; got {float8_keep!r}.")
     verify = ours.get("verify", False)
     if verify not in VERIFY:
         raise OptionError(f"options['verify'] = {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
@@ -97,6 +110,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         defer_outputs=ours.get("defer_outputs", True),
         speculate=ours.get("speculate", True),
         memory=memory,
+        float8=float8,
+        float8_keep=tuple(float8_keep),
         verify=verify,
         strict=ours.get("strict", False),
         fuel=_fuel(),

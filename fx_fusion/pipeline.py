@@ -23,10 +23,10 @@ from fx_fusion.fusion.matcher import Attempt
 from fx_fusion.fusion.pattern import Pattern, patterns_of
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import entered
+from fx_fusion.graph.places import location_of, module_of
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last, laid_out_of
 from fx_fusion.options import Options
-from fx_fusion.report.places import location_of, module_of
 from fx_fusion.report.site import Site
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import replace

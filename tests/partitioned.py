@@ -11,9 +11,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from fx_fusion.backend import compile_graph
+from fx_fusion.float8.rewrite import Linears
 from fx_fusion.graph.size_hints import expected
-from fx_fusion.inductor.compile import DECISIONS
-from fx_fusion.memory.recompute import Decisions, decide
+from fx_fusion.inductor.compile import DECISIONS, LINEARS, joint_pass
+from fx_fusion.memory.recompute import Decisions
 from fx_fusion.options import parse
 from fx_fusion.torch_internals.traced_kernels import launched
 
@@ -25,12 +26,13 @@ class _Enough(Exception):
 @dataclass
 class Partitioned:
     """What the forward saves, besides inputs and parameters: bytes by shape and dtype; the ops of the backward, and of those
-    how many are norms' backwards that hand out y; what was decided; the gradients."""
+    how many are norms' backwards that hand out y; what was decided; what became of the linears; the gradients."""
 
     saved: Counter = field(default_factory=Counter)
     backward: Counter = field(default_factory=Counter)
     handed_out: int = 0
     decisions: Decisions = field(default_factory=Decisions)
+    linears: Linears = field(default_factory=Linears)
     gradients: dict = field(default_factory=dict)
 
     @property
@@ -47,7 +49,8 @@ def partitioning(found, *, step=True):
     def rest(gm, examples, options):
         def partition(joint, inputs, *, num_fwd_outputs, **rest):
             found.decisions = gm.meta.get(DECISIONS, Decisions())
-            decide(joint.graph, options.memory, found.decisions)
+            found.linears = gm.meta.get(LINEARS, Linears())
+            joint_pass(found.decisions, found.linears, options)(joint.graph)
             joint.graph.lint()
             joint.recompile()
             both = min_cut_rematerialization_partition(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fx_fusion.float8.rewrite import Linears, to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
 from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.ops.layouts import without_donated_buffers
@@ -30,46 +31,62 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     """Compile a rewritten graph, with the user's options and our part of the cache key. Raises OursFailed where it is not
     Inductor that fails."""
     decisions: Decisions = gm.meta.get(DECISIONS, Decisions())
-    decisions.asked = True
+    linears: Linears = gm.meta.get(LINEARS, Linears())
     with contextlib.ExitStack() as patched:
         try:
             register_lowerings()
             remember_accesses()
             patches = config_patches(options)
-            with_memory = with_joint_pass(patches, _memory_pass(decisions, options), key_of(options))
+            with_ours = with_joint_pass(patches, joint_pass(decisions, linears, options), key_of(options))
             patched.enter_context(without_donated_buffers(gm))
             patched.enter_context(without_caches(gm))
         except Exception as error:
             raise OursFailed from error
         try:
-            return compile_graph(gm, example_inputs, with_memory)
+            return compile_graph(gm, example_inputs, with_ours)
         except CONTROL_FLOW:
             raise
         except Exception as error:
-            if options.strict or not any(value.again for value in decisions.values):
+            if options.strict or not (linears.any or any(value.again for value in decisions.values)):
                 raise
-            _tell(decisions, f"with ours Inductor raised {type(error).__name__}: {error}")
+            trouble = f"with ours Inductor raised {type(error).__name__}: {error}"
+            _tell(decisions, trouble, "what the backward computes again is torch's choice alone")
+            if linears.any:
+                _tell(linears, trouble, "every linear is in bfloat16")
             return compile_graph(gm, example_inputs, patches)
 
 
 DECISIONS = "fx_fusion_decisions"  # in the meta of a graph: where to write down what its backward computes again
+LINEARS = "fx_fusion_linears"  # and what became of its linears
 
 
-def _memory_pass(decisions: Decisions, options: Options) -> Callable[[fx.Graph], None]:
+def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
+    """What is done to a joint graph before it is partitioned: its linears, then what the backward computes again. Where
+    something of it raises, the rest is done all the same."""
+    decisions.asked = True
+    linears.recipe, linears.asked = options.float8, options.float8 != "off"
+
     def run(graph: fx.Graph) -> None:
+        if linears.asked:
+            try:
+                to_float8(graph, options.float8, options.float8_keep, options.select, decisions.parameters, linears)
+            except Exception as error:
+                if options.strict:
+                    raise
+                _tell(linears, f"{type(error).__name__}: {error}", "not every linear is in float8")
         try:
             decide(graph, options.memory, decisions)
         except Exception as error:
             if options.strict:
                 raise
-            _tell(decisions, f"{type(error).__name__}: {error}")
+            _tell(decisions, f"{type(error).__name__}: {error}", "what the backward computes again is torch's choice alone")
 
     return run
 
 
-def _tell(decisions: Decisions, trouble: str) -> None:
-    decisions.trouble = trouble
-    warnings.warn(f"fx_fusion: what the backward computes again is torch's choice alone: {trouble}", stacklevel=2)
+def _tell(of: Decisions | Linears, trouble: str, so: str) -> None:
+    of.trouble = trouble
+    warnings.warn(f"fx_fusion: {so}: {trouble}", stacklevel=2)
 
 
 def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

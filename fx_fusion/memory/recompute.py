@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.nn import Parameter
 
+from fx_fusion.graph.places import module_of
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
-from fx_fusion.memory.candidates import Candidate, candidates
+from fx_fusion.memory.candidates import candidates
 from fx_fusion.memory.cost import is_expensive, seconds_again, seconds_of_step
 from fx_fusion.memory.joint_graph import JointGraph
 from fx_fusion.torch_internals.partitioner import has_a_budget, is_decided, save
@@ -106,7 +107,7 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     for candidate, seconds in found:
         again = seconds <= left
         left -= seconds if again else 0
-        decisions.values.append(Value(candidate.kind, _module(candidate), candidate.saved, seconds, again))
+        decisions.values.append(Value(candidate.kind, module_of(candidate.node), candidate.saved, seconds, again))
         if again:
             candidate.apply()
 
@@ -119,7 +120,3 @@ def describe_inputs(gm: fx.GraphModule, views: Mapping[fx.GraphModule, View], de
         decisions.written += (i,) if inside or node in written else ()
         decisions.parameters += (i,) if isinstance(example(node), Parameter) else ()
 
-
-def _module(candidate: Candidate) -> str:
-    stack = candidate.node.meta.get("nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]).removeprefix("L['self'].").removeprefix("L['self']") if stack else ""

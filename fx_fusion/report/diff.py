@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from fx_fusion.graph import dtypes
+from fx_fusion.graph.places import location_of, module_of
 from fx_fusion.graph.terms import example
-from fx_fusion.report.places import location_of, module_of
 from fx_fusion.torch_internals.nodes import is_operator
 
 

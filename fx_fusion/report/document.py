@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from fx_fusion.float8.rewrite import Linears
 from fx_fusion.memory.recompute import Decisions, Value
 from fx_fusion.report.diff import Row
 from fx_fusion.report.graph import GraphReport
@@ -21,7 +22,7 @@ from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
 SCHEMA = 1  # of the document; another number where a program that reads it would go wrong
-_WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory", "verified")
+_WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory", "linears", "verified")
 
 
 def environment() -> dict[str, str]:
@@ -62,7 +63,7 @@ def _of_graph(graph: GraphReport) -> dict[str, Any]:
         **facts,
         "calls": asdict(graph.calls),
         "reads": {"calls": graph.reads.calls, "read": graph.reads.calls_read},
-        "memory": asdict(graph.memory), "verified": asdict(graph.verified),
+        "memory": asdict(graph.memory), "linears": asdict(graph.linears), "verified": asdict(graph.verified),
         "before": [list(row) for row in graph.rows_before],
         "after": [list(row) for row in graph.rows_after],
     }
@@ -79,6 +80,9 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     graph.rows_before, graph.rows_after = before, after
     graph.calls, graph.reads, graph.memory = Calls(**given["calls"]), reads, Decisions(**memory)
     graph.verified = Verified(**given.get("verified", {}))  # files of before have none
+    linears = dict(given.get("linears", {}))
+    linears["products"] = [_frozen(product) for product in linears.get("products", [])]
+    graph.linears = Linears(**linears)
     return graph
 
 

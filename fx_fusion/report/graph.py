@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fx_fusion.float8.rewrite import Linears
 from fx_fusion.memory.recompute import Decisions
 from fx_fusion.report.diff import Row, text
 from fx_fusion.rewrite.verify_graph import Verified
@@ -30,6 +31,7 @@ class GraphReport:
     calls: Calls = field(default_factory=Calls)
     reads: Reads = field(default_factory=Reads)
     memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
+    linears: Linears = field(default_factory=Linears)  # which of them multiply in float8
     verified: Verified = field(default_factory=Verified)  # what options={"verify": ...} found
     instead_of: int | None = None  # the graph that this one is another version of
     version: str = ""  # which, and when it is compiled
@@ -63,6 +65,7 @@ class GraphReport:
             yield f"computed beside the loss: {', '.join(self.computed)}"
         if self.assumes:
             yield _assumed(self)
+        yield from self.linears.sentences()
         yield from self.memory.sentences()
         yield from self.verified.sentences()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_MARK = "recompute"  # of torch.utils.checkpoint
+_MARK, _REGION = "recompute", "ac_graph_id"  # of torch.utils.checkpoint
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def is_elementwise(node: fx.Node) -> bool:
 def compute_again(node: fx.Node) -> None:
     """Have the backward compute a node again."""
     node.meta[_MARK] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
-    node.meta.setdefault("ac_graph_id", 0)
+    node.meta.setdefault(_REGION, 0)
 
 
 def save(node: fx.Node) -> None:
@@ -69,6 +69,20 @@ def save(node: fx.Node) -> None:
 def is_decided(node: fx.Node) -> bool:
     """Whether it is said of a node already: by activation checkpointing, or here."""
     return node.meta.get(_MARK) is not None
+
+
+def checkpoint_of(node: fx.Node) -> tuple[Any, Any] | None:
+    """What activation checkpointing says of a node, and in which region; None outside of regions."""
+    return (node.meta[_MARK], node.meta.get(_REGION)) if is_decided(node) else None
+
+
+def set_checkpoint(node: fx.Node, said: tuple[Any, Any]) -> None:
+    """Say of a node what ``checkpoint_of`` said of the one that it is for; where that is saved, the node is not."""
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    saved = said[0] in (policy.MUST_SAVE, policy.PREFER_SAVE)
+    node.meta[_MARK] = policy.MUST_RECOMPUTE if saved else said[0]
+    if said[1] is not None:
+        node.meta[_REGION] = said[1]
 
 
 def has_a_budget() -> bool:

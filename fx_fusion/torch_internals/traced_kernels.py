@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 
 def launched(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
@@ -47,20 +47,21 @@ def launch_with_result(
     return launch, result
 
 
-def functional_graph(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> fx.GraphModule:
-    """``function`` traced on fake tensors, with launches and writes as functional nodes, as AOTAutograd has them. Gone:
-    raises, and what would have been traced is not computed again."""
+def functional_graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """``function`` traced on fake tensors, in the ops that Inductor has, with launches and writes as functional nodes, as
+    AOTAutograd has them. Gone: raises, and the graph stays as it is there."""
+    from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()))(*examples)
+        traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()), select_decomp_table())(*examples)
     traced.graph.eliminate_dead_code()
     return traced
 
 
 def insert(traced: fx.GraphModule, graph: fx.Graph, operands: Sequence[fx.Node], after: fx.Node) -> list[fx.Node]:
-    """Copy the nodes of a traced function of ``operands`` into a graph, behind ``after``; the last one is its result."""
+    """Copy the nodes of a traced function of ``operands`` into a graph, behind ``after``; the last ones are its results."""
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
     copies: dict[fx.Node, fx.Node] = dict(zip(inputs, operands, strict=True))
     for node in traced.graph.nodes:
@@ -68,6 +69,6 @@ def insert(traced: fx.GraphModule, graph: fx.Graph, operands: Sequence[fx.Node],
             continue
         with graph.inserting_after(after):
             copies[node] = after = graph.node_copy(node, copies.__getitem__)
-    (result,) = traced.graph.output_node().all_input_nodes
+    results = [copies[n] for n in traced.graph.output_node().all_input_nodes]
     made = list(copies.values())[len(inputs) :]
-    return [*(n for n in made if n is not copies[result]), copies[result]]
+    return [*(n for n in made if n not in results), *results]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fx_fusion.report.places import location_of, module_of
+from fx_fusion.graph.places import location_of, module_of
 
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 ROTATES = re.compile(r", in (apply_.*rot|apply_rope)")

@@ -15,6 +15,7 @@ ORDER = (
     {"runtime"},
     {"kernels"},
     {"memory"},
+    {"float8"},
     {"fusion"},
     {"options"},
     {"rewrite"},

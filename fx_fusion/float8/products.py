@@ -1,0 +1,75 @@
+"""The products of activations, or of their gradients, with a weight: in a joint graph every linear is two of them.
+
+    y = x @ w.T (+ bias)            the forward
+    dx = dy @ w                     the gradient of its input
+
+The third, the gradient of the weight, is a product of x and dy and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fx_fusion.memory.joint_graph import JointGraph, base
+from fx_fusion.torch_internals.partitioner import input_number, is_view
+
+_ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+_CASTS = (_ATEN._to_copy.default, _PRIMS.convert_element_type.default)
+_RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class Product:
+    """``node = a @ b (+ bias)`` with a of shape (m, k), and b of (k, n) made of the parameter ``weight`` by views and casts.
+
+    Attributes:
+        source: what a is a reshape of: products with one source and k have one a.
+        backward: whether it is the gradient of an input.
+    """
+
+    node: fx.Node
+    a: fx.Node
+    b: fx.Node
+    bias: fx.Node | None
+    weight: fx.Node
+    source: fx.Node
+    backward: bool
+
+    @property
+    def sizes(self) -> tuple[int | torch.SymInt, int | torch.SymInt, int | torch.SymInt]:
+        """m, n and k."""
+        (m, k), n = self.a.meta["val"].shape, self.b.meta["val"].shape[1]
+        return m, n, k
+
+
+def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]:
+    """Every product with a weight, ``parameters`` being the numbers of the inputs that are some."""
+    for node in joint.graph.nodes:
+        if node.target is _ATEN.mm.default:
+            bias, (a, b) = None, node.args
+        elif node.target is _ATEN.addmm.default and not node.kwargs:
+            bias, a, b = node.args
+        else:
+            continue
+        weight = _origin(b)
+        with_weight = input_number(weight) in parameters and input_number(_origin(a)) not in parameters
+        if with_weight and (bias is None or bias.meta["val"].dim() == 1):
+            yield Product(node, a, b, bias, weight, _source(a), node in joint.backward)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a node is views and casts of."""
+    while node.op == "call_function" and (is_view(node) or node.target in _CASTS):
+        node = base(node) if is_view(node) else node.all_input_nodes[0]
+    return node
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.target in _RESHAPES:
+        node = node.all_input_nodes[0]
+    return node
+

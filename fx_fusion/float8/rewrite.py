@@ -1,0 +1,163 @@
+"""Write products with a weight anew, in float8: what the forward and the gradients of inputs multiply has a scale a row.
+
+``rowwise_gw_hp`` (torchao's ``rowwise_with_gw_hp``): both operands of these two products are quantised along the dim that is
+summed, by their current values, so there is no state; gradients of weights stay products in bfloat16. Nothing is saved for
+the backward that is not without float8: it quantises the weight again, the other way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.float8.choice import slower, why_not, without_support
+from fx_fusion.float8.products import Product, products
+from fx_fusion.graph.places import module_of
+from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
+from fx_fusion.memory.joint_graph import JointGraph
+from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, set_checkpoint
+from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
+
+_ATEN = torch.ops.aten
+
+
+@dataclass
+class Linears:
+    """What became of the products with a weight of one joint graph. ``asked``, but not ``made``: torch's cache had the
+    compiled graph already. ``products``: of each its module, whether it is the gradient of an input, and why it stays in
+    bfloat16, empty for one in float8."""
+
+    recipe: str = "off"
+    asked: bool = False
+    made: bool = False
+    products: list[tuple[str, bool, str]] = field(default_factory=list)
+    trouble: str = ""  # why all stay in bfloat16, if something raised or the device has no float8
+
+    @property
+    def any(self) -> bool:
+        """Whether a product runs in float8."""
+        return any(not reason for _, _, reason in self.products)
+
+    def sentences(self) -> list[str]:
+        """What runs in float8; what does not, and why."""
+        if not self.asked:
+            return []
+        if self.trouble:
+            return [f"float8 {self.recipe}: all in bfloat16: {self.trouble}"]
+        if not self.made:
+            return [f"float8 {self.recipe}: from torch's compile cache, decided when it was compiled"]
+        said = []
+        for backward, what in ((False, "forward"), (True, "gradients of inputs")):
+            names = Counter(_leaf(m) for m, b, reason in self.products if b is backward and not reason)
+            said += [f"{what} of {_listed(names)}"] if names else []
+        found = [f"float8 {self.recipe}: {'; '.join(said) or 'nothing'}"]
+        kept = Counter((_leaf(m), b, reason) for m, b, reason in self.products if reason)
+        for (name, backward, reason), count in kept.items():
+            which = "gradient of the input of" if backward else "forward of"
+            found.append(f"float8 {self.recipe}: in bfloat16: {which} {count} x {name}: {reason}")
+        return found
+
+
+def _leaf(module: str) -> str:
+    return next((part for part in reversed(module.split(".")) if not part.isdigit()), "") or "a function"
+
+
+def _listed(names: Counter[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def to_float8(
+    graph: fx.Graph, recipe: str, keep: Sequence[str], select: str, parameters: Sequence[int], linears: Linears
+) -> None:  # fmt: skip
+    """Write the products of a joint graph anew that may be and that gain by it, and write down what became of each.
+
+    Args:
+        keep: patterns (``fnmatch``) of the paths of modules that stay in bfloat16.
+        select: ``"always"``: without asking whether they gain; ``"never"``: none.
+        parameters: the numbers of the inputs that are parameters.
+    """
+    linears.made = True
+    found = list(products(JointGraph(graph), frozenset(parameters)))
+    if not found:
+        return
+    emulate = select == "always" and found[0].a.meta["val"].device.type == "cpu"
+    linears.trouble = "" if emulate else without_support(found[0].a.meta["val"].device)
+    if linears.trouble:
+        warnings.warn(f"fx_fusion: float8 {recipe} was asked for, and all is in bfloat16: {linears.trouble}", stacklevel=2)
+        return
+    modules = {p.weight: module_of(p.node) for p in found if not p.backward}
+    places = {p: modules.get(p.weight) or module_of(p.node) for p in found}
+    kept = {p: reason for p in found if (reason := why_not(p, places[p], keep))}
+    if select == "never":
+        kept.update(dict.fromkeys(found, "select='never'"))
+    elif select != "always":
+        kept.update(slower(p for p in found if p not in kept))
+    rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
+    for product in found:
+        linears.products.append((places[product], product.backward, kept.get(product, "")))
+        if product not in kept:
+            _rewrite(graph, product, rows, emulate)
+
+
+def _rewrite(
+    graph: fx.Graph, product: Product, rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]], emulate: bool
+) -> None:
+    node = product.node
+    key = product.source, product.sizes[2]
+    if key not in rows:
+        *made, q, scale = _insert(graph, quantise_rows, [product.a], product.a)
+        rows[key] = q, scale
+        _as_checkpointed(product, (*made, q, scale))
+    turned = product.b.meta["val"].stride(0) != 1
+    before = node.prev
+    made_of_weight = _insert(graph, quantise_columns if turned else _rows_of_transposed, [product.b], before)
+    _as_checkpointed(product, made_of_weight)
+    if product.backward:
+        for member in made_of_weight:
+            compute_again(member)  # or its bytes are saved, besides the parameter
+    *_, qb, scale_b = made_of_weight
+    multiply = _emulated if emulate else _multiplied(fast=not product.backward)
+    operands = [*rows[key], qb, scale_b, *([] if product.bias is None else [product.bias])]
+    made = _insert(graph, multiply, operands, made_of_weight[-1])
+    _as_checkpointed(product, made)
+    result = made[-1]
+    result.meta = {**node.meta, "val": result.meta["val"]}
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _insert(graph: fx.Graph, function: Callable[..., Any], operands: list[fx.Node], after: fx.Node) -> list[fx.Node]:
+    last = max(operands)  # an operand that was put in late stands behind ``after``
+    traced = functional_graph(function, [n.meta["val"] for n in operands])
+    return insert(traced, graph, operands, max(last, after))
+
+
+def _as_checkpointed(product: Product, made: Sequence[fx.Node]) -> None:
+    """What a checkpointed product is made of is computed again with it, or for it; never saved."""
+    mark = checkpoint_of(product.node)
+    if mark is not None:
+        for node in made:
+            set_checkpoint(node, mark)
+
+
+def _rows_of_transposed(b: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows(b.permute(1, 0))
+
+
+def _multiplied(fast: bool) -> Callable[..., Tensor]:
+    def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _ATEN._scaled_mm.default(a, b.permute(1, 0), scale_a, scale_b.view(1, -1), bias, None, torch.bfloat16, fast)
+
+    return multiply
+
+
+def _emulated(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What ``_scaled_mm`` computes, with sums in float32."""
+    y = (a.float() @ b.float().permute(1, 0)) * scale_a * scale_b.view(1, -1)
+    return (y if bias is None else y + bias.float()).to(torch.bfloat16)
