@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 import warnings
 import weakref
@@ -264,6 +263,7 @@ def _tell(error: BaseException, *, strict: bool) -> None:
     """Raise under ``strict``, else warn."""
     if strict:
         raise FusionError(_where(error)) from error
+    trace.log_fallback(error)
     warnings.warn(f"fx_fusion: {_where(error).rstrip('.')}; the graph goes to Inductor unchanged.", stacklevel=4)
 
 
@@ -297,4 +297,4 @@ def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
 
 def _announce(rewritten: Rewritten) -> None:
     publish(rewritten.report, rewritten.sites)
-    trace.write(rewritten.report, rewritten.sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")
+    trace.write(rewritten.report, rewritten.sites)
