@@ -39,9 +39,9 @@ def write(graph: GraphReport, sites: list[Site]) -> None:
         (folder / f"graph_{graph.index}.diff").write_text(report.diff())
 
 
-def log_fallback(error: BaseException) -> None:
-    """Log what of ours raised: the message at INFO, where it was raised at DEBUG."""
-    _log.info("the graph goes to Inductor unchanged: %r", error)
+def log_fallback(error: BaseException, instead: str) -> None:
+    """Log what of ours raised, and what happens instead, at INFO; where it was raised at DEBUG."""
+    _log.info("%s: %r", instead, error)
     _log.debug("raised here:", exc_info=error)
 
 
