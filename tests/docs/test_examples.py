@@ -14,6 +14,7 @@ COMMANDS = re.findall(r"^\| `((?:python|torchrun|accelerate launch) [^`]+)` \|",
 SHOWN = {
     "train.py": ("linear_cross_entropy", r"assumes, and checks at run time: \w+ is all ones; held in 0 of 4 calls"),
     "trainer.py": ("linear_cross_entropy", r"the page: out/fx_fusion.html"),
+    "sft.py": ("causal_mask", r"ends at a graph break at chunked_logprob\.py"),
     "lora.py": ("linear_cross_entropy", r"trainable params: 6,656"),
     "lightning_module.py": ("linear_cross_entropy", r"graph 1: graph 0 without its assumption"),
     "distributed.py": ("linear_cross_entropy", r"loss \d+\.\d+"),
@@ -27,7 +28,7 @@ STARTS = {
     "accelerate launch": ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
 }
 NEEDS = {"lora.py": "peft", "trainer.py": "accelerate", "lightning_module.py": "lightning", "images.py": "torch",
-         "diffusion.py": "diffusers", "accelerated.py": "accelerate"}  # fmt: skip
+         "diffusion.py": "diffusers", "accelerated.py": "accelerate", "sft.py": "trl"}  # fmt: skip
 
 
 def run(command, folder):
