@@ -4,7 +4,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint test-gpu bench coverage clean
+.PHONY: demo test test-all lint fuzz soak test-gpu bench coverage clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m fx_fusion demo
@@ -19,6 +19,17 @@ test-all: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Random programs near the patterns, judged against eager and float64; what was found so far: tests/fuzz/RESULTS.md.
+SEEDS ?= 0-2000
+REST ?= eager
+fuzz: $(VENV)/ready
+	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --rest $(REST) --brief
+
+# A long training run, after which neither memory nor the number of objects may have grown.
+STEPS ?= 10000
+soak: $(VENV)/ready
+	$(BIN)/python -m tests.soak --steps $(STEPS)
 
 # TORCH=torch==2.13.0 picks a build; with torch there first, nothing else pulls in another one.
 $(VENV)/ready: pyproject.toml

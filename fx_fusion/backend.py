@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 import warnings
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fx_fusion import pipeline
-from fx_fusion.errors import FusionError, OptionError
+from fx_fusion.errors import FusionError, OptionError, where_raised
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.graph.outside import views_of
@@ -177,9 +176,12 @@ def rewrite(
 
     def another(version: Version, options: Options) -> Compiled:
         backend = functools.partial(compile_graph, options=options, rest=rest, version=version)
-        return compiled_apart(
-            untouched, backend, lambda: recording_in([r for reference in listening if (r := reference()) is not None])
-        )
+        around = lambda: recording_in([r for reference in listening if (r := reference()) is not None])  # noqa: E731
+        try:
+            return compiled_apart(untouched, backend, around)
+        except Exception as error:  # in the middle of a run
+            _tell(error, strict=options.strict, instead=f"graph {version.of} {version.sentence}: it runs uncompiled")
+            return untouched
 
     def without_assumption(ones: bool, masks: str | None) -> Compiled:
         sentence = "without its assumption, compiled when it first did not hold"
@@ -252,7 +254,7 @@ def _as_dynamo_wrote_it(
         layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
         report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), rows(untouched))
-        report.fallback, report.rows_after, report.nodes_after = _where(error), report.rows_before, report.nodes_before
+        report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
         report.floats, report.deferred, report.computed, report.assumes = 0, (), (), ()
         publish(report, [])
     except Exception as another:
@@ -260,23 +262,12 @@ def _as_dynamo_wrote_it(
     return layer((plain_inductor if rest is inductor else rest)(untouched, example_inputs, options))
 
 
-def _tell(error: BaseException, *, strict: bool) -> None:
-    """Raise under ``strict``, else warn."""
+def _tell(error: BaseException, *, strict: bool, instead: str = "the graph goes to Inductor unchanged") -> None:
+    """Raise under ``strict``, else warn, and log where it was raised."""
     if strict:
-        raise FusionError(_where(error)) from error
-    warnings.warn(f"fx_fusion: {_where(error).rstrip('.')}; the graph goes to Inductor unchanged.", stacklevel=4)
-
-
-def _where(error: BaseException) -> str:
-    """The module of ours that raised, and what it said."""
-    modules = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if module.startswith("fx_fusion.") and module != "fx_fusion.backend":
-            modules.append(module.removeprefix("fx_fusion."))
-        traceback = traceback.tb_next
-    return f"{modules[-1] if modules else 'backend'} failed: {type(error).__name__}: {error}"
+        raise FusionError(where_raised(error)) from error
+    trace.log_fallback(error, instead)
+    warnings.warn(f"fx_fusion: {where_raised(error).rstrip('.')}; {instead}.", stacklevel=4)
 
 
 def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
@@ -297,4 +288,4 @@ def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
 
 def _announce(rewritten: Rewritten) -> None:
     publish(rewritten.report, rewritten.sites)
-    trace.write(rewritten.report, rewritten.sites, to_terminal=os.environ.get("FX_FUSION_DEBUG") == "1")
+    trace.write(rewritten.report, rewritten.sites)

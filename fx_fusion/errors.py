@@ -35,3 +35,15 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}."
+
+
+def where_raised(error: BaseException) -> str:
+    """The module of ours that raised, and what it said."""
+    modules = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("fx_fusion.") and module != "fx_fusion.backend":
+            modules.append(module.removeprefix("fx_fusion."))
+        traceback = traceback.tb_next
+    return f"{modules[-1] if modules else 'backend'} failed: {type(error).__name__}: {error}"

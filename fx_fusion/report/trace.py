@@ -1,7 +1,15 @@
-"""The report where tools look for it: ``TORCH_TRACE`` artifacts for tlparse, and the terminal."""
+"""The report where tools look for it: ``TORCH_TRACE`` artifacts for tlparse, log messages (``TORCH_LOGS="fx_fusion"``), and
+the terminal.
+
+torch takes the name of any package in ``TORCH_LOGS`` and in ``torch._logging.set_logs(modules=...)``, and sets the level and
+the handler of its loggers: all that it takes to have one is to log.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections import Counter
 from pathlib import Path
 
 from fx_fusion.report.graph import GraphReport
@@ -9,17 +17,36 @@ from fx_fusion.report.report import Report
 from fx_fusion.report.site import Site
 from fx_fusion.torch_internals.dynamo import publish_artifact
 
+_log = logging.getLogger(__name__)
 
-def write(graph: GraphReport, sites: list[Site], *, to_terminal: bool) -> None:
-    """Publish one graph's table and diff as structured-trace artifacts; with ``to_terminal`` (``FX_FUSION_DEBUG=1``)
-    also print the table and write the diff to ``fx_fusion_debug/``."""
+
+def write(graph: GraphReport, sites: list[Site]) -> None:
+    """Publish one graph's table and diff as structured-trace artifacts, and log what was done: a line at INFO, the table at
+    DEBUG. With ``FX_FUSION_DEBUG=1`` also print the table and write the diff to ``fx_fusion_debug/``."""
     report = Report()
     report.add(graph, sites)
     artifacts = {"report": lambda: str(report), "diff": report.diff, "json": report.to_json}
     for name, payload in artifacts.items():
         publish_artifact(f"fx_fusion_{name}", payload)
-    if to_terminal:
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s", _in_a_line(graph, sites))
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s", report)
+    if os.environ.get("FX_FUSION_DEBUG") == "1":
         print(report)
         folder = Path("fx_fusion_debug")
         folder.mkdir(exist_ok=True)
         (folder / f"graph_{graph.index}.diff").write_text(report.diff())
+
+
+def log_fallback(error: BaseException, instead: str) -> None:
+    """Log what of ours raised, and what happens instead, at INFO; where it was raised at DEBUG."""
+    _log.info("%s: %r", instead, error)
+    _log.debug("raised here:", exc_info=error)
+
+
+def _in_a_line(graph: GraphReport, sites: list[Site]) -> str:
+    counts = {status: Counter(s.fusion for s in sites if s.status == status) for status in ("fused", "kept", "declined")}
+    found = [f"{status}: {', '.join(f'{n} x {name}' for name, n in sorted(c.items()))}" for status, c in counts.items() if c]
+    size = f"graph {graph.index}: {graph.nodes_before} -> {graph.nodes_after} nodes in {graph.seconds:.2f} s"
+    return "; ".join([size, *(found or ["nothing replaced"]), *graph.notes()])

@@ -168,8 +168,9 @@ class DeferredTensor(torch.Tensor):
 
     def materialize(self) -> Tensor:
         """The tensor as the model would have returned it. Computed once."""
-        if self._value is None:
-            self.source.recipe.settle()
+        source = self._source  # another thread may compute it in between
+        if self._value is None and source is not None:
+            source.recipe.settle()
         assert self._value is not None
         return self._value
 
@@ -221,10 +222,13 @@ class DeferredTensor(torch.Tensor):
         if func in ANSWERED and args[0]._value is None:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and args[0]._value is None:
-            step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
-            if step.is_lazy():
-                return DeferredTensor._make(step, step.meta(), args[0].device)
+        if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
+            with source.recipe.reading:
+                step = None
+                if args[0]._value is None:
+                    step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
+                if step is not None and step.is_lazy():
+                    return DeferredTensor._make(step, step.meta(), args[0].device)
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 

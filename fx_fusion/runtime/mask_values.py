@@ -46,8 +46,9 @@ class Padding:
         verdicts = _remembered(mask)
         if ONES in verdicts:
             return verdicts[ONES]
-        if self._unread is not None:
-            self._note(self._unread())
+        unread, self._unread = self._unread, None  # another thread may be here too
+        if unread is not None:
+            self._note(unread())
         if self._in_a_row >= HABIT and reading_waits(mask):
             self._unread = read_later(_holds(mask, ONES))
             # Whoever brings the tensor again gets the same answer: activation checkpointing runs a graph twice.
@@ -56,7 +57,7 @@ class Padding:
         return self._note(is_of_kind(mask, ONES))
 
     def _note(self, ones: bool) -> bool:
-        self._in_a_row, self._unread = 0 if ones else self._in_a_row + 1, None
+        self._in_a_row = 0 if ones else self._in_a_row + 1
         return ones
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ class Recipe:
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.versions = [_version(o) for o in self.operands]
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
+        self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
         self._computed, self._on_read = values, on_read
         self._values: tuple[Tensor, ...] | None = None
@@ -136,14 +138,14 @@ class Recipe:
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
         self._on_read()
-        with without_torch_function(), without_saved_tensor_hooks():
+        with self.reading, without_torch_function(), without_saved_tensor_hooks():
             for member in self._members():
                 if member._value is None:
-                    member._value = member.source.compute()
-                    member._history = history_of(member._value)
+                    value = member.source.compute()
+                    member._history, member._value = history_of(value), value
             for member in self._members():  # what they were computed from is theirs no more
                 member._source = None
-        self._values = self._computed = None
+            self._values = self._computed = None
         _WAITING.discard(self)
 
     def _members(self) -> list[Any]:

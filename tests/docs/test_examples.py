@@ -10,23 +10,32 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "examples" / "README.md"
-COMMANDS = re.findall(r"^\| `((?:python|torchrun) [^`]+)` \|", PAGE.read_text(), re.M) if PAGE.exists() else []
+COMMANDS = re.findall(r"^\| `((?:python|torchrun|accelerate launch) [^`]+)` \|", PAGE.read_text(), re.M) if PAGE.exists() else []
 SHOWN = {
     "train.py": ("linear_cross_entropy", r"assumes, and checks at run time: \w+ is all ones; held in 0 of 4 calls"),
     "trainer.py": ("linear_cross_entropy", r"the page: out/fx_fusion.html"),
+    "sft.py": ("causal_mask", r"ends at a graph break at chunked_logprob\.py"),
     "lora.py": ("linear_cross_entropy", r"trainable params: 6,656"),
     "lightning_module.py": ("linear_cross_entropy", r"graph 1: graph 0 without its assumption"),
     "distributed.py": ("linear_cross_entropy", r"loss \d+\.\d+"),
     "images.py": ("evonorm_s0", r"loss \d+\.\d+"),
+    "diffusion.py": ("group_norm_swish", r"loss \d+\.\d+"),
+    "accelerated.py": ("linear_cross_entropy", r"loss \d+\.\d+"),
 }
-NEEDS = {"lora.py": "peft", "trainer.py": "accelerate", "lightning_module.py": "lightning", "images.py": "torch"}
+STARTS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+    "accelerate launch": ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
+}
+NEEDS = {"lora.py": "peft", "trainer.py": "accelerate", "lightning_module.py": "lightning", "images.py": "torch",
+         "diffusion.py": "diffusers", "accelerated.py": "accelerate", "sft.py": "trl"}  # fmt: skip
 
 
 def run(command, folder):
-    program, *arguments = command.replace("examples/", f"{ROOT}/examples/").split()
-    starts = [sys.executable] if program == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = next(name for name in STARTS if command.startswith(name))
+    arguments = command.removeprefix(program).replace("examples/", f"{ROOT}/examples/").split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*starts, *arguments], capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    done = subprocess.run([sys.executable, *STARTS[program], *arguments], capture_output=True, text=True, check=False, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -26,7 +26,7 @@ OPTIONS = {"select": "always", "max_autotune": False}
 # calls, on a CPU the pattern: an error there is one of the compiled function.
 THE_NET = {
     "pow_mean_rsqrt", "scaled", "keeps_values", "first_of",
-    "fx_fusion", "compile_graph", "rewrite", "_as_dynamo_wrote_it", "_tell", "_where", "plain_inductor", "inductors_own",
+    "fx_fusion", "compile_graph", "rewrite", "_as_dynamo_wrote_it", "_tell", "where_raised", "plain_inductor", "inductors_own",
     "compile_with", "fx_fusion.torch_internals.inductor.compile_graph",
 }  # fmt: skip
 

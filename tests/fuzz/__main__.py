@@ -1,4 +1,6 @@
-"""``python -m tests.fuzz --seeds 0-500 --rest aot_eager``: prints each failing program as a script of its own."""
+"""``python -m tests.fuzz --seeds 0-500 --rest aot_eager``: prints each failing program as a script of its own.
+
+What was found so far: tests/fuzz/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seeds", default="0-100", help="from-to, or several seeds with commas")
     parser.add_argument("--rest", choices=list(RESTS), default="eager", help="what runs the rewritten graph")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no program after so many")
     parser.add_argument("--graphs", action="store_true", help="more graphs than without the rewrite are a failure too")
     parser.add_argument("--brief", action="store_true", help="one line a failure, no scripts")
     parser.add_argument("--show", action="store_true", help="print the programs instead of running them")
@@ -27,6 +30,9 @@ def main() -> None:
     fused, judged, families, mutations = Counter(), Counter(), Counter(), Counter()
     failed, blind, started = [], 0, time.time()
     for seed in seeds:
+        if time.time() - started > given.seconds:
+            print(f"stopped before seed {seed}")
+            break
         program = fuzzed(seed)
         if given.show:
             print(script(program, given.rest))

@@ -1,0 +1,70 @@
+"""TORCH_LOGS="fx_fusion": our messages as torch's own logs show theirs, and none where nobody asked."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys, warnings, torch
+warnings.simplefilter("ignore")
+if sys.argv[1] == "set_logs":
+    import logging
+    torch._logging.set_logs(modules={"fx_fusion": logging.INFO})
+if sys.argv[1] == "broken":
+    from fx_fusion.graph.view import View
+    def term(self, node):
+        raise ZeroDivisionError("a bug of ours")
+    View.term = term
+norm = torch.nn.RMSNorm(8)
+torch.compile(lambda x: norm(x).sin(), backend="fx_fusion", options={"select": "always"})(torch.randn(4, 8))
+"""
+
+
+def logged(tmp_path, logs, how="plain"):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_LOGS")}
+    environment |= {"PYTHONPATH": str(ROOT), **({"TORCH_LOGS": logs} if logs else {})}
+    done = subprocess.run([sys.executable, str(script), how], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+LINE = r"^I\d{4} .*report/trace.py:\d+\] \[0/0\] graph 0: \d+ -> \d+ nodes in .* s; fused: 1 x rms_norm"
+
+
+def test_a_line_a_graph(tmp_path):
+    text = logged(tmp_path, "fx_fusion")
+    assert len(re.findall(LINE, text, re.M)) == 1, text
+    assert not re.search(r"^V\d{4}", text, re.M), "the table is for +fx_fusion"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logs", ["", "-fx_fusion", "dynamo"])
+def test_nothing_where_nobody_asked(logs, tmp_path):
+    assert "graph 0:" not in logged(tmp_path, logs)
+
+
+@pytest.mark.slow
+def test_the_table_at_debug(tmp_path):
+    text = logged(tmp_path, "+fx_fusion,dynamo")
+    assert re.search(LINE, text, re.M), text
+    assert re.search(r"^V\d{4} .*\] fused +rms_norm", text, re.M), text
+    assert re.search(r"torch/_dynamo/.*Step 1: torchdynamo start tracing", text), "beside torch's own"
+
+
+@pytest.mark.slow
+def test_set_in_a_program(tmp_path):
+    assert re.search(LINE, logged(tmp_path, "", "set_logs"), re.M)
+
+
+@pytest.mark.slow
+def test_where_an_error_of_ours_was_raised(tmp_path):
+    text = logged(tmp_path, "+fx_fusion", "broken")
+    assert re.search(r"^I\d{4} .*the graph goes to Inductor unchanged: ZeroDivisionError\('a bug of ours'\)", text, re.M), text
+    assert re.search(r"^V\d{4} .*script.py\", line \d+, in term", text, re.M), text
