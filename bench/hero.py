@@ -15,7 +15,7 @@ from bench.drawing import Scheme, bare
 Row = dict[str, Any]
 # What is shown: a name, and where its rows are found. Of several runs the last one counts, as in the README's tables.
 MODELS: tuple[tuple[str, Row], ...] = (
-    ("Llama 3.2 1B", {"model": "llama-1b", "options": {"memory": "min"}}),
+    ('Llama 3.2 1B, memory="min"', {"model": "llama-1b", "options": {"memory": "min"}}),
     ("Llama 3.2 1B, packed documents", {"model": "llama-1b-packed"}),
     ("Llama 3.1 8B", {"model": "llama-8b"}),
     ("Gemma 3 1B", {"model": "gemma3"}),

@@ -150,7 +150,7 @@ def test_the_chart_takes_the_last_run_that_has_inductors_beside_it(drawn):
     )  # fmt: skip
     assert (lora.speed["fx_fusion"], lora.gib["fx_fusion"]) == (1.25, 6.5)
     said = texts(drawn["hero"])
-    assert {"Llama 3.2 1B, 8 x 2048", "40.0 → 30.0 GiB", "8.0 → 6.5 GiB", "Training on one A GPU"} <= {*said}
+    assert {'Llama 3.2 1B, memory="min", 8 x 2048', "40.0 → 30.0 GiB", "8.0 → 6.5 GiB", "Training on one A GPU"} <= {*said}
     assert said.count("1.25 x") == 2
 
 
