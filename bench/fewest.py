@@ -1,8 +1,9 @@
-"""The fewest bytes that a fused function has to move, for the share of the copy rate that it reaches."""
+"""The fewest bytes that a fused function has to move, for the share of the copy rate that it reaches; the fewest operations
+of its matrix products, where they and not the memory take the time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,32 @@ def fewest_bytes(
     if fusion.traffic is not None:
         both = evaluate(fusion.traffic[0], {**sizes, "bytes": dtype.itemsize}) - again
     return {"forward": forward, "forward+backward": both}
+
+
+def fewest_flops(fusion: str, sizes: Mapping[str, int]) -> float | None:
+    """Floating-point operations, forward and backward, of the matrix products of a fusion; None where it has none. The
+    logits are one product forward and two backward; attention is two and five, over the scores that its case shows."""
+    if fusion in ("linear_cross_entropy", "token_log_probs"):
+        return 6.0 * sizes["m"] * sizes["h"] * sizes["v"]
+    if fusion not in _SCORES:
+        return None
+    return 14.0 * sizes["b"] * sizes["h"] * sizes["d"] * _SCORES[fusion](sizes["s"])
+
+
+def _causal(s: int) -> int:
+    return s * (s + 1) // 2
+
+
+def _window(s: int) -> int:
+    """A quarter of the positions back, as the case of the fusion has it."""
+    width = max(1, s // 4)
+    return _causal(width) + (s - width) * width
+
+
+_SCORES: dict[str, Callable[[int], int]] = {
+    "attention": _causal, "causal_mask": _causal, "repeat_kv": _causal, "block_sparse_attention": _window,
+    "dense_mask": lambda s: s * s,
+}  # fmt: skip
 
 
 def _bytes(tensor: torch.Tensor) -> int:

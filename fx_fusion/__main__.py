@@ -22,6 +22,9 @@ _EXAMPLES = """examples:
   python -m fx_fusion bisect python check.py             which replacement makes check.py fail
   python -m fx_fusion replay fx_fusion_rms_norm_x.pt     a site that options={"verify": ...} found wrong, alone
   python -m fx_fusion report r.json --html r.html        a report that --json wrote, as a page
+  python -m fx_fusion new-fusion my_op                   the files of a new fusion, which work as they stand
+  python -m fx_fusion new-fusion my_op --into src/my_fusions
+                                                         the same in a package of your own: one module
   python -m fx_fusion doctor                             what this machine can do
 """
 
@@ -39,6 +42,15 @@ def main() -> int:
         from fx_fusion.demo import main as demo_main
 
         return demo_main(steps=given.steps, variant=given.variant)
+    if given.command == "new-fusion":
+        from fx_fusion.skeleton import new_fusion
+
+        try:
+            print(new_fusion(given.name, given.into))
+        except ValueError as error:  # a name or a folder that can't be used
+            print(f"fx_fusion: {error}", file=sys.stderr)
+            return 2
+        return 0
     options: dict[str, Any] = {} if getattr(given, "select", None) is None else {"select": given.select}
     from fx_fusion.commands import (
         bisect_command,
@@ -122,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
     demo.add_argument("--steps", type=int, default=8, help="training steps of each")
     demo.add_argument("--variant", choices=("eager", "inductor", "fx_fusion"), help=argparse.SUPPRESS)
+    new = commands.add_parser("new-fusion", help="write the files of a new fusion, which work as they stand")
+    new.add_argument("name", help="of the fusion, its op and its files")
+    new.add_argument("--into", metavar="PACKAGE_DIR", help="the folder of a package of yours; else this checkout, or here")
     doctor = commands.add_parser("doctor", help="check what this machine can do")
     doctor.add_argument("--json", action="store_true", help="as a JSON list")
     return parser

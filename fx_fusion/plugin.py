@@ -10,7 +10,7 @@ is there when ``register(FUSION)`` has run, or always where its package names it
 from fx_fusion.checking import check
 from fx_fusion.errors import DeclarationError
 from fx_fusion.fusion.declaration import Case, Fusion, case
-from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.guards import unlike, wrong_dtype
 from fx_fusion.fusion.registry import register
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.lib.column_sums import column_sums
@@ -23,5 +23,5 @@ from fx_fusion.ops.launch import launch
 
 __all__ = [
     "Case", "DeclarationError", "FusedOp", "Fusion", "Plan", "as_rows", "case", "cdiv", "check", "column_sums", "fused_op",
-    "launch", "multiprocessors", "next_power_of_2", "planner", "register", "too_small", "wrong_dtype",
+    "launch", "multiprocessors", "next_power_of_2", "planner", "register", "too_small", "unlike", "wrong_dtype",
 ]  # fmt: skip

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from tabulate import tabulate
+
+from bench.drawing import LIGHT, Scheme, bare, save
 
 STATUSES = ("fused", "kept", "declined", "near", "missing")
 COLOURS = ("#2a9d4a", "#8ecae6", "#ffb703", "#fb8500", "#d00000")
@@ -72,7 +72,7 @@ def page(rows: list[Row]) -> str:
             sites, headers=("sites", "models", "in graphs", *STATUSES, "% explained"), tablefmt="github"
         ),
         "",
-        "![what became of the sites](bench/results/coverage.png)",
+        "![what became of the sites](bench/results/coverage.svg)",
         "",
         "## Why not fused",
         "",
@@ -98,7 +98,7 @@ def _reasons(rows: list[Row]) -> list[tuple[str, str, str, int]]:
             text = re.sub(r"\d+", "N", re.sub(r"\b\w+_\d+\b|\bl_\w+", "…", text))
             said.add((fusion, status, text[:90].replace("|", "/")))
         found.update(said)
-    return [(*key, n) for key, n in found.most_common(40)]
+    return [(*key, n) for key, n in sorted(found.items(), key=lambda item: (-item[1], item[0]))[:40]]
 
 
 def _line(row: Row) -> tuple[str, ...]:
@@ -111,9 +111,10 @@ def _line(row: Row) -> tuple[str, ...]:
     return row["class"], row["kind"], row["dtype"], row["status"], str(fused), "; ".join(notes)
 
 
-def plot(rows: list[Row], out: Path) -> None:
+def plot(rows: list[Row], scheme: Scheme) -> Figure:
+    """What became of the sites of each kind, in percent, and how many there are."""
     found = {kind: n for kind, n in totals(rows).items() if n["in_graphs"]}
-    figure, axes = plt.subplots(figsize=(9, 0.5 * len(found) + 1.5))
+    figure, axes = plt.subplots(figsize=(8, 0.32 * len(found) + 1))
     left = [0.0] * len(found)
     for status, colour in zip(STATUSES, COLOURS, strict=True):
         whole = [max(1, sum(n[s] for s in STATUSES)) for n in found.values()]
@@ -121,10 +122,12 @@ def plot(rows: list[Row], out: Path) -> None:
         axes.barh(list(found), share, left=left, color=colour, label=status)
         left = [a + b for a, b in zip(left, share, strict=True)]
     for i, n in enumerate(found.values()):
-        axes.text(101, i, f"{n['in_graphs']}", va="center", fontsize=8)
-    axes.set_xlabel("% of sites")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=len(STATUSES), fontsize=8)
-    figure.savefig(out, dpi=130, bbox_inches="tight")
+        axes.text(101, i, f"{n['in_graphs']}", va="center", fontsize=8, color=scheme.muted)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of sites; behind each bar, how many there are in the graphs")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(STATUSES), fontsize=8, frameon=False)
+    bare(axes)
+    return figure
 
 
 def main() -> None:
@@ -132,7 +135,7 @@ def main() -> None:
     rows = list({(row["class"], row["kind"], row["dtype"]): row for row in rows}.values())
     rows.sort(key=lambda row: (row["kind"], row["class"], row["dtype"]))
     Path("COVERAGE.md").write_text(page(rows))
-    plot(rows, Path("bench/results/coverage.png"))
+    save(lambda scheme: plot(rows, scheme), Path("bench/results"), "coverage", LIGHT)
     print(page(rows).split("## Why not fused")[0])
 
 

@@ -14,7 +14,8 @@ LONGEST = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r'\bsrc(?:set)?="([^"]+)"', text):
         assert link.startswith("http") or (page.parent / link).exists(), link
 
 

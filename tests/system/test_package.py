@@ -59,6 +59,7 @@ def test_wheel_and_sdist(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "fx_fusion/kernels/rms_norm.py" in names
     assert "fx_fusion/patterns/rms_norm.py" in names
+    assert "fx_fusion/skeleton_files/plugin.py.jinja" in names
     assert not any(n.startswith(("kernels/", "patterns/")) for n in names)
     assert (
         "[torch_dynamo_backends]"
@@ -70,6 +71,7 @@ def test_wheel_and_sdist(tmp_path):
     with tarfile.open(sdist) as packing:
         packed = {name.split("/", 1)[1] for name in packing.getnames() if "/" in name}
     assert {"LICENSE", "CITATION.cff", "docs/report.md", "examples/train.py", "fx_fusion/patterns/rope.py"} <= packed
+    assert "fx_fusion/skeleton_files/plugin.py.jinja" in packed
     assert not any(name.startswith(("tests", "bench")) for name in packed), "tests that could not run there"
     for archive in (wheel, sdist):
         target = tmp_path / archive.suffix.strip(".")

@@ -1,0 +1,122 @@
+"""The chart of the README, which ``bench.plots`` draws: throughput and peak memory of models and set-ups over Inductor's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.drawing import Scheme, bare
+
+Row = dict[str, Any]
+# What is shown: a name, and where its rows are found. Of several runs the last one counts, as in the README's tables.
+MODELS: tuple[tuple[str, Row], ...] = (
+    ('Llama 3.2 1B, memory="min"', {"model": "llama-1b", "options": {"memory": "min"}}),
+    ("Llama 3.2 1B, packed documents", {"model": "llama-1b-packed"}),
+    ("Llama 3.1 8B", {"model": "llama-8b"}),
+    ("Gemma 3 1B", {"model": "gemma3"}),
+    ("BERT base", {"model": "bert"}),
+    ("GPT-2", {"model": "gpt2"}),
+    ("Stable Diffusion's UNet", {"model": "unet"}),
+)
+SETUPS = (
+    ("Llama, 8 layers, padded", "padded"),
+    ("Llama, 8 layers, loss on answers", "prompts"),
+    ("Llama, 8 layers, LoRA", "lora"),
+)
+_SHAPE = "4 x 2048"  # of bench.setups
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One model or set-up: its name, how many times as fast as under Inductor, and GiB at the peak, by backend."""
+
+    name: str
+    detail: str
+    speed: dict[str, float]
+    gib: dict[str, float]
+
+
+def bars(models: Sequence[Row], setups: Sequence[Row]) -> list[Bar]:
+    """What was measured of the things to show, from the rows of ``models.jsonl`` and ``setups.jsonl``."""
+    found = [_model(name, wanted, models) for name, wanted in MODELS]
+    found += [_setup(name, wanted, setups) for name, wanted in SETUPS]
+    return [bar for bar in found if bar is not None]
+
+
+def _model(name: str, wanted: Row, rows: Iterable[Row]) -> Bar | None:
+    """The last run of ours that has Inductor's beside it, of the same commit. Liger's is of another one where need be."""
+    wanted = {"mask": "none", "options": {}, **wanted}
+    alike = [row for row in rows if row["model"] == wanted["model"] and row["mask"] == wanted["mask"]]
+    plain = {option: value for option, value in wanted["options"].items() if option != "memory"}  # an option of ours
+    base = {row["environment"]["commit"]: row for row in alike if row["variant"] == "inductor" and row["options"] == plain}
+    ours = [row for row in alike if row["variant"] == "fx_fusion" and row["options"] == wanted["options"]]
+    ours = [row for row in ours if row["environment"]["commit"] in base]
+    if not ours:
+        return None
+    commit = ours[-1]["environment"]["commit"]
+    chosen = {"inductor": base[commit], "fx_fusion": ours[-1]}
+    ligers = [row for row in alike if row["variant"] == "liger" and row["options"] == plain]
+    if ligers:
+        chosen["liger"] = next((row for row in reversed(ligers) if row["environment"]["commit"] == commit), ligers[-1])
+    batch, length, unit = (ours[-1][field] for field in ("batch", "length", "unit"))
+    size = f"{batch} x {length} x {length}" if unit == "images" else f"{batch} x {length}"
+    rate = chosen["inductor"]["items_per_s"]
+    speed = {variant: row["items_per_s"] / rate for variant, row in chosen.items()}
+    return Bar(name, size, speed, {variant: row["peak_gib"] for variant, row in chosen.items()})
+
+
+def _setup(name: str, wanted: str, rows: Iterable[Row]) -> Bar | None:
+    alike = [row for row in rows if row["setup"] == wanted]
+    if not alike:
+        return None
+    both = {variant: alike[-1][variant] for variant in ("inductor", "fx_fusion")}
+    speed = {variant: both["inductor"]["ms"] / row["ms"] for variant, row in both.items()}
+    return Bar(name, _SHAPE, speed, {variant: row["gib"] for variant, row in both.items()})
+
+
+def chart(found: Sequence[Bar], title: str, scheme: Scheme) -> Figure:
+    """Two columns of bars: throughput and peak memory over Inductor's."""
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(8.2, 0.4 * len(found) + 1.2), sharey=True, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    _bars(speed, [bar.speed for bar in found], scheme)
+    _bars(memory, [{variant: gib / bar.gib["inductor"] for variant, gib in bar.gib.items()} for bar in found], scheme)
+    for at, bar in enumerate(found):
+        for variant, style in (("fx_fusion", {"weight": "bold"}), ("liger", {"fontsize": 7, "color": scheme.muted})):
+            if variant in bar.speed:
+                where = max(bar.speed[variant], 1.0) + 0.03, at + _place(variant, bar.speed)[0]
+                speed.text(*where, f"{bar.speed[variant]:.2f} x", va="center", **style)
+        memory.text(1.03, at, f"{bar.gib['inductor']:.1f} → {bar.gib['fx_fusion']:.1f} GiB", va="center", fontsize=8)
+    speed.set_title("training throughput, Inductor = 1", fontsize=9, loc="left")
+    memory.set_title("peak memory: Inductor → fx_fusion", fontsize=9, loc="left")
+    speed.set_xlim(0, 1.2 * max(bar.speed["fx_fusion"] for bar in found))
+    memory.set_xlim(0, 1.45)
+    memory.set_xticks((0, 0.5, 1.0))
+    speed.set_yticks(range(len(found)), [f"{bar.name}, {bar.detail}" for bar in found])
+    speed.invert_yaxis()
+    named = (("fx_fusion", scheme.ours), ("Liger-Kernel, where measured", scheme.liger), ("Inductor", scheme.inductor))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour, label=label) for label, colour in named]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
+
+
+def _place(variant: str, beside: dict[str, float]) -> tuple[float, float]:
+    """Where a bar lies in its line, and how high it is."""
+    if "liger" not in beside:
+        return 0.0, 0.44
+    return (-0.14, 0.44) if variant == "fx_fusion" else (0.24, 0.2)
+
+
+def _bars(axes: Axes, lengths: Sequence[dict[str, float]], scheme: Scheme) -> None:
+    for variant, colour in (("fx_fusion", scheme.ours), ("liger", scheme.liger)):
+        for at, length in enumerate(lengths):
+            if variant in length:
+                shift, height = _place(variant, length)
+                axes.barh(at + shift, length[variant], height, color=colour)
+    axes.axvline(1, color=scheme.inductor, linewidth=1.5)
+    axes.tick_params(labelsize=8)
+    bare(axes)
