@@ -4,7 +4,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint fuzz soak test-gpu bench coverage clean
+.PHONY: demo test test-all lint docs fuzz soak test-gpu bench coverage clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m fx_fusion demo
@@ -30,6 +30,14 @@ fuzz: $(VENV)/ready
 STEPS ?= 10000
 soak: $(VENV)/ready
 	$(BIN)/python -m tests.soak --steps $(STEPS)
+
+# The documentation as a site, in build/site. It needs no network to be built or read.
+docs: $(VENV)/ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/ready-docs: $(VENV)/ready
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
 
 # TORCH=torch==2.13.0 picks a build; with torch there first, nothing else pulls in another one.
 $(VENV)/ready: pyproject.toml

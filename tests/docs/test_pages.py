@@ -1,0 +1,125 @@
+"""The pages for users: their code runs as far as it can here, and what they name (messages, variables, commands) exists."""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = (
+    "index", "install", "quickstart", "huggingface", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy", "report",
+    "verify", "options",
+)  # fmt: skip
+TEXT = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}
+BLOCKS = {
+    f"{name}-{n}": code for name in PAGES for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
+}  # fmt: skip
+OF_OTHERS = ("'FX_FUSION' is not a valid DynamoBackend", "Either mode or options can be specified")
+
+
+@pytest.fixture
+def examples(monkeypatch, tmp_path):
+    """Where the code of the pages runs: beside examples/small.py, in an empty folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("small", None)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_code_compiles_and_what_it_imports_exists(name, examples):
+    known = {}
+    tree = ast.parse(BLOCKS[name])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                module = pytest.importorskip(alias.name)
+                known[(alias.asname or alias.name).partition(".")[0]] = sys.modules[module.__name__.partition(".")[0]]
+        elif isinstance(node, ast.ImportFrom):
+            module = pytest.importorskip(node.module)
+            known |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    known.setdefault("fx_fusion", importlib.import_module("fx_fusion"))
+    known.setdefault("torch", importlib.import_module("torch"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            resolved(node, known)
+        elif isinstance(node, ast.Call) and node.keywords and (called := resolved(node.func, known)) is not None:
+            inspect.signature(called).bind_partial(**{k.arg: None for k in node.keywords if k.arg})
+
+
+def resolved(node, known):
+    """What a dotted name stands for, None if its first name is not imported; an AttributeError where it has no such name."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = resolved(node.value, known)
+    return None if owner is None else getattr(owner, node.attr)
+
+
+def test_the_loop_of_the_quickstart(examples, capsys):
+    pytest.importorskip("transformers")
+    exec(compile(BLOCKS["quickstart-0"], "quickstart.md", "exec"), {})
+    assert re.search(r"^fused +linear_cross_entropy ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("quickstart-1", "accelerate"), ("quickstart-2", "lightning"), ("quickstart-3", "accelerate"), ("huggingface-0", "accelerate"),
+     ("huggingface-1", "accelerate"), ("huggingface-2", "peft"), ("accuracy-0", "transformers")],
+)  # fmt: skip
+def test_code_runs(name, needs, examples):
+    pytest.importorskip(needs)
+    exec(compile(BLOCKS[name], name, "exec"), {"__name__": name})
+
+
+def strings():
+    """Every string of the sources, with dots for what is put in, as one text."""
+    parts = []
+    for folder in ("fx_fusion", "patterns", "kernels"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts.append("".join(v.value if isinstance(v, ast.Constant) else "..." for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    parts.append(node.value)
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("page", ["troubleshooting", "install", "report"])
+def test_messages_exist(page):
+    """Cells below "message" or "it says" quote the sources: each piece between dots is in one of their strings."""
+    said, missing = strings(), []
+    for table in re.findall(r"^\| (?:message|it says) \|.*?(?=^$)", TEXT[page], re.S | re.M):
+        for row in table.splitlines()[2:]:
+            for quoted in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
+                quoted = re.sub(r"^(fused|kept|declined|near|not recognised):", "", quoted)
+                pieces = [piece.strip(" ;:.,") for piece in quoted.split("...")]
+                if not quoted.startswith(OF_OTHERS):
+                    missing += [piece for piece in pieces if piece and piece not in said]
+    assert missing == []
+
+
+def test_variables_and_commands_exist():
+    from fx_fusion.__main__ import _parser
+    from fx_fusion.options import _OURS
+
+    source = "\n".join(f.read_text() for f in (ROOT / "fx_fusion").rglob("*.py"))
+    commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+    of_options = {f"FX_FUSION_{name.upper()}" for name in _OURS}
+    for text in TEXT.values():
+        for variable in re.findall(r"\bFX_FUSION_[A-Z_]+[A-Z]\b", text):
+            assert variable in of_options or f'"{variable}"' in source, variable
+        for command, rest in re.findall(r"python -m fx_fusion ([a-z]+)\b([^`\n#]*)", text):
+            options = {o for a in commands[command]._actions for o in a.option_strings}
+            assert [o for o in re.findall(r"--[a-z]+", rest.split(" -- ")[0]) if o not in options] == [], (command, rest)
+
+
+def test_pages_are_short():
+    for name in PAGES:
+        assert len(TEXT[name].splitlines()) <= 150, name
