@@ -24,7 +24,7 @@ from fx_fusion.ops.on_cpu import interpreting
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 1e-30  # an amax below it is taken for it: its reciprocal is finite
-_TILE, _ROWS = 64, 512
+_TILE, _ROWS = 128, 256
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
