@@ -98,63 +98,68 @@ def to_float8(
         kept.update(dict.fromkeys(found, "select='never'"))
     elif select != "always":
         kept.update(slower(p for p in found if p not in kept))
-    rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
+    writer = _Writer(graph, emulate)
     for product in found:
         linears.products.append((places[product], product.backward, kept.get(product, "")))
         if product not in kept:
-            _rewrite(graph, product, rows, emulate)
+            writer.write(product)
 
 
-def _rewrite(
-    graph: fx.Graph, product: Product, rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]], emulate: bool
-) -> None:
-    node = product.node
-    key = product.source, product.sizes[2]
-    if key not in rows:
-        *made, q, scale = _insert(graph, quantise_rows, [product.a], product.a)
-        rows[key] = q, scale
-        _as_checkpointed(product, (*made, q, scale))
-    turned = product.b.meta["val"].stride(0) != 1
-    before = node.prev
-    made_of_weight = _insert(graph, quantise_columns if turned else _rows_of_transposed, [product.b], before)
-    _as_checkpointed(product, made_of_weight)
-    if product.backward:
-        for member in made_of_weight:
-            compute_again(member)  # or its bytes are saved, besides the parameter
-    *_, qb, scale_b = made_of_weight
-    multiply = _emulated if emulate else _multiplied(fast=not product.backward)
-    operands = [*rows[key], qb, scale_b, *([] if product.bias is None else [product.bias])]
-    made = _insert(graph, multiply, operands, made_of_weight[-1])
-    _as_checkpointed(product, made)
-    result = made[-1]
-    result.meta = {**node.meta, "val": result.meta["val"]}
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+class _Writer:
+    """Writes products of one graph anew. What several read is quantised once, and equal functions are traced once."""
 
+    def __init__(self, graph: fx.Graph, emulate: bool):
+        self._graph, self._emulate = graph, emulate
+        self._rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
+        self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
 
-def _insert(graph: fx.Graph, function: Callable[..., Any], operands: list[fx.Node], after: fx.Node) -> list[fx.Node]:
-    last = max(operands)  # an operand that was put in late stands behind ``after``
-    traced = functional_graph(function, [n.meta["val"] for n in operands])
-    return insert(traced, graph, operands, max(last, after))
+    def write(self, product: Product) -> None:
+        """Put the product in float8 in the place of the one that is there."""
+        node, key = product.node, (product.source, product.sizes[2])
+        if key not in self._rows:
+            *_, q, scale = self._insert(product, quantise_rows, [product.a], product.a)
+            self._rows[key] = q, scale
+        turned = product.b.meta["val"].stride(0) != 1
+        of_weight = self._insert(product, quantise_columns if turned else _rows_of_transposed, [product.b], node.prev)
+        if product.backward:
+            for member in of_weight:
+                compute_again(member)  # or its bytes are saved, besides the parameter
+        multiply = _emulated if self._emulate else _multiplied_back if product.backward else _multiplied
+        operands = [*self._rows[key], *of_weight[-2:], *([] if product.bias is None else [product.bias])]
+        result = self._insert(product, multiply, operands, of_weight[-1])[-1]
+        result.meta = {**node.meta, "val": result.meta["val"]}
+        node.replace_all_uses_with(result)
+        self._graph.erase_node(node)
 
-
-def _as_checkpointed(product: Product, made: Sequence[fx.Node]) -> None:
-    """What a checkpointed product is made of is computed again with it, or for it; never saved."""
-    mark = checkpoint_of(product.node)
-    if mark is not None:
-        for node in made:
-            set_checkpoint(node, mark)
+    def _insert(
+        self, product: Product, function: Callable[..., Any], operands: list[fx.Node], after: fx.Node
+    ) -> list[fx.Node]:  # fmt: skip
+        """The nodes of a function of ``operands``, put behind ``after`` and them. Those of a checkpointed product are
+        computed again with it, or for it, and never saved."""
+        values = [n.meta["val"] for n in operands]
+        key = function, *((str(v.shape), str(v.stride()), v.dtype, v.device) for v in values)
+        if key not in self._traced:
+            self._traced[key] = functional_graph(function, values)
+        made = insert(self._traced[key], self._graph, operands, max(*operands, after))
+        if (said := checkpoint_of(product.node)) is not None:
+            for node in made:
+                set_checkpoint(node, said)
+        return made
 
 
 def _rows_of_transposed(b: Tensor) -> tuple[Tensor, Tensor]:
     return quantise_rows(b.permute(1, 0))
 
 
-def _multiplied(fast: bool) -> Callable[..., Tensor]:
-    def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _ATEN._scaled_mm.default(a, b.permute(1, 0), scale_a, scale_b.view(1, -1), bias, None, torch.bfloat16, fast)
+def _multiplied(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None, fast: bool = True
+) -> Tensor:  # fmt: skip
+    """a @ b.T + bias, its sums of 14 bits where ``fast``, as the forwards of other libraries are."""
+    return _ATEN._scaled_mm.default(a, b.permute(1, 0), scale_a, scale_b.view(1, -1), bias, None, torch.bfloat16, fast)
 
-    return multiply
+
+def _multiplied_back(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    return _multiplied(a, scale_a, b, scale_b, fast=False)
 
 
 def _emulated(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
