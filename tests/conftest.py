@@ -1,6 +1,7 @@
 """One process runs references and kernels: without a GPU every kernel is made for Triton's interpreter, and a test with the
 marker ``kernel`` runs them; the others run the references, which is faster. TRITON_INTERPRET=1 makes all run the kernels."""
 
+import importlib
 import os
 
 import pytest
@@ -17,7 +18,8 @@ import triton.experimental.gluon  # noqa: E402  the first launch would import it
 from fx_fusion.fusion.registry import all_fusions  # noqa: E402
 from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu  # noqa: E402
 
-all_fusions()  # imports the kernels
+all_fusions()  # imports the kernels, but for those that are no fusion's
+importlib.import_module("fx_fusion.kernels.float8.quantise")
 if NO_GPU:
     if GIVEN is None:
         del os.environ["TRITON_INTERPRET"]  # it was for the imports; processes that tests start choose for themselves

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from fx_fusion.float8.choice import slower, why_not, without_support
 from fx_fusion.float8.products import Product, products
 from fx_fusion.graph.places import module_of
-from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
-from fx_fusion.memory.joint_graph import JointGraph
-from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, set_checkpoint
+from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
+from fx_fusion.memory.joint_graph import JointGraph, base
+from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, is_fusible, set_checkpoint
 from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
 
 _ATEN = torch.ops.aten
@@ -111,16 +111,17 @@ class _Writer:
     def __init__(self, graph: fx.Graph, emulate: bool):
         self._graph, self._emulate = graph, emulate
         self._rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
+        self._scales: dict[fx.Node, fx.Node] = {}  # of weights by rows, from their forward
         self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
 
     def write(self, product: Product) -> None:
         """Put the product in float8 in the place of the one that is there."""
         node, key = product.node, (product.source, product.sizes[2])
         if key not in self._rows:
-            *_, q, scale = self._insert(product, quantise_rows, [product.a], product.a)
+            rows = quantise_rows_inline if is_fusible(base(product.a)) else quantise_rows
+            *_, q, scale = self._insert(product, rows, [product.a], product.a)
             self._rows[key] = q, scale
-        turned = product.b.meta["val"].stride(0) != 1
-        of_weight = self._insert(product, quantise_columns if turned else _rows_of_transposed, [product.b], node.prev)
+        of_weight = self._weight(product)
         if product.backward:
             for member in of_weight:
                 compute_again(member)  # or its bytes are saved, besides the parameter
@@ -130,6 +131,17 @@ class _Writer:
         result.meta = {**node.meta, "val": result.meta["val"]}
         node.replace_all_uses_with(result)
         self._graph.erase_node(node)
+
+    def _weight(self, product: Product) -> list[fx.Node]:
+        b, scale = product.b, self._scales.get(product.weight)
+        if b.meta["val"].stride(0) == 1:
+            rows = _rows_of_transposed_inline if is_fusible(base(b)) else _rows_of_transposed
+            made = self._insert(product, rows, [b], product.node.prev)
+            self._scales.setdefault(product.weight, made[-1])
+            return made
+        if scale is None or not product.backward:
+            return self._insert(product, quantise_columns, [b], product.node.prev)
+        return self._insert(product, _columns_by_scales_of_rows, [b, scale], product.node.prev)
 
     def _insert(
         self, product: Product, function: Callable[..., Any], operands: list[fx.Node], after: fx.Node
@@ -149,6 +161,15 @@ class _Writer:
 
 def _rows_of_transposed(b: Tensor) -> tuple[Tensor, Tensor]:
     return quantise_rows(b.permute(1, 0))
+
+
+def _rows_of_transposed_inline(b: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows_inline(b.permute(1, 0))
+
+
+def _columns_by_scales_of_rows(b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """With one scale for all of b, as the forward's scales know its maximum: what the columns' own would cost is a pass."""
+    return quantise_columns(b, scale.amax() * LARGEST)
 
 
 def _multiplied(

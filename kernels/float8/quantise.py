@@ -3,12 +3,12 @@
     s_i    = max(max_j |x_ij|, SMALLEST) / 448            q_ij = e4m3(x_ij / s_i)          quantise_rows
     s_j    = max(max_i |x_ij|, SMALLEST) / 448            q_ji = e4m3(x_ij / s_j)          quantise_columns
 
-A row of x is one of the matrix that is multiplied; 448 is the largest number of e4m3. NaN stays NaN, and a row that holds an
-infinity becomes NaN.
+A row of x is one of the matrix that is multiplied; 448 is the largest number of e4m3. Columns may be given one maximum for
+all of x instead, which the scales of its rows know already. NaN stays NaN, and a row that holds an infinity becomes NaN.
 
-Shapes     x: (m, n); rows: q (m, n), s (m, 1); columns: q (n, m), s (n, 1).
+Shapes     x: (m, n); rows: q (m, n), s (m, 1); columns: q (n, m), s (n, 1); the maximum: one element.
 Dtypes     x bf16 | fp16 | fp32; arithmetic in fp32; q float8_e4m3fn, s fp32.
-Traffic    rows: made of torch's ops, which Inductor fuses with what computes x. Columns: x twice, q once.
+Traffic    rows: x once, q once, up to WIDEST columns (beyond: x twice); columns: x twice, q once, or with a maximum x once.
 Source     Micikevicius et al. 2022, arXiv:2209.05433 (e4m3); a scale a row: torchao's "rowwise" recipes.
 """
 
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.lib.integers import cdiv
+from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.ops.launch import launch
 from fx_fusion.ops.library import plain_op, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
@@ -24,16 +24,51 @@ from fx_fusion.ops.on_cpu import interpreting
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 1e-30  # an amax below it is taken for it: its reciprocal is finite
+WIDEST = 16384  # columns of a row that one program holds
 _TILE, _ROWS = 128, 256
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and s of the rows of x. Of torch's ops, in the form in which Inductor has them."""
+def quantise_rows_inline(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns q and s of the rows of x, made of torch's ops: Inductor computes them in the kernel that makes x."""
     cast = torch.ops.prims.convert_element_type
     wide = cast(x, torch.float32)
     largest = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
     q = cast((wide * (LARGEST / largest)).clamp(-LARGEST, LARGEST), E4M3)
     return q, largest * (1 / LARGEST)
+
+
+@triton.jit
+def _in_e4m3(x, factor):
+    """Returns x times factor within the range of e4m3; NaN stays."""
+    x *= factor
+    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, m, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Store q and s of ROWS rows. WIDE: rows of more than BLOCK columns are read twice."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    live = (rows < m)[:, None] & (cols < n)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], live, 0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    if WIDE:
+        for start in range(BLOCK, n, BLOCK):
+            inside = (rows < m)[:, None] & (start + cols < n)[None, :]
+            more = tl.load(x_ptr + rows[:, None] * stride + start + cols[None, :], inside, 0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(more), 1))
+    largest = tl.where(largest < 1e-30, 1e-30, largest)
+    tl.store(scale_ptr + rows, largest * (1.0 / 448.0), rows < m)
+    factor = (448.0 / largest)[:, None]
+    tl.store(q_ptr + rows[:, None] * n + cols[None, :], _in_e4m3(x, factor).to(q_ptr.dtype.element_ty), live)
+    if WIDE:
+        for start in range(BLOCK, n, BLOCK):
+            inside = (rows < m)[:, None] & (start + cols < n)[None, :]
+            more = tl.load(x_ptr + rows[:, None] * stride + start + cols[None, :], inside, 0.0).to(tl.float32)
+            q = _in_e4m3(more, factor).to(q_ptr.dtype.element_ty)
+            tl.store(q_ptr + rows[:, None] * n + start + cols[None, :], q, inside)
 
 
 @triton.jit
@@ -52,39 +87,77 @@ def quantise_amax_kernel(x_ptr, bits_ptr, m, n, stride, ROWS: tl.constexpr, TILE
 
 
 @triton.jit
-def quantise_transposed_kernel(x_ptr, bits_ptr, q_ptr, scale_ptr, m, n, stride, TILE: tl.constexpr):
-    """Store a tile of q and, in the first row of tiles, its scales."""
+def quantise_transposed_kernel(
+    x_ptr, largest_ptr, q_ptr, scale_ptr, m, n, stride, TILE: tl.constexpr, FOR_ALL: tl.constexpr
+):  # fmt: skip
+    """Store a tile of q and, in the first row of tiles, its scales. FOR_ALL: ``largest`` is one number, else the bits of one
+    for each column."""
     rows = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = (rows < m)[:, None] & (cols < n)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], live, 0.0).to(tl.float32)
-    largest = tl.load(bits_ptr + cols, cols < n, 0).to(tl.float32, bitcast=True)
+    if FOR_ALL:
+        largest = tl.zeros((TILE,), tl.float32) + tl.load(largest_ptr)
+    else:
+        largest = tl.load(largest_ptr + cols, cols < n, 0).to(tl.float32, bitcast=True)
     largest = tl.where(largest < 1e-30, 1e-30, largest)
     if tl.program_id(1) == 0:
         tl.store(scale_ptr + cols, largest * (1.0 / 448.0), cols < n)
-    q = x * (448.0 / largest)[None, :]
-    q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))
-    q = tl.trans(q.to(q_ptr.dtype.element_ty))
+    q = tl.trans(_in_e4m3(x, (448.0 / largest)[None, :]).to(q_ptr.dtype.element_ty))
     tl.store(q_ptr + cols[:, None] * m + rows[None, :], q, (cols < n)[:, None] & (rows < m)[None, :])
 
 
-def _launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.device.type == "cpu" and not interpreting():
-        return quantise_rows(x.t().contiguous())
+        return quantise_rows_inline(x)
     m, n = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    bits = torch.zeros(n, dtype=torch.int32, device=x.device)
-    q, scale = x.new_empty((n, m), dtype=E4M3), x.new_empty((n, 1), dtype=torch.float32)
-    tiles = cdiv(n, _TILE)
-    launch(quantise_amax_kernel, (tiles, cdiv(m, _ROWS)), x, bits, m, n, x.stride(0), ROWS=_ROWS, TILE=_TILE)
-    launch(quantise_transposed_kernel, (tiles, cdiv(m, _TILE)), x, bits, q, scale, m, n, x.stride(0), TILE=_TILE)
+    q, scale = x.new_empty((m, n), dtype=E4M3), x.new_empty((m, 1), dtype=torch.float32)
+    block = min(next_power_of_2(n), WIDEST)
+    rows = max(1, 2048 // block)
+    warps = min(max(rows * block // 1024, 4), 16)
+    grid = (cdiv(m, rows),)
+    launch(
+        quantise_rows_kernel, grid, x, q, scale, m, n, x.stride(0), ROWS=rows, BLOCK=block, WIDE=n > block, num_warps=warps
+    )
     return q, scale
 
 
+def _columns(x: torch.Tensor, largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    m, n = x.shape
+    if x.device.type == "cpu" and not interpreting():
+        return _columns_on_cpu(x, largest)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    q, scale = x.new_empty((n, m), dtype=E4M3), x.new_empty((n, 1), dtype=torch.float32)
+    tiles, for_all = cdiv(n, _TILE), largest is not None
+    if largest is None:
+        largest = torch.zeros(n, dtype=torch.int32, device=x.device)
+        launch(quantise_amax_kernel, (tiles, cdiv(m, _ROWS)), x, largest, m, n, x.stride(0), ROWS=_ROWS, TILE=_TILE)
+    grid = (tiles, cdiv(m, _TILE))
+    launch(quantise_transposed_kernel, grid, x, largest, q, scale, m, n, x.stride(0), TILE=_TILE, FOR_ALL=for_all)
+    return q, scale
+
+
+def _columns_on_cpu(x: torch.Tensor, largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    turned = x.t().contiguous()
+    if largest is None:
+        return quantise_rows_inline(turned)
+    largest = largest.clamp(min=SMALLEST)
+    q = (turned.float() * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(E4M3)
+    return q, (largest / LARGEST).reshape(1, 1).repeat(len(q), 1)
+
+
+quantise_rows = plain_op(
+    "quantise_rows",
+    "(Tensor x) -> (Tensor q, Tensor scale)",
+    _rows,
+    lambda x: (x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
+)
 quantise_columns = plain_op(
     "quantise_columns",
-    "(Tensor x) -> (Tensor q, Tensor scale)",
-    _launch,
-    lambda x: (x.new_empty(x.shape[::-1], dtype=E4M3), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
+    "(Tensor x, Tensor? largest=None) -> (Tensor q, Tensor scale)",
+    _columns,
+    lambda x, largest=None: (x.new_empty(x.shape[::-1], dtype=E4M3), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
 )
-trace_launches(quantise_columns, _launch)
+trace_launches(quantise_rows, _rows)
+trace_launches(quantise_columns, _columns)

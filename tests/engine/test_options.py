@@ -25,7 +25,7 @@ def test_fuel_stops_after_n_replacements(monkeypatch):
 
 @pytest.mark.parametrize(("options", "fragment"), [
     ({"slect": "always"}, "Did you mean 'select'"),
-    ({"nonsense": 1}, "Valid: select, fusions, defer_outputs, speculate, memory, verify, strict"),
+    ({"nonsense": 1}, "Valid: select, fusions, defer_outputs, speculate, memory, float8, float8_keep, verify, strict"),
     ({"select": "allways"}, "Did you mean 'always'"),
     ({"fusions": ["rmsnorm"]}, "Did you mean 'rms_norm'"),
     ({"fusions": ["-swigloo"]}, "Did you mean 'swiglu'"),

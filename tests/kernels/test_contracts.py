@@ -5,6 +5,7 @@ import torch
 
 from fx_fusion.checking import calls_of, keeps_its_promises
 from fx_fusion.fusion.registry import all_fusions
+from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
 from fx_fusion.ops import library
 from fx_fusion.ops.layouts import any_layout, channels_last, copied
 
@@ -15,6 +16,8 @@ WITH_OPS = [f for f in all_fusions() if f.name in OPS]
 REST = {  # ops that are no fusion's
     "channels_last": lambda: (channels_last, (torch.randn(2, 3, 4, 5),)),
     "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
+    "quantise_columns": lambda: (quantise_columns, (torch.randn(48, 33, dtype=torch.bfloat16),)),
+    "quantise_rows": lambda: (quantise_rows, (torch.randn(48, 33, dtype=torch.bfloat16),)),
     "copied": lambda: (copied, (torch.randn(3, 4).mT,)),
 }
 
