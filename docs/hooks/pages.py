@@ -19,7 +19,8 @@ OUTSIDE = (
     "COVERAGE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
     "bench/README.md", "bench/TARGETS.md", "examples/README.md",
 )  # fmt: skip
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#])")
+_BEFORE = r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))"""  # Markdown's links, and pictures in HTML
+LINK = re.compile(rf"""{_BEFORE}(?!\w+:|#)([^)\s#"]+)(?=[)#"])""")
 FENCE = re.compile(r"^(```\w+) ([\w/.]+)$", re.M)  # "python patterns/dyt.py": a language and the name of a file
 
 
@@ -36,7 +37,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     here = os.path.dirname(page.file.src_uri)
     for link, target in sorted(links(markdown, _source(page.file)), key=lambda found: -len(found[0])):
-        markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[)#])", os.path.relpath(_on_site(target), here or "."), markdown)
+        there = os.path.relpath(_on_site(target), here or ".")
+        markdown = re.sub(rf"""{_BEFORE}{re.escape(link)}(?=[)#"])""", there, markdown)
     return FENCE.sub(r'\1 title="\2"', markdown)
 
 

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fx_fusion.memory.joint_graph import JointGraph, base
-from fx_fusion.torch_internals.partitioner import input_number, is_view
+from fx_fusion.torch_internals.partitioner import input_number, is_cast, is_reshape, is_view
+from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
 
-_ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
-_CASTS = (_ATEN._to_copy.default, _PRIMS.convert_element_type.default)
-_RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+_ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,32 @@ def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]
             yield Product(node, a, b, bias, weight, _source(a), node in joint.backward)
 
 
+def batches_of_one_to_products(graph: fx.Graph) -> None:
+    """Write each batch of one product, as einsum makes of a linear, as that product."""
+    for node in graph.find_nodes(op="call_function", target=_ATEN.bmm.default):
+        a, b = node.args
+        if a.meta["val"].shape[0] == 1:
+            product = functional_graph(_first_product, [a.meta["val"], b.meta["val"]])
+            made = insert(product, graph, [a, b], node.prev)
+            for member in made:
+                member.meta = {**node.meta, "val": member.meta["val"]}
+            node.replace_all_uses_with(made[-1])
+            graph.erase_node(node)
+
+
+def _first_product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.squeeze(0) @ b.squeeze(0)).unsqueeze(0)
+
+
 def _origin(node: fx.Node) -> fx.Node:
     """What a node is views and casts of."""
-    while node.op == "call_function" and (is_view(node) or node.target in _CASTS):
+    while node.op == "call_function" and (is_view(node) or is_cast(node)):
         node = base(node) if is_view(node) else node.all_input_nodes[0]
     return node
 
 
 def _source(node: fx.Node) -> fx.Node:
-    while node.target in _RESHAPES:
+    while is_reshape(node):
         node = node.all_input_nodes[0]
     return node
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.float8.choice import slower, why_not, without_support
-from fx_fusion.float8.products import Product, products
+from fx_fusion.float8.products import Product, batches_of_one_to_products, products
 from fx_fusion.graph.places import module_of
 from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
 from fx_fusion.memory.joint_graph import JointGraph, base
 from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, is_fusible, set_checkpoint
+from fx_fusion.torch_internals.scaled_mm import scaled_product
 from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
-
-_ATEN = torch.ops.aten
 
 
 @dataclass
@@ -83,6 +82,7 @@ def to_float8(
         parameters: the numbers of the inputs that are parameters.
     """
     linears.made = True
+    batches_of_one_to_products(graph)
     found = list(products(JointGraph(graph), frozenset(parameters)))
     if not found:
         return
@@ -111,7 +111,7 @@ class _Writer:
     def __init__(self, graph: fx.Graph, emulate: bool):
         self._graph, self._emulate = graph, emulate
         self._rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
-        self._scales: dict[fx.Node, fx.Node] = {}  # of weights by rows, from their forward
+        self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
         self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
 
     def write(self, product: Product) -> None:
@@ -122,9 +122,6 @@ class _Writer:
             *_, q, scale = self._insert(product, rows, [product.a], product.a)
             self._rows[key] = q, scale
         of_weight = self._weight(product)
-        if product.backward:
-            for member in of_weight:
-                compute_again(member)  # or its bytes are saved, besides the parameter
         multiply = _emulated if self._emulate else _multiplied_back if product.backward else _multiplied
         operands = [*self._rows[key], *of_weight[-2:], *([] if product.bias is None else [product.bias])]
         result = self._insert(product, multiply, operands, of_weight[-1])[-1]
@@ -133,15 +130,22 @@ class _Writer:
         self._graph.erase_node(node)
 
     def _weight(self, product: Product) -> list[fx.Node]:
-        b, scale = product.b, self._scales.get(product.weight)
-        if b.meta["val"].stride(0) == 1:
+        """The nodes of the weight in float8: the last two are its values and scales."""
+        b, largest = product.b, self._largest.get(product.weight)
+        turned = b.meta["val"].stride(0) != 1
+        if turned and largest is not None and product.backward:
+            made = self._insert(product, quantise_columns, [b, largest], product.node.prev)
+        elif turned:
+            made = self._insert(product, quantise_columns, [b], product.node.prev)
+        else:
             rows = _rows_of_transposed_inline if is_fusible(base(b)) else _rows_of_transposed
             made = self._insert(product, rows, [b], product.node.prev)
-            self._scales.setdefault(product.weight, made[-1])
-            return made
-        if scale is None or not product.backward:
-            return self._insert(product, quantise_columns, [b], product.node.prev)
-        return self._insert(product, _columns_by_scales_of_rows, [b, scale], product.node.prev)
+            if not product.backward:
+                self._largest[product.weight] = self._insert(product, _largest, [made[-1]], made[-1])[-1]
+        if product.backward:
+            for member in made:
+                compute_again(member)  # or its bytes are saved, besides the parameter
+        return made
 
     def _insert(
         self, product: Product, function: Callable[..., Any], operands: list[fx.Node], after: fx.Node
@@ -167,16 +171,17 @@ def _rows_of_transposed_inline(b: Tensor) -> tuple[Tensor, Tensor]:
     return quantise_rows_inline(b.permute(1, 0))
 
 
-def _columns_by_scales_of_rows(b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """With one scale for all of b, as the forward's scales know its maximum: what the columns' own would cost is a pass."""
-    return quantise_columns(b, scale.amax() * LARGEST)
+def _largest(scale: Tensor) -> Tensor:
+    """The largest magnitude of a matrix, by the scales of its rows. Its columns then have one scale: their own would cost a
+    pass over it, and the range of e4m3 is wide enough for one."""
+    return scale.amax() * LARGEST
 
 
 def _multiplied(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None, fast: bool = True
 ) -> Tensor:  # fmt: skip
-    """a @ b.T + bias, its sums of 14 bits where ``fast``, as the forwards of other libraries are."""
-    return _ATEN._scaled_mm.default(a, b.permute(1, 0), scale_a, scale_b.view(1, -1), bias, None, torch.bfloat16, fast)
+    """a @ b.T + bias."""
+    return scaled_product(a, b.permute(1, 0), scale_a, scale_b.view(1, -1), bias, fast)
 
 
 def _multiplied_back(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:

@@ -37,6 +37,17 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (_kinds().is_view(node) or node.target is torch.ops.aten._unsafe_view.default)
 
 
+def is_reshape(node: fx.Node) -> bool:
+    """Whether a node is its first argument in another shape, element by element in the same order."""
+    aten = torch.ops.aten
+    return node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node is its first argument in another dtype."""
+    return node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
 def is_empty(node: fx.Node) -> bool:
     """Whether a node is memory that something else fills."""
     aten = torch.ops.aten

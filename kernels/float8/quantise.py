@@ -123,7 +123,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale
 
 
-def _columns(x: torch.Tensor, largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     m, n = x.shape
     if x.device.type == "cpu" and not interpreting():
         return _columns_on_cpu(x, largest)

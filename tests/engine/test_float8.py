@@ -1,0 +1,308 @@
+"""Linears in float8: which products, how exact, what is saved for the backward, and what is said of those that stay."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fx_fusion
+from fx_fusion.errors import OptionError
+from fx_fusion.float8 import choice, rewrite
+from fx_fusion.float8.products import Product
+from fx_fusion.options import parse
+from tests import zoo
+from tests.helpers import tiny_llama, tokens
+from tests.partitioned import partitioned
+
+RECIPE = "rowwise_gw_hp"
+
+
+def decibels(true, found):
+    true, found = true.double(), found.double()
+    return (20 * torch.log10(true.norm() / (true - found).norm().clamp(min=1e-300))).item()
+
+
+def both(model, batch, **options):
+    """A step in bfloat16 and one in float8, partitioned as under Inductor."""
+    return partitioned(model, batch, "speed", **options), partitioned(model, batch, "speed", float8=RECIPE, **options)
+
+
+def in_float8(found, *, backward):
+    return [module for module, b, reason in found.linears.products if b is backward and not reason]
+
+
+def why(found):
+    return {(module, backward): reason for module, backward, reason in found.linears.products if reason}
+
+
+# -- whole models -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX"])
+def test_families(family):
+    """Every gradient is as near to bfloat16's as a scale a row promises, and nothing more is saved than a number a weight."""
+    torch.manual_seed(0)
+    model = zoo.build(family).bfloat16()
+    before, after = both(model, zoo.batch())
+    assert len(in_float8(after, backward=False)) >= 8, after.linears.sentences()
+    assert in_float8(after, backward=True)
+    assert after.bytes <= before.bytes + 4 * len(in_float8(after, backward=True))
+    true = torch.cat([g.flatten() for g in before.gradients.values()])
+    found = torch.cat([after.gradients[n].flatten() for n in before.gradients])
+    assert decibels(true, found) >= 17
+
+
+def test_a_llama():
+    torch.manual_seed(0)
+    ids = tokens()
+    before, after = both(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids})
+    names = [
+        f"model.layers.0.{n}"
+        for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+                  "mlp.up_proj", "mlp.down_proj")
+    ]  # fmt: skip
+    assert in_float8(after, backward=False) == names
+    assert sorted(in_float8(after, backward=True)) == sorted(names)
+    for name, gradient in before.gradients.items():
+        assert decibels(gradient, after.gradients[name]) >= 20, name
+    assert after.linears.sentences()[0].startswith(f"float8 {RECIPE}: forward of 1 x q_proj, 1 x k_proj")
+    assert after.backward["quantise_columns"] == 7  # the weights turned, in the backward: they are not saved
+    assert before.backward["mm"] == after.backward["mm"]  # emulated products, and the gradients of the weights
+
+
+# -- spellings --------------------------------------------------------------------------------------------------------
+class Spelled(nn.Module):
+    """``weight`` is (out, in), or (in, out) where ``turned``."""
+
+    def __init__(self, product, bias=False, turned=False):
+        super().__init__()
+        self.product, self.weight = product, nn.Parameter(torch.randn(*((64, 32) if turned else (32, 64))) / 8)
+        self.bias = nn.Parameter(torch.randn(32)) if bias else None
+
+    def forward(self, x):
+        return self.product(x, self.weight, self.bias).square().mean()
+
+
+SPELLINGS = {
+    "linear": Spelled(lambda x, w, b: F.linear(x, w)),
+    "linear_bias": Spelled(F.linear, bias=True),
+    "matmul": Spelled(lambda x, w, b: torch.matmul(x, w.t())),
+    "einsum": Spelled(lambda x, w, b: torch.einsum("bsk,nk->bsn", x, w)),
+    "addmm": Spelled(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.t()), bias=True),
+    "conv1d_of_gpt2": Spelled(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w), bias=True, turned=True),
+    "turned": Spelled(lambda x, w, b: x @ w, turned=True),
+    "plus_bias": Spelled(lambda x, w, b: x @ w.mT + b, bias=True),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name):
+    """Both products of each, results and gradients of all three operands."""
+    torch.manual_seed(0)
+    model = SPELLINGS[name].bfloat16()
+    batch = {"x": torch.randn(2, 8, 64).bfloat16().requires_grad_()}
+    gradients = []
+    for float8 in ("off", RECIPE):
+        batch["x"].grad = None
+        found = partitioned(model, batch, "speed", float8=float8)
+        gradients.append((batch["x"].grad.clone(), found))
+    (dx, before), (dx8, after) = gradients
+    assert len(in_float8(after, backward=False)) == len(in_float8(after, backward=True)) == 1
+    assert decibels(dx, dx8) >= 20
+    for parameter, gradient in before.gradients.items():
+        assert decibels(gradient, after.gradients[parameter]) >= 20, parameter
+
+
+def test_one_activation_is_quantised_once():
+    ids = tokens()
+    found = partitioned(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids}, "speed", float8=RECIPE)
+    # q, k, v share one; o; gate, up share one; down. In the backward seven gradients, each its own.
+    assert found.backward["amax"] + found.backward["quantise_rows"] >= 7
+    assert len(in_float8(found, backward=False)) == 7
+
+
+# -- what stays, and why ----------------------------------------------------------------------------------------------
+class Two(nn.Module):
+    def __init__(self, n=64, k=64, bias=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, k, bias), nn.Linear(k, n, bias)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "options", "reasons"),
+    [
+        (Two(), torch.bfloat16, {"float8_keep": ["second"]}, {"second": "float8_keep names it"}),
+        (Two(), torch.bfloat16, {"float8_keep": ["*"]}, {"first": "float8_keep names it", "second": "float8_keep names it"}),
+        (Two(n=40), torch.bfloat16, {}, {"second": "must be multiples of 16"}),
+        (Two(n=32000), torch.bfloat16, {}, {"second": "32000 outputs are taken for a vocabulary's"}),
+        (Two(), torch.float32, {}, {"first": "only bfloat16 has such products", "second": "only bfloat16"}),
+        (Two(), torch.float16, {}, {"first": "only bfloat16 has such products", "second": "only bfloat16"}),
+    ],
+    ids=["named", "all_named", "multiples", "vocabulary", "float32", "float16"],
+)
+def test_what_stays(model, dtype, options, reasons):
+    found = partitioned(model.to(dtype), {"x": torch.randn(8, 64, dtype=dtype)}, "speed", float8=RECIPE, **options)
+    said = why(found)
+    assert {module for module, _ in said} == set(reasons)
+    for (module, _), reason in said.items():
+        assert reasons[module] in reason
+    assert set(in_float8(found, backward=False)) == {"first", "second"} - set(reasons)
+    assert all(any(reason in sentence for sentence in found.linears.sentences()) for reason in said.values())
+
+
+def test_a_product_of_two_activations_stays():
+    x = torch.randn(8, 32, 32).bfloat16().requires_grad_()
+    found = partitioned(Products(), {"x": x}, "speed", float8=RECIPE)
+    assert found.linears.products == []
+
+
+class Products(nn.Module):
+    def forward(self, x):
+        return (x[0] @ x[1]).square().mean()
+
+
+@pytest.mark.parametrize("select", ["auto", "never"])
+def test_a_cpu_has_none(select):
+    """Unless emulation was asked for: one warning, all in bfloat16, the same gradients to the last bit."""
+    model, batch = Two().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}
+    before = partitioned(model, batch, "speed", select=select)
+    with pytest.warns(UserWarning, match="all is in bfloat16: a CPU has none"):
+        after = partitioned(model, batch, "speed", select=select, float8=RECIPE)
+    assert after.linears.sentences() == [
+        f"float8 {RECIPE}: all in bfloat16: a CPU has none: select='always' emulates it"
+    ]
+    assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
+
+
+def product_of(m, n, k, *, backward=False, source=None):
+    """A product as ``choice`` sees one, on a GPU that is not here."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        values = [torch.empty(m, k, dtype=torch.bfloat16, device="cuda"), torch.empty(n, k, dtype=torch.bfloat16, device="cuda")]
+        a, b = graph.placeholder("a"), graph.placeholder("b")
+        a.meta["val"], b.meta["val"] = values[0], values[1].t()
+    return Product(a, a, b, None, b, source or a, backward)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the figures of an H200")
+def test_by_time():
+    """A large one gains; a small one does not; one that shares its activation gains where it would not alone."""
+    assert not choice.slower([product_of(16384, 8192, 2048)])
+    small = product_of(512, 256, 256)
+    assert choice.slower([small])[small].startswith("float8 would cost")
+    thin = product_of(16384, 16, 2048)  # LoRA's first factor
+    wide = product_of(16384, 8192, 2048, source=thin.source)
+    assert set(choice.slower([thin, wide])) == {thin}
+    alone = product_of(4096, 768, 768)
+    assert alone in choice.slower([alone])
+
+
+# -- beside what people do --------------------------------------------------------------------------------------------
+def run(model, batch, *, context=contextlib.nullcontext, backward=True, **asked):
+    torch._dynamo.reset()
+    model.zero_grad()
+    options = {"select": "always", "strict": True, "float8": RECIPE, **asked.pop("options", {})}
+    compiled = torch.compile(model, backend="fx_fusion", options=options, **asked)
+    with fx_fusion.recording() as report, context():
+        out = compiled(**batch)
+    if backward:
+        out.loss.backward()
+    return out.loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None], report
+
+
+@pytest.mark.parametrize("way", ["plain", "dynamic", "autocast", "checkpoint", "frozen", "memory_min"])
+def test_compiled(way):
+    """By Inductor, as people train: the loss and the gradients, and the report says which products are in float8."""
+    torch.manual_seed(0)
+    model, ids = tiny_llama(num_hidden_layers=2), tokens()
+    given = {}
+    if way == "autocast":
+        given["context"] = lambda: torch.autocast("cpu", torch.bfloat16)
+    else:
+        model = model.bfloat16()
+    if way == "dynamic":
+        given["dynamic"] = True
+    if way == "checkpoint":
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if way == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    if way == "memory_min":
+        given["options"] = {"memory": "min"}
+    batch = {"input_ids": ids, "labels": ids}
+    off = {**given, "options": {**given.get("options", {}), "float8": "off"}}
+    loss, before, _ = run(model, batch, **off)
+    loss8, after, report = run(model, batch, **given)
+    assert loss8.item() == pytest.approx(loss.item(), rel=2e-3)
+    assert decibels(torch.cat([g.flatten() for g in before]), torch.cat([g.flatten() for g in after])) >= 20
+    (linears,) = [graph.linears for graph in report.graphs if graph.linears.products]
+    assert linears.any
+    said = "\n".join(linears.sentences())
+    assert "forward of 2 x q_proj" in said
+    assert "gradients of inputs of 2 x down_proj" in said
+    assert said.splitlines()[0] in str(report)
+
+
+def test_without_gradients():
+    model, ids = tiny_llama(num_hidden_layers=1).bfloat16().eval(), tokens()
+    _, _, report = run(model, {"input_ids": ids, "labels": ids}, context=torch.no_grad, backward=False)
+    said = "\n".join(graph_note for graph in report.graphs for graph_note in graph.notes())
+    assert "forward of 1 x q_proj" in said
+    assert "gradients of inputs" not in said
+
+
+def test_from_the_cache(tmp_path):
+    """The second compilation finds the code of the first, and says so; another recipe or list does not find it."""
+    from torch._inductor.utils import fresh_cache
+
+    model, ids = tiny_llama(num_hidden_layers=1).bfloat16(), tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    with fresh_cache():
+        reports = [run(model, batch, options=more)[2] for more in ({}, {}, {"float8_keep": ["*.q_proj"]})]
+    first, second, third = ("\n".join(g.linears.sentences()[0] for g in r.graphs) for r in reports)
+    assert "1 x q_proj" in first
+    assert "from torch's compile cache" in second
+    assert "1 x k_proj" in third
+    assert "1 x q_proj" not in third.split(";")[0]
+
+
+def test_an_error_leaves_the_graph_to_bfloat16(monkeypatch):
+    """Warned of, reported, and the gradients are bfloat16's."""
+    model, batch = Two().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}
+    before = partitioned(model, batch, "speed")
+
+    def fails(*_):
+        raise ValueError("made up")
+
+    monkeypatch.setattr(rewrite, "products", fails)
+    with pytest.warns(UserWarning, match="not every linear is in float8: ValueError: made up"):
+        after = partitioned(model, batch, "speed", float8=RECIPE, strict=False)
+    assert after.linears.sentences() == [f"float8 {RECIPE}: all in bfloat16: ValueError: made up"]
+    assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
+
+
+def test_the_document_keeps_what_became_of_linears():
+    model, ids = tiny_llama(num_hidden_layers=1).bfloat16(), tokens()
+    _, _, report = run(model, {"input_ids": ids, "labels": ids})
+    again = type(report).from_json(report.to_json())
+    assert [g.linears for g in again.graphs] == [g.linears for g in report.graphs]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"float8": "tensorwise"}, "rowwise_gw_hp"), ({"float8": True}, "must be a str"), ({"float8_keep": "*.q"}, "must be a list"),
+     ({"float8_keep": [1]}, "must be a list of patterns")],
+)  # fmt: skip
+def test_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        parse(None, options)
+
+
+def test_nothing_is_said_where_nobody_asked():
+    model, ids = tiny_llama(num_hidden_layers=1).bfloat16(), tokens()
+    _, _, report = run(model, {"input_ids": ids, "labels": ids}, options={"float8": "off"})
+    assert "float8" not in str(report)
