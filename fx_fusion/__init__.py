@@ -21,6 +21,7 @@ _NAMES = {
     "VerificationError": "fx_fusion.errors",
     "compile": "fx_fusion.explaining",
     "explain": "fx_fusion.explaining",
+    "float8_stats": "fx_fusion.float8.stats",
     "recording": "fx_fusion.report.recording",
     "register": "fx_fusion.fusion.registry",
     "verify": "fx_fusion.verifying",

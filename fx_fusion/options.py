@@ -102,6 +102,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     if not all(isinstance(pattern, str) for pattern in float8_keep):
         raise OptionError(f"options['float8_keep'] must be a list of patterns, as [\"*.down_proj\"]; got {float8_keep!r}.")
     verify = ours.get("verify", False)
+    if verify == "graph" and float8 != "off":
+        raise OptionError(
+            f"options['verify'] = 'graph' holds the whole graph to eager's accuracy, which float8 = {float8!r} has not: "
+            "take 'sample', and fx_fusion.float8_stats(model, **batch) for the linears."
+        )
     if verify not in VERIFY:
         raise OptionError(f"options['verify'] = {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
     return Options(

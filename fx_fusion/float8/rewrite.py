@@ -21,6 +21,7 @@ from fx_fusion.float8.products import Product, batches_of_one_to_products, produ
 from fx_fusion.graph.places import module_of
 from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
 from fx_fusion.memory.joint_graph import JointGraph, base
+from fx_fusion.memory.recompute import Decisions
 from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, is_fusible, set_checkpoint
 from fx_fusion.torch_internals.scaled_mm import scaled_product
 from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
@@ -71,29 +72,30 @@ def _listed(names: Counter[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
-def to_float8(
-    graph: fx.Graph, recipe: str, keep: Sequence[str], select: str, parameters: Sequence[int], linears: Linears
-) -> None:  # fmt: skip
+def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisions, linears: Linears) -> None:
     """Write the products of a joint graph anew that may be and that gain by it, and write down what became of each.
 
     Args:
         keep: patterns (``fnmatch``) of the paths of modules that stay in bfloat16.
         select: ``"always"``: without asking whether they gain; ``"never"``: none.
-        parameters: the numbers of the inputs that are parameters.
+        inputs: which of them are parameters, and which the graph writes to.
     """
     linears.made = True
     batches_of_one_to_products(graph)
-    found = list(products(JointGraph(graph), frozenset(parameters)))
+    joint = JointGraph(graph, written=inputs.written)
+    found = list(products(joint, frozenset(inputs.parameters)))
     if not found:
         return
-    emulate = select == "always" and found[0].a.meta["val"].device.type == "cpu"
-    linears.trouble = "" if emulate else without_support(found[0].a.meta["val"].device)
+    device = found[0].a.meta["val"].device
+    emulate = select == "always" and device.type == "cpu"
+    linears.trouble = "" if emulate else without_support(device)
     if linears.trouble:
-        warnings.warn(f"fx_fusion: float8 {recipe} was asked for, and all is in bfloat16: {linears.trouble}", stacklevel=2)
+        warnings.warn(f"fx_fusion: float8 was asked for, and all is in bfloat16: {linears.trouble}", stacklevel=2)
         return
     modules = {p.weight: module_of(p.node) for p in found if not p.backward}
     places = {p: modules.get(p.weight) or module_of(p.node) for p in found}
     kept = {p: reason for p in found if (reason := why_not(p, places[p], keep))}
+    kept.update({p: "the graph writes to its weight" for p in found if joint.is_lost(p.weight)})
     if select == "never":
         kept.update(dict.fromkeys(found, "select='never'"))
     elif select != "always":

@@ -69,7 +69,7 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
     def run(graph: fx.Graph) -> None:
         if linears.asked:
             try:
-                to_float8(graph, options.float8, options.float8_keep, options.select, decisions.parameters, linears)
+                to_float8(graph, options.float8_keep, options.select, decisions, linears)
             except Exception as error:
                 if options.strict:
                     raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,48 @@ def calls_of(namespace: str) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
 
     with Remember():
         yield calls
+
+
+@dataclass
+class Phase:
+    """Of a step: whether its backward runs."""
+
+    backward: bool = False
+
+
+@contextlib.contextmanager
+def products_with_parameters(
+    parameters: Mapping[str, Tensor], tell: Callable[[str, bool, Tensor, Tensor], None]
+) -> Iterator[Phase]:
+    """Inside, ``tell(name, backward, a, b)`` is called for every product a @ b in which b is a parameter, or a view or a
+    cast of one. Gone: this can't be imported."""
+    aten = torch.ops.aten
+    kept: list[Tensor] = []  # casts: their memory must not be another tensor's meanwhile
+    names = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
+    phase = Phase()
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = op(*args, **(kwargs or {}))
+            first = args[0] if args and isinstance(args[0], Tensor) else None
+            if op is aten._to_copy.default and first is not None and (name := name_of(first)):
+                kept.append(result)
+                names[result.untyped_storage()._cdata] = name
+            if op in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+                a, b = args[-2:]
+                if op is aten.bmm.default:
+                    if len(a) != 1:
+                        return result
+                    a, b = a[0], b[0]
+                if (name := name_of(b)) and not name_of(a) and a.numel():
+                    tell(name, phase.backward, a, b)
+            return result
+
+    def name_of(tensor: Tensor) -> str | None:
+        return names.get(tensor.untyped_storage()._cdata)
+
+    with Listen():
+        yield phase
 
 
 def is_view(tensor: Tensor) -> bool:

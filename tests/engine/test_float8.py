@@ -39,18 +39,59 @@ def why(found):
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX"])
+FAMILIES = ["Llama", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX", "Cohere", "Granite"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_is_exact_enough(family):
+    """20 dB and more against float64, forwards and gradients of inputs (torchao's bar for a linear's output is 18)."""
+    torch.manual_seed(0)
+    stats = fx_fusion.float8_stats(zoo.build(family), **zoo.batch())
+    assert {s.gradient for s in stats} == {False, True}
+    assert stats[0].sqnr >= 20, str(stats)
+    assert stats == sorted(stats, key=lambda s: s.sqnr)
+
+
+def test_outliers_show():
+    """What makes SwiGLU's output spike (arXiv:2409.12517) lets the small numbers of its rows underflow, and it shows."""
+    torch.manual_seed(0)
+    model, ids = tiny_llama(num_hidden_layers=1), tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    name = "model.layers.0.mlp.down_proj.weight"
+    found = []
+    for spike in (1.0, 3e4):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[3].mul_(spike)
+        (stats,) = [s for s in fx_fusion.float8_stats(model, **batch) if s.weight == name and not s.gradient]
+        found.append(stats)
+    assert found[1].underflow > 10 * found[0].underflow + 0.01
+    assert found[1].amax > 100 * found[0].amax
+    assert found[1].spread > found[0].spread
+    assert name in str(fx_fusion.float8_stats(model, **batch))
+
+
+def test_stats_leave_gradients_and_see_every_spelling():
+    model = SPELLINGS["einsum"].float()
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    model.weight.grad = given = torch.ones_like(model.weight)
+    stats = fx_fusion.float8_stats(model, x)
+    assert {(s.weight, s.gradient) for s in stats} == {("weight", False), ("weight", True)}
+    assert model.weight.grad is given
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {(s.weight, s.gradient) for s in fx_fusion.float8_stats(model, x)} == {("weight", False), ("weight", True)}
+    with pytest.raises(ValueError, match="needs the loss of a step"):
+        fx_fusion.float8_stats(nn.Linear(16, 16), torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX"])
 def test_families(family):
-    """Every gradient is as near to bfloat16's as a scale a row promises, and nothing more is saved than a number a weight."""
+    """Linears of every family are found, forwards and gradients, and nothing more is saved than a number a weight."""
     torch.manual_seed(0)
     model = zoo.build(family).bfloat16()
     before, after = both(model, zoo.batch())
     assert len(in_float8(after, backward=False)) >= 8, after.linears.sentences()
     assert in_float8(after, backward=True)
     assert after.bytes <= before.bytes + 4 * len(in_float8(after, backward=True))
-    true = torch.cat([g.flatten() for g in before.gradients.values()])
-    found = torch.cat([after.gradients[n].flatten() for n in before.gradients])
-    assert decibels(true, found) >= 17
 
 
 def test_a_llama():
@@ -152,6 +193,22 @@ def test_what_stays(model, dtype, options, reasons):
         assert reasons[module] in reason
     assert set(in_float8(found, backward=False)) == {"first", "second"} - set(reasons)
     assert all(any(reason in sentence for sentence in found.linears.sentences()) for reason in said.values())
+
+
+def test_a_weight_that_the_graph_writes_to():
+    """As with weights that are clamped in front of every product: what is multiplied is no parameter any more."""
+
+    class Written(Two):
+        def forward(self, x):
+            with torch.no_grad():
+                self.second.weight.clamp_(-0.05, 0.05)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, batch = Written().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}
+    before, after = both(model, batch)
+    assert in_float8(after, backward=False) == ["first"]
+    assert decibels(before.gradients["second.weight"], after.gradients["second.weight"]) >= 20
 
 
 def test_a_product_of_two_activations_stays():
@@ -295,7 +352,7 @@ def test_the_document_keeps_what_became_of_linears():
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"float8": "tensorwise"}, "rowwise_gw_hp"), ({"float8": True}, "must be a str"), ({"float8_keep": "*.q"}, "must be a list"),
-     ({"float8_keep": [1]}, "must be a list of patterns")],
+     ({"float8_keep": [1]}, "must be a list of patterns"), ({"float8": RECIPE, "verify": "graph"}, "take 'sample'")],
 )  # fmt: skip
 def test_options(options, message):
     with pytest.raises(OptionError, match=message):
