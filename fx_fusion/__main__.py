@@ -32,6 +32,8 @@ _EXAMPLES = """examples:
 def main() -> int:
     """Run a command; its exit code."""
     given, rest = _parser().parse_known_args()
+    if "--" in rest:  # which some versions of Python leave there
+        rest.remove("--")
     if rest and given.command not in ("run", "bisect", "profile"):
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if given.command == "doctor":
@@ -105,10 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--layers", type=int, default=2, help="at most so many layers; they are alike")
         command.add_argument("--device", help="where the model would be: cpu, cuda; by default the GPU if there is one")
         command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", add_help=True)
-    run.add_argument("script", help="a Python file; what follows it are its own arguments")
-    profile = commands.add_parser("profile", help="where the time of a script's steps goes, under Inductor and fx_fusion")
-    profile.add_argument("script", help="a Python file that trains; what follows it are its own arguments")
+    run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", allow_abbrev=False)
+    run.add_argument("script", help="a Python file; what is not known here, and all behind --, are its own arguments")
+    profile = commands.add_parser(
+        "profile", help="where the time of a script's steps goes, under Inductor and fx_fusion", allow_abbrev=False
+    )
+    profile.add_argument("script", help="a Python file that trains; its own arguments behind --")
     profile.add_argument("--after", type=int, default=10, help="steps to warm up, compilations included")
     profile.add_argument("--steps", type=int, default=5, help="steps to time, and as many to profile")
     profile.add_argument("--trace", metavar="NAME", help="write NAME_inductor.json and NAME_fx_fusion.json, for Perfetto")

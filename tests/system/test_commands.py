@@ -131,6 +131,8 @@ def test_a_script_as_it_is(script, tmp_path):
     assert "trained with ['--epochs', '2']" in found.stdout
     assert "rms_norm" in page.read_text()
     run("run", script, "--fail", code=3)
+    own = run("run", script, "--sel", "x", "--", "--html", "y")  # no option of ours is cut short, and none stands behind --
+    assert "trained with ['--sel', 'x', '--html', 'y']" in own.stdout
     assert "there is no script" in run("run", "nowhere.py", code=2).stderr
 
 
