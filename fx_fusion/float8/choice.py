@@ -38,7 +38,7 @@ def why_not(product: Product, module: str, keep: Sequence[str]) -> str:
         return f"{dtypes.name(a.dtype)} x {dtypes.name(b.dtype)}: only bfloat16 has such products"
     if not all(isinstance(size, int) and size % _UNIT == 0 for size in (n, k)):
         return f"{k} -> {n}: both must be multiples of {_UNIT}"
-    if max(n, k) >= _VOCABULARY and isinstance(n, int):
+    if max(n, k) >= _VOCABULARY:
         return f"{max(n, k)} outputs are taken for a vocabulary's"
     if isinstance(m, int) and m == 0:
         return "no rows"

@@ -60,11 +60,11 @@ def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]
             yield Product(node, a, b, bias, weight, _source(a), node in joint.backward)
 
 
-def batches_of_one_to_products(graph: fx.Graph) -> None:
-    """Write each batch of one product, as einsum makes of a linear, as that product."""
+def batches_of_one_to_products(graph: fx.Graph, parameters: frozenset[int]) -> None:
+    """Write each batch of one product with a weight, as einsum makes of a linear, as that product."""
     for node in graph.find_nodes(op="call_function", target=_ATEN.bmm.default):
         a, b = node.args
-        if a.meta["val"].shape[0] == 1:
+        if a.meta["val"].shape[0] == 1 and input_number(_origin(b)) in parameters:
             product = functional_graph(_first_product, [a.meta["val"], b.meta["val"]])
             made = insert(product, graph, [a, b], node.prev)
             for member in made:

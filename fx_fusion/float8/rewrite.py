@@ -37,7 +37,7 @@ class Linears:
     asked: bool = False
     made: bool = False
     products: list[tuple[str, bool, str]] = field(default_factory=list)
-    trouble: str = ""  # why all stay in bfloat16, if something raised or the device has no float8
+    trouble: str = ""  # why all others stay in bfloat16, if something raised or the device has no float8
 
     @property
     def any(self) -> bool:
@@ -49,7 +49,7 @@ class Linears:
         if not self.asked:
             return []
         if self.trouble:
-            return [f"float8 {self.recipe}: all in bfloat16: {self.trouble}"]
+            return [f"float8 {self.recipe}: {'the rest' if self.any else 'all'} in bfloat16: {self.trouble}"]
         if not self.made:
             return [f"float8 {self.recipe}: from torch's compile cache, decided when it was compiled"]
         said = []
@@ -81,9 +81,10 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
         inputs: which of them are parameters, and which the graph writes to.
     """
     linears.made = True
-    batches_of_one_to_products(graph)
+    parameters = frozenset(inputs.parameters)
+    batches_of_one_to_products(graph, parameters)
     joint = JointGraph(graph, written=inputs.written)
-    found = list(products(joint, frozenset(inputs.parameters)))
+    found = list(products(joint, parameters))
     if not found:
         return
     device = found[0].a.meta["val"].device
@@ -102,9 +103,9 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
         kept.update(slower(p for p in found if p not in kept))
     writer = _Writer(graph, emulate)
     for product in found:
-        linears.products.append((places[product], product.backward, kept.get(product, "")))
         if product not in kept:
             writer.write(product)
+        linears.products.append((places[product], product.backward, kept.get(product, "")))
 
 
 class _Writer:

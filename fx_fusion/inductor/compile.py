@@ -52,6 +52,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
             trouble = f"with ours Inductor raised {type(error).__name__}: {error}"
             _tell(decisions, trouble, "what the backward computes again is torch's choice alone")
             if linears.any:
+                linears.products.clear()
                 _tell(linears, trouble, "every linear is in bfloat16")
             return compile_graph(gm, example_inputs, patches)
 

@@ -28,11 +28,12 @@ WIDEST = 16384  # columns of a row that one program holds
 _TILE, _ROWS = 128, 256
 
 
-def quantise_rows_inline(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and s of the rows of x, made of torch's ops: Inductor computes them in the kernel that makes x."""
+def quantise_rows_inline(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns q and s of the rows of x, made of torch's ops: Inductor computes them in the kernel that makes x. With one
+    maximum for all of x, s has one element."""
     cast = torch.ops.prims.convert_element_type
     wide = cast(x, torch.float32)
-    largest = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
+    largest = (wide.abs().amax(1, keepdim=True) if largest is None else largest).clamp(min=SMALLEST)
     q = cast((wide * (LARGEST / largest)).clamp(-LARGEST, LARGEST), E4M3)
     return q, largest * (1 / LARGEST)
 
@@ -126,7 +127,8 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _columns(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     m, n = x.shape
     if x.device.type == "cpu" and not interpreting():
-        return _columns_on_cpu(x, largest)
+        q, scale = quantise_rows_inline(x.t().contiguous(), largest)
+        return q, scale.reshape(-1, 1).expand(n, 1).contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     q, scale = x.new_empty((n, m), dtype=E4M3), x.new_empty((n, 1), dtype=torch.float32)
     tiles, for_all = cdiv(n, _TILE), largest is not None
@@ -136,15 +138,6 @@ def _columns(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torc
     grid = (tiles, cdiv(m, _TILE))
     launch(quantise_transposed_kernel, grid, x, largest, q, scale, m, n, x.stride(0), TILE=_TILE, FOR_ALL=for_all)
     return q, scale
-
-
-def _columns_on_cpu(x: torch.Tensor, largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    turned = x.t().contiguous()
-    if largest is None:
-        return quantise_rows_inline(turned)
-    largest = largest.clamp(min=SMALLEST)
-    q = (turned.float() * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(E4M3)
-    return q, (largest / LARGEST).reshape(1, 1).repeat(len(q), 1)
 
 
 quantise_rows = plain_op(

@@ -1,6 +1,7 @@
 """Linears in float8: which products, how exact, what is saved for the backward, and what is said of those that stay."""
 
 import contextlib
+from collections import Counter
 
 import pytest
 import torch
@@ -156,10 +157,19 @@ def test_spellings(name):
         assert decibels(gradient, after.gradients[parameter]) >= 20, parameter
 
 
-def test_one_activation_is_quantised_once():
-    ids = tokens()
+def test_one_activation_is_quantised_once(monkeypatch):
+    """q, k, v share one; o; gate, up share one; down. In the backward seven gradients, each its own."""
+    ids, made = tokens(), Counter()
+    insert = rewrite._Writer._insert
+
+    def counted(writer, product, function, operands, after):
+        made[function, product.backward] += operands == [product.a]
+        return insert(writer, product, function, operands, after)
+
+    monkeypatch.setattr(rewrite._Writer, "_insert", counted)
     found = partitioned(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids}, "speed", float8=RECIPE)
-    # q, k, v share one; o; gate, up share one; down. In the backward seven gradients, each its own.
+    rows = (rewrite.quantise_rows, rewrite.quantise_rows_inline)
+    assert [sum(made[f, backward] for f in rows) for backward in (False, True)] == [4, 7]
     assert found.backward["amax"] + found.backward["quantise_rows"] >= 7
     assert len(in_float8(found, backward=False)) == 7
 
@@ -341,6 +351,23 @@ def test_an_error_leaves_the_graph_to_bfloat16(monkeypatch):
         after = partitioned(model, batch, "speed", float8=RECIPE, strict=False)
     assert after.linears.sentences() == [f"float8 {RECIPE}: all in bfloat16: ValueError: made up"]
     assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
+
+
+def test_an_error_on_the_way_is_told_from_one_before(monkeypatch):
+    """What is in float8 by then is not said to be in bfloat16; nor is the product that failed said to be in float8."""
+    write, written = rewrite._Writer.write, []
+
+    def second_fails(writer, product):
+        if written:
+            raise ValueError("made up")
+        written.append(product)
+        write(writer, product)
+
+    monkeypatch.setattr(rewrite._Writer, "write", second_fails)
+    with pytest.warns(UserWarning, match="not every linear is in float8"):
+        found = partitioned(Two().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}, "speed", float8=RECIPE, strict=False)
+    assert found.linears.products == [("first", False, "")]
+    assert found.linears.sentences() == [f"float8 {RECIPE}: the rest in bfloat16: ValueError: made up"]
 
 
 def test_the_document_keeps_what_became_of_linears():
