@@ -104,15 +104,16 @@ def test_what_the_backward_computes_again_is_torchs_choice(monkeypatch):
     """An error there costs that choice, and no fusion."""
     expected = step(loss_of, full)
     happened = broken(monkeypatch, "inductor.compile:decide")
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # in which the decision is made already
-    with fx_fusion.recording() as report, pytest.warns(UserWarning, match="torch's choice alone: ZeroDivisionError: a bug of ours"):
-        found = step(compiled(False, True), full)
-    assert happened
-    torch.testing.assert_close(found, expected)
-    report.assert_fused(linear_cross_entropy=1)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="a bug of ours"):
-        step(compiled(True, True), full)
+    with torch._inductor.config.patch(force_disable_caches=True):  # in which the decision is made already
+        alone = pytest.warns(UserWarning, match="torch's choice alone: ZeroDivisionError: a bug of ours")
+        with fx_fusion.recording() as report, alone:
+            found = step(compiled(False, True), full)
+        assert happened
+        torch.testing.assert_close(found, expected)
+        report.assert_fused(linear_cross_entropy=1)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="a bug of ours"):
+            step(compiled(True, True), full)
 
 
 # What is called while the model runs, when another version of the graph is first needed.
