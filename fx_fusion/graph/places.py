@@ -14,18 +14,19 @@ def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    paths = [str(path) for path, _ in stack.values()]
-    return _readable(paths[0], paths[-1])
+    path, _ = list(stack.values())[-1]
+    return _readable(str(path))
 
 
 @functools.lru_cache(maxsize=4096)
-def _readable(root: str, path: str) -> str:
-    if re.fullmatch(r"L\['\w+'\]", root) and path.startswith(root):  # self, or what a function calls the model
-        path = path.removeprefix(root)
+def _readable(path: str) -> str:
+    path = re.sub(r"^[LG]\['args'\]\[0\]", "", path)  # the model, where a decorator of its forward takes (*args, **kwargs)
+    path = re.sub(r"^[LG]\['\w+'\](?!\[)", "", path)  # self, or what a function calls the model
     path = re.sub(r"(\.__dict__)?(\._modules|\['_modules'\])", "", path)
     path = re.sub(r"\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[(\d+)\]", r".\1", path)
-    return re.sub(r"^(L\.)?self\.|^L\.?(self)?\.?", "", path).lstrip(".").removeprefix("fn.")
+    path = re.sub(r"^[LG](?=\.)", "", path).lstrip(".").removeprefix("fn.")
+    return re.sub(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)", "", path).lstrip(".")
 
 
 def location_of(node: fx.Node) -> str:

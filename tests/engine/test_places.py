@@ -1,0 +1,72 @@
+"""Paths of modules as the report says them: as a user would write them, whatever wraps the model."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from fx_fusion.graph.places import module_of
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(8)])
+
+    def forward(this, x):
+        return this.norms[0](x)
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Norms):
+    """As transformers' models, whose forward has a decorator."""
+
+    forward = decorated(Norms.forward)
+
+
+class Holds(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+MODEL, MODELS = Norms(), [Norms()]
+
+
+def of_a_closure(model):
+    return lambda x: model(x)
+
+
+@pytest.mark.parametrize(
+    ("called", "path"),
+    [
+        (Norms(), "norms.0"),
+        (Decorated(), "norms.0"),
+        (Holds(Norms()), "inner.norms.0"),
+        (Holds(torch.compile(Norms(), backend="eager")), "inner.norms.0"),
+        (lambda x: MODEL(x), "norms.0"),
+        (of_a_closure(Norms()), "norms.0"),
+        (lambda x: MODELS[0](x), "MODELS.0.norms.0"),
+    ],
+    ids=["self has another name", "decorated", "inside", "compiled inside", "global", "closure", "in a list"],
+)
+def test_a_path_is_what_a_user_would_write(called, path):
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(module_of(node) for node in gm.graph.nodes if node.op == "call_function")
+        return gm
+
+    torch.compile(called, backend=backend)(torch.randn(2, 8))
+    assert set(seen) == {path}
