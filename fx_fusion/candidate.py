@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fx_fusion.cost.estimate import Estimate
+from fx_fusion.cost.estimate import Estimate, not_made
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match, NearMiss
@@ -65,6 +65,7 @@ class Candidate:
         return Site(
             self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph,
             nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(),
+            {} if self.match is None or self.status != "fused" else not_made(self.fusion, self.match),
         )  # fmt: skip
 
 

@@ -209,6 +209,7 @@ FUSION = Fusion(
     unread=unread,
     emit=emit,
     guard=guard,
+    not_made=("scores", "b*h*s*t*bytes"),
     on_cpu=True,
     cases=(
         case("odd", b=2, h=3, s=37, d=16, bench=False),

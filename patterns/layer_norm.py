@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import mixed_on_cpu, wrong_dtype
 from fx_fusion.fusion.match import NearMiss
-from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small
-from fx_fusion.graph.terms import is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.layer_norm import layer_norm
+from fx_fusion.patterns.sites.lengths import is_centred, over_length_plus_eps
 
 # round_first: the normalised value is cast to x's dtype before the weight (DeBERTa); otherwise one cast at the end.
 VARIANTS = (
@@ -73,11 +72,10 @@ def unread(view: View) -> Iterator[NearMiss]:
         if bound is not None and isinstance(bound["normalized_shape"], (tuple, list)) and len(bound["normalized_shape"]) > 1:
             dims = len(bound["normalized_shape"])
             yield NearMiss("layer_norm", node, node, f"it is over the last {dims} dims; the kernel is over one")
-        term = view.term(node)
-        total = inner_term(view, term.operands[1], "add") if term.op == "div" and is_tensor(term.operands[1]) else None
-        if total is not None and any(view.name(o) == "std" for o in total.operands if is_tensor(o)):
+        found = over_length_plus_eps(view, node)
+        if found is not None and is_centred(view, found[0]):
             reason = "eps is added to the deviation: LayerNorm adds it to the variance, under the root; write F.layer_norm"
-            yield NearMiss("layer_norm", node, term.operands[1], reason)
+            yield NearMiss("layer_norm", node, found[1], reason)
 
 
 def guard(x, weight, bias, eps, round_first):

@@ -155,6 +155,7 @@ FUSION = Fusion(
     guard=guard,
     why_keep=why_keep,
     before=("cross_entropy",),
+    not_made=("logits", "m*v*bytes"),
     on_cpu=True,
     cases=(
         case("one_element", m=1, h=1, v=1, bench=False),

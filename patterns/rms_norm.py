@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import NearMiss
-from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small
-from fx_fusion.graph.terms import is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.rms_norm import rms_norm
+from fx_fusion.patterns.sites.lengths import is_centred, over_length_plus_eps
 
 # round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
 # the last cast (Gemma with offset 1, OLMo-2 with offset 0).
@@ -68,15 +67,10 @@ def unread(view: View) -> Iterator[NearMiss]:
         if view.name(node) == "normalize":
             reason = "F.normalize divides by max(length, eps): RMSNorm adds eps under the root; write F.rms_norm"
             yield NearMiss("rms_norm", node, node, reason)
-        quotient = view.arguments_of(node, "div")
-        divisor = None if quotient is None else quotient["other"]
-        if is_tensor(divisor) and (total := inner_term(view, divisor, "add")) is not None:
-            below = next((o for o in total.operands if is_tensor(o)), None)
-            scaled = None if below is None else inner_term(view, below, "div") or inner_term(view, below, "mul")
-            norm = below if scaled is None else scaled.operands[0]
-            if is_tensor(norm) and inner_term(view, norm, "vector_norm") is not None:
-                reason = "eps is added outside of the root: RMSNorm adds it under the root; write F.rms_norm"
-                yield NearMiss("rms_norm", node, divisor, reason)
+        found = over_length_plus_eps(view, node)
+        if found is not None and not is_centred(view, found[0]):
+            reason = "eps is added outside of the root: RMSNorm adds it under the root; write F.rms_norm"
+            yield NearMiss("rms_norm", node, found[1], reason)
 
 
 def guard(x, weight, eps, offset, round_first):

@@ -74,6 +74,7 @@ FUSION = Fusion(
     guard=guard,
     why_keep=why_keep,
     before=("linear_cross_entropy", "log_probs_entropy", "cross_entropy"),
+    not_made=("logits", "m*v*bytes"),
     on_cpu=True,
     cases=(
         case("one_class", m=3, h=4, v=1, bench=False),

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import fx
+
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 def module_of(node: fx.Node) -> str:
@@ -30,14 +35,22 @@ def _readable(path: str) -> str:
 
 
 def location_of(node: fx.Node) -> str:
-    """``file.py:line`` of the innermost line that made the node."""
+    """``file.py:line`` of the innermost line outside of torch that made the node."""
     frames = frames_of(node)
-    return frames[-1].rsplit("/", 1)[-1] if frames else ""
+    innermost = next((f for f in reversed(frames) if not f.startswith(_TORCH)), frames[-1] if frames else "")
+    return innermost.rsplit("/", 1)[-1]
 
 
 def frames_of(node: fx.Node) -> tuple[str, ...]:
     """The lines that led to the node, outermost first, as ``path:line``."""
     return _frames(node.meta.get("stack_trace") or "")
+
+
+def users_frame(frames: Sequence[str]) -> str:
+    """``file.py:line`` of the innermost of some frames that is in no installed package; empty where there is none, or it is
+    the innermost of all."""
+    own = [frame for frame in frames if "/site-packages/" not in frame and "/dist-packages/" not in frame]
+    return own[-1].rsplit("/", 1)[-1] if own and own[-1] != frames[-1] else ""
 
 
 @functools.lru_cache(maxsize=4096)

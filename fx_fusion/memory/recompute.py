@@ -67,7 +67,7 @@ def _sentence(again: bool, values: list[Value], step: float) -> str:
     for value in values:
         kinds[value.kind, re.sub(r"\.\d+(?=\.|$)", "", value.module).split(".")[-1]].append(value)
     parts = [
-        f"{len(of)} x {kind}{' in ' * bool(module)}{module} ({_size(sum(v.bytes for v in of))})"
+        f"{len(of)} x {kind}{' in ' * bool(module)}{module} ({size_of(sum(v.bytes for v in of))})"
         for (kind, module), of in kinds.items()
     ]
     took = sum(v.seconds for v in values)
@@ -80,7 +80,8 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2g}"
 
 
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
+    """Bytes in words: ``1.5 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

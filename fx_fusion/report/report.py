@@ -17,6 +17,8 @@ from tabulate import tabulate
 from fx_fusion.cost.estimate import sentence, total
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
+from fx_fusion.graph.places import users_frame
+from fx_fusion.memory.recompute import size_of
 from fx_fusion.report.diff import unified
 from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
@@ -82,19 +84,24 @@ class Report:
             raise ValueError(f"nothing is known of {place!r}: {_NOTHING_RECORDED}")
         rows = [row for graph in self.graphs for row in graph.rows_before]
         line = re.fullmatch(r".+:\d+", place) is not None
-        there = (lambda m, at, calls: any(c.endswith(place) for c in (at, *calls))) if line else (
-            lambda m, at, calls: f".{place}." in f".{m}."
-        )  # fmt: skip
-        sites = [s for s in self.sites if there(s.module, s.location, s.calls)]
-        if not sites and not any(there(row.module, row.location, ()) for row in rows):
+        there = (lambda module, at: at.endswith(place)) if line else (lambda module, at: f".{place}." in f".{module}.")
+        rows_there = {(g.index, row.name) for g in self.graphs for row in g.rows_before if there(row.module, row.location)}
+        sites = [
+            s
+            for s in self.sites
+            if there(s.module, s.location)
+            or (line and any(call.endswith(place) for call in s.calls))
+            or any((s.graph, name) in rows_there for name in s.nodes)
+        ]
+        if not sites and not rows_there:
             known = sorted({row.location if line else row.module for row in rows} - {""})
             raise ValueError(f"no node comes from {place!r}. {nearest(place, known)}")
         said = [_because(site) for site in sites]
         said += [
-            f"not recognised: {found.op}{' in ' * bool(found.module)}{found.module} ({found.location})"
+            f"not recognised{' in ' * bool(found.module)}{found.module}: {found}"
             for graph in self.graphs
             for found in self._unsaid(graph)
-            if there(found.module, found.location, ())
+            if there(found.module, found.location)
         ]
         return "\n".join(dict.fromkeys(said)) or f"{place}: nothing there that a fusion is about; Inductor compiles it"
 
@@ -116,11 +123,14 @@ class Report:
             maxcolwidths=[None, None, None, 34, 30, 60],
         )
         notes = [f"graph {g.index}: {note}" for g in self.graphs for note in g.notes()]
-        notes += [f"graph {g.index}: nothing is said of {what}" for g in self.graphs for what in self._grouped_unsaid(g)]
+        notes += [f"graph {g.index}: not recognised: {what}" for g in self.graphs for what in self._grouped_unsaid(g)]
         saved = total(s.estimate for s in self.sites if s.status == "fused")
         notes += [f"estimated: {saved}"] if saved else []
+        not_made = sum((Counter(s.not_made) for s in self.sites), Counter[str]())
+        notes += [f"never in memory: {size_of(amount)} of {what}" for what, amount in not_made.items()]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
-        return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes"])
+        seconds = sum(g.seconds for g in self.graphs)
+        return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes; rewriting took {seconds:.1f} s"])
 
     __repr__ = __str__
 
@@ -128,12 +138,12 @@ class Report:
         return unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index))
 
     def _grouped_unsaid(self, graph: GraphReport) -> list[str]:
-        groups: dict[tuple[str, str], list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for found in self._unsaid(graph):
-            groups.setdefault((found.op, found.location), []).append(found.module)
+            groups.setdefault(str(found), []).append(found.module)
         return [
-            f"{len(modules)} x {op} ({location}){' in ' * any(modules)}{_shorten([m for m in modules if m])}"
-            for (op, location), modules in groups.items()
+            f"{len(modules)} x {what}{' in ' * any(modules)}{_shorten([m for m in modules if m])}"
+            for what, modules in groups.items()
         ]
 
     def _grouped(self) -> list[tuple[str, str, str, str, list[str], int]]:
@@ -150,9 +160,7 @@ class Report:
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
         ``path`` if that is given."""
-        shown = [
-            Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after, tuple(self._unsaid(g))) for g in self.graphs
-        ]
+        shown = [Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after, tuple(self._unsaid(g))) for g in self.graphs]
         made = page(self._verdict(), shown, self.sites, self.environment)
         if path is not None:
             Path(path).write_text(made, encoding="utf-8")
@@ -187,7 +195,8 @@ def _because(site: Site) -> str:
     pays = f"; {estimated}" if (estimated := sentence(site.estimate)) else ""
     advice = f"; write {instead}" if instead and site.status == "near" and "write " not in site.reason else ""
     reason = f": {_generic(site.reason)}" if site.reason else ""
-    return f"{site.status}: {site.fusion}{where} ({site.location}){reason}{pays}{advice}"
+    called = f", called at {frame}" if (frame := users_frame(site.calls)) else ""
+    return f"{site.status}: {site.fusion}{where} ({site.location}{called}){reason}{pays}{advice}"
 
 
 def _generic(reason: str) -> str:

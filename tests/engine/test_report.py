@@ -1,12 +1,16 @@
 """The report: table, diff, JSON, counts, what is said of breaks, and whose it is."""
 
+import inspect
 import json
+import re
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from fx_fusion.graph import places
 from fx_fusion.report import trace as debug
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
@@ -122,7 +126,10 @@ def test_threads_record_what_is_theirs():
         seen[name] = report
 
     barrier = threading.Barrier(2)
-    threads = [threading.Thread(target=work, args=given) for given in (("mlp", silu_mlp), ("norm", lambda x, w: F.layer_norm(x, (8,))))]
+    threads = [
+        threading.Thread(target=work, args=given)
+        for given in (("mlp", silu_mlp), ("norm", lambda x, w: F.layer_norm(x, (8,))))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -156,6 +163,7 @@ SPELLED = {
     "clamped": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp_min(1e-6)),
     "outside": lambda x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6),
     "other_dim": lambda x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
+    "by_sum": lambda x: x / x.square().sum(-1, keepdim=True).sqrt().clamp_min(1e-6),
     "plain": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     "tanh": torch.tanh,
 }
@@ -171,7 +179,8 @@ def odd():
     [
         ("norms.clamped", ["near: ", "found clamp_min", "write F.rms_norm("]),
         ("norms.other_dim", ["near: ", "mean is over dim -2, the pattern's over dim -1"]),
-        ("norms.outside", ["not recognised: sqrt in norms.outside"]),
+        ("norms.outside", ["near: ", "eps is added outside of the root", "write F.rms_norm"]),
+        ("norms.by_sum", ["not recognised in norms.by_sum: sqrt (test_report.py:", "nearest to rms_norm"]),
         ("norms.plain", ["fused: add_rms_norm in norms.plain"]),
         ("tanh", ["nothing there that a fusion is about"]),
     ],
@@ -202,7 +211,68 @@ def test_one_near_miss_a_place(odd):
 
 
 def test_what_no_site_names_is_said(odd):
-    assert "nothing is said of 1 x sqrt" in str(odd)
+    assert re.search(r"not recognised: 1 x sqrt \(test_report.py:\d+\), nearest to rms_norm in norms.by_sum", str(odd))
+
+
+def by_lines(x, w):
+    squares = x.pow(2)
+    mean = squares.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(mean + 1e-6)
+    return w * (x * rstd)
+
+
+def test_every_line_of_a_site_is_answered():
+    _, report = rewritten(by_lines, torch.randn(4, 8), torch.randn(8))
+    first = inspect.getsourcelines(by_lines)[1]
+    for line in range(first + 1, first + 5):
+        assert report.why(f"test_report.py:{line}").startswith("fused: rms_norm")
+
+
+def test_the_users_frame_stands_beside_one_of_a_library(monkeypatch):
+    monkeypatch.setattr(places, "_TORCH", "no such folder")  # as a function of another package
+    _, report = rewritten(lambda x, w: F.rms_norm(x, (8,), w, 1e-6), torch.randn(4, 8), torch.randn(8))
+    said = report.why(report.sites[0].location)
+    assert re.fullmatch(r"fused: rms_norm \(functional.py:\d+, called at test_report.py:\d+\)", said)
+
+
+def test_functions_of_torch_are_no_place():
+    _, report = rewritten(lambda x, w: F.rms_norm(x, (8,), w, 1e-6), torch.randn(4, 8), torch.randn(8))
+    assert report.sites[0].location.startswith("test_report.py:")
+
+
+class Mixed(torch.nn.Module):
+    """A norm that is known, and much that is not, in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up = torch.nn.RMSNorm(8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        gated = F.relu(self.gate(y)).square() * self.up(y)
+        mish = F.mish(self.gate(y)) * self.up(y)
+        angles = torch.arange(8.0)
+        turned = gated * angles.cos() + gated.roll(4, -1) * angles.sin()
+        weights = torch.softmax(turned, 0)
+        return torch.log(torch.exp(weights).sum(-1)), mish, mish * mish.pow(2).sum(-1, keepdim=True).pow(-0.5)
+
+
+def test_a_module_with_a_site_hides_nothing():
+    _, report = rewritten(Mixed(), torch.randn(4, 8))
+    report.assert_fused(rms_norm=1)
+    said = Counter(re.findall(r"not recognised: 1 x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report)))
+    assert said == {
+        ("a gated activation", "swiglu"): 2, ("a rotation", "rope"): 1, ("softmax", "attention"): 1,
+        ("log of a sum of exponentials", "cross_entropy"): 1, ("a root", "rms_norm"): 1,
+    }  # fmt: skip
+
+
+def test_what_is_never_in_memory_is_said():
+    model, hidden, targets = torch.nn.Linear(16, 4096), torch.randn(512, 16), torch.randint(4096, (512,))
+    report = fx_fusion.explain(lambda x, y: F.cross_entropy(model(x), y), hidden, targets, options={"select": "always"})
+    report.assert_fused(linear_cross_entropy=1)
+    assert "never in memory: 8.0 MiB of logits" in str(report)
+    assert re.search(r"rewriting took \d+\.\d s", str(report))
 
 
 def test_a_report_from_json_is_the_same(odd):
