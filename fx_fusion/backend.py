@@ -48,13 +48,14 @@ from fx_fusion.rewrite.verify_step import verifying_step
 from fx_fusion.runtime.reads import Reads, follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
-from fx_fusion.torch_internals import bisector
+from fx_fusion.torch_internals import bisector, loggers
 from fx_fusion.torch_internals import inductor as inductor_itself
 from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, current_compile_id, why_it_ends
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 _graph_numbers = itertools.count()
 bisector.make_known()
+loggers.warn_while_compiling()
 
 
 def fx_fusion(

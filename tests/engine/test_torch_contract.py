@@ -360,3 +360,16 @@ def test_without_a_bisector_or_a_store(monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 7)
         assert collectives.present_within(0.0, None) == 7
     assert hasattr(torch.ops._c10d_functional, "all_reduce")
+
+
+def test_without_dynamos_loggers(monkeypatch):
+    """The graph ends at the message then."""
+    from torch._dynamo.variables import misc
+
+    from fx_fusion.torch_internals import loggers
+
+    known = misc.LoggingLoggerVariable
+    assert known.call_method.warns_once
+    monkeypatch.delattr(misc, "LoggingLoggerVariable")
+    loggers.warn_while_compiling()
+    assert known.call_method.warns_once
