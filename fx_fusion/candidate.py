@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fx_fusion.cost.estimate import Estimate, not_made
+from fx_fusion.cost.estimate import Estimate
 from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.graph.places import frames_of, location_of, module_of
+from fx_fusion.graph.size_hints import bytes_of
+from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
 from fx_fusion.report.site import Site, shapes_of
 
@@ -62,10 +64,11 @@ class Candidate:
         reason = "; ".join(part for part in (self.reason, note) if part)
         nodes = self.names or tuple(n.name for n in self.nodes) or (self.root.name,)
         made = tuple(n.name for n in self.made)
+        unmade = self.match.unmade if self.match is not None and self.status == "fused" else {}
         return Site(
             self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph,
             nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(),
-            {} if self.match is None or self.status != "fused" else not_made(self.fusion, self.match),
+            {name: bytes_of(example(node)) for name, node in unmade.items()},
         )  # fmt: skip
 
 

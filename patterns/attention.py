@@ -24,11 +24,11 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in, keeps_values
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.forms import inner_term
-from fx_fusion.graph.terms import example, is_tensor, same_sizes
+from fx_fusion.graph.terms import example, is_tensor, same_shape, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis
 from fx_fusion.patterns.sites.products import permuted, product_of, rows_of_keys
-from fx_fusion.patterns.sites.scores import Scores, has_product, read_scores
+from fx_fusion.patterns.sites.scores import Scores, has_product, read_scores, regrouped
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
@@ -83,6 +83,11 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
             if args is None or dropout or args["inplace"] or not isinstance(args["p"], float):
                 raise NotThis(user, "an unusual dropout")
             dropout = args["p"]
+        elif regrouped(view, user) is probabilities:
+            nodes.add(user)
+            scores.levels.append(user)
+            probabilities = user
+            continue
         elif view.transparent(user) is not probabilities:
             break
         nodes.add(user)
@@ -101,20 +106,26 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
         raise NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
     q, keys, first = scores.q, scores.keys, scores.product
     assert first is not None
-    rank = example(q).dim()
-    if rank not in (3, 4) or example(keys).dim() != rank or example(v).dim() != rank:
-        raise NotThis(user, "expected queries, keys and values of one rank, 3 or 4")
+    scores.levels.append(probabilities)
+    scores.heads = _common_heads(scores)
     orders = first.left_order, first.right_order, values.right_order
-    heads = [
-        [example(t).shape[d] for d in (order or range(rank))[:-2]] for t, order in zip((q, keys, v), orders, strict=True)
-    ]  # fmt: skip
-    if not all(_broadcasts(other, heads[0]) for other in heads[1:]):
+    of_q, of_keys, of_v = (
+        [example(t).shape[d] for d in (order or range(example(t).dim()))[:-2]]
+        for t, order in zip((q, keys, v), orders, strict=True)
+    )
+    of_scores = example(probabilities).shape[:-2]
+    if not _broadcasts(of_keys, of_q) or not _broadcasts(of_v, of_scores):
         raise NotThis(user, "batch and heads of queries, keys and values differ")
     scores.dropout, scores.values = dropout, values
-    # Inputs lie as the kernel takes them; what has its dims in another order, or one head for all, does not.
-    as_they_are = [order is None and same_sizes(heads[0], own) for order, own in zip(orders, heads, strict=True)]
+    # Inputs lie as the kernel takes them; what is grouped anew, in another order, or one head for all, does not.
+    one_level = scores.heads is None
+    as_they_are = [
+        one_level and order is None and same_sizes(own, whole)
+        for order, own, whole in zip(orders, (of_q, of_keys, of_v), (of_q, of_q, of_scores), strict=True)
+    ]
     inputs: dict[str, fx.Node] = {}
-    others = {f"bias_{i}": b for i, b in enumerate(scores.biases)}
+    others = {f"bias_{i}": bias for i, (bias, _) in enumerate(scores.biases)}
+    others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
     for name, node, as_it_is in (("q", q, as_they_are[0]), ("v", v, as_they_are[2])):
         (inputs if as_it_is else others)[name if as_it_is else f"{name}_otherwise"] = node
     if as_they_are[1] and view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
@@ -126,8 +137,25 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
         raise NotThis(keys, f"q, k and v are {', '.join(map(str, dtypes))}; attention takes one dtype")
     everything = frozenset((*nodes, user))
     return Match(
-        "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores
+        "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores,
+        unmade={"scores": softmax},
     )  # fmt: skip
+
+
+def _common_heads(scores: Scores) -> Any:
+    """The number of heads where batch and heads are grouped in several ways on the way, or in three dims; None where they
+    are the same one or two dims everywhere."""
+    leading = [example(level).shape[:-2] for level in scores.levels]
+    if all(same_sizes(leading[0], other) for other in leading) and len(leading[0]) < 3:
+        return None
+    heads = [sizes[-1] for sizes in leading if len(sizes) > 1]
+    if not heads:
+        return None
+    if not isinstance(heads[0], int):
+        raise NotThis(scores.levels[0], "the number of heads changes between calls, and they are grouped in several ways")
+    if not all(statically_known_true(n == heads[0]) for n in heads):
+        raise NotThis(scores.levels[0], f"batch and heads are grouped as {' and '.join(map(str, map(tuple, leading)))}")
+    return heads[0]
 
 
 def _broadcasts(sizes: Sequence[Any], wanted: Sequence[Any]) -> bool:
@@ -145,9 +173,13 @@ def emit(editor: Editor, match: Match) -> None:
             k = editor.now(match.inputs["k"])
         else:
             k = permuted(editor, scores.keys, rows_of_keys(scores.product), root)
-        k, v = (_for_all_heads(editor, t, q, root) for t in (k, v))
+        k = _for_all_heads(editor, k, example(q).shape[:-2], root)
+        v = _for_all_heads(editor, v, example(scores.values.left).shape[:-2], root)
+        q = _times(editor, q, scores.factors, root)
+        q, k, v = (_grouped(editor, t, scores.heads, root) for t in (q, k, v))
         bias = None
-        for added in scores.biases:
+        for added, level in scores.biases:
+            added = _bias_of_heads(editor, added, level, scores.heads, root)
             bias = added if bias is None else editor.call(torch.add, (bias, added), like=root)
         if bias is not None and causal:  # one mask, not two
             bias, causal = _with_causal(editor, bias, q, k, root), False
@@ -164,6 +196,9 @@ def emit(editor: Editor, match: Match) -> None:
         )  # fmt: skip
         if three:
             call = editor.method("squeeze", (call, 0), like=root)
+        if scores.heads is not None:
+            others = example(scores.values.left).shape[1:-2]
+            call = editor.method("reshape", (call, -1, *others, *example(call).shape[-2:]), like=root)
         call = permuted(editor, call, scores.values.out_order, root)
         if example(call).stride() != example(root).stride():
             call = editor.restride(call, example(root), like=root)
@@ -174,9 +209,36 @@ def emit(editor: Editor, match: Match) -> None:
     editor.erase([*match.nodes, *(node for proof in scores.proofs for node in proof.nodes)])
 
 
-def _for_all_heads(editor: Editor, node: Any, q: Any, like: fx.Node) -> Any:
-    """Keys or values with the batch and the heads of the queries."""
-    wanted = example(q).shape[:-2]
+def _times(editor: Editor, q: Any, factors: Sequence[tuple[str, fx.Node]], like: fx.Node) -> Any:
+    """The queries scaled as their scores are."""
+    for name, factor in factors:
+        scaled = editor.call(getattr(torch, name), (q, factor), like=like)
+        if example(scaled).dtype != example(q).dtype or not same_shape(example(scaled), example(q)):
+            raise Mismatch(f"{factor.name} is no number for each query, in the dtype of the queries")
+        q = scaled
+    return q
+
+
+def _grouped(editor: Editor, node: Any, heads: Any, like: fx.Node) -> Any:
+    """(rest, heads, length, dim), of batch and heads in any number of dims; as it is where ``heads`` is None."""
+    if heads is None:
+        return node
+    return editor.method("reshape", (node, -1, heads, *example(node).shape[-2:]), like=like)
+
+
+def _bias_of_heads(editor: Editor, bias: fx.Node, level: fx.Node, heads: Any, like: fx.Node) -> Any:
+    """A bias of scores that are grouped as ``level`` is, for scores (rest, heads, queries, keys)."""
+    if heads is None:
+        return bias
+    rank = example(level).dim()
+    if rank > 4:
+        raise Mismatch(f"the bias {bias.name} is added to scores of {rank} dims")
+    for_all = example(bias).dim() < 3 or statically_known_true(example(bias).shape[0] == 1)
+    return bias if rank == 4 or for_all else _grouped(editor, bias, heads, like)
+
+
+def _for_all_heads(editor: Editor, node: Any, wanted: Sequence[Any], like: fx.Node) -> Any:
+    """Keys or values with the batch and the heads of queries or probabilities."""
     if same_sizes(example(node).shape[:-2], wanted):
         return node
     return editor.method("expand", (node, *wanted, -1, -1), like=like)
@@ -209,7 +271,6 @@ FUSION = Fusion(
     unread=unread,
     emit=emit,
     guard=guard,
-    not_made=("scores", "b*h*s*t*bytes"),
     on_cpu=True,
     cases=(
         case("odd", b=2, h=3, s=37, d=16, bench=False),

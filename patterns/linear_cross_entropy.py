@@ -66,6 +66,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
                 "scale": head.seen.scale,
             },
             deferred=deferred,
+            unmade={"logits": head.seen.source},
             differs=None if head.shards is None else _not_in_parts(site),
             sharded=frozenset() if head.shards is None else frozenset(given),
             reading=(site, head),
@@ -155,7 +156,6 @@ FUSION = Fusion(
     guard=guard,
     why_keep=why_keep,
     before=("cross_entropy",),
-    not_made=("logits", "m*v*bytes"),
     on_cpu=True,
     cases=(
         case("one_element", m=1, h=1, v=1, bench=False),

@@ -42,6 +42,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             inputs={**head.inputs, "target": site.target},
             statics={"softcap": head.seen.softcap, "scale": head.seen.scale},
             deferred=deferred,
+            unmade={"logits": head.seen.source},
             reading=(site, entropy, head),
         )
 
@@ -74,7 +75,6 @@ FUSION = Fusion(
     guard=guard,
     why_keep=why_keep,
     before=("linear_cross_entropy", "log_probs_entropy", "cross_entropy"),
-    not_made=("logits", "m*v*bytes"),
     on_cpu=True,
     cases=(
         case("one_class", m=3, h=4, v=1, bench=False),

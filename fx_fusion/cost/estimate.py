@@ -66,17 +66,6 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
 
 
-def not_made(fusion: Fusion, match: Match) -> dict[str, int]:
-    """Bytes of what the model's code makes and the replacement never has in memory, by its name."""
-    given = {name: match.example(name) for name, bound in match.inputs.items() if is_tensor(bound)}
-    sizes = table.sizes_of(fusion, given)
-    floating = [t for t in given.values() if t.is_floating_point()]
-    if fusion.not_made is None or sizes is None or not floating:
-        return {}
-    name, formula = fusion.not_made
-    return {name: int(_evaluated(formula, tuple({**sizes, "bytes": floating[0].dtype.itemsize}.items())))}
-
-
 def _traffic(fusion: Fusion, sizes: dict[str, float], itemsize: int) -> tuple[float | None, float | None]:
     if fusion.traffic is None:
         return None, None

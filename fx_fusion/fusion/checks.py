@@ -154,10 +154,8 @@ def _cases(fusion: Any) -> None:
 
 
 def _traffic(fusion: Any) -> None:
-    formulas = [("traffic", formula) for formula in fusion.traffic or ()]
-    formulas += [("not_made", fusion.not_made[1])] if fusion.not_made else []
-    for field, formula in formulas:
+    for formula in fusion.traffic or ():
         symbols = {name: sympy.Symbol(name, positive=True) for name in (*fusion.dims, "bytes")}
         unknown = sorted(map(str, sympy.sympify(formula, locals=symbols).free_symbols - set(symbols.values())))
         if unknown:
-            raise _error(fusion, f"the {field} {formula!r} names {', '.join(unknown)}; it has {', '.join(symbols)}.")
+            raise _error(fusion, f"the traffic {formula!r} names {', '.join(unknown)}; it has {', '.join(symbols)}.")

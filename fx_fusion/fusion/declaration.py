@@ -78,8 +78,6 @@ class Fusion:
         why_keep: same parameters: why Inductor is as good here, or None. A sentence keeps the site.
         traffic: bytes that the kernels and Inductor's code move for forward + backward, as formulas over the dims (``m``:
             the product of what ``...`` stands for) and ``bytes``, those of an element: what decides where no table speaks.
-        not_made: what the model's code makes and the replacement never has in memory, by name, and its bytes as a formula of
-            the same kind, ``("logits", "m*v*bytes")``; for the report.
         on_cpu: whether it pays on CPU tensors.
         before: names of fusions that are tried after this one, since they may want nodes of its matches.
 
@@ -113,7 +111,6 @@ class Fusion:
     guard: Callable[..., Reason] | None = None
     why_keep: Callable[..., Reason] | None = None
     traffic: tuple[str, str] | None = None
-    not_made: tuple[str, str] | None = None
     on_cpu: bool = False
     before: tuple[str, ...] = ()
 

@@ -30,6 +30,7 @@ class Match:
         deferred: matched nodes that the graph returns and that are computed only when read.
         reading: what a finder read, for the ``emit`` of its fusion.
         note: what the report says of the site, whatever becomes of it.
+        unmade: what the model's code makes and the replacement never has in memory, by its name in the report (logits).
         sharded: inputs that are DTensors, whose placements the finder knows: the replacement reads this rank's parts.
         channels_last: inputs that go to the kernel channels last, since Inductor lays out this graph so.
     """
@@ -47,6 +48,7 @@ class Match:
     deferred: tuple[fx.Node, ...] = ()
     reading: Any = None
     note: str = ""
+    unmade: Mapping[str, fx.Node] = field(default_factory=dict)
     sharded: frozenset[str] = frozenset()
     channels_last: frozenset[str] = frozenset()
 

@@ -23,6 +23,12 @@ def elements(tensor: torch.Tensor) -> float:
     return math.prod(expected(size) for size in tensor.shape)
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """How many bytes a tensor will take; 0 where a size had no value."""
+    count = elements(tensor)
+    return 0 if math.isinf(count) else int(count) * tensor.dtype.itemsize
+
+
 def trained(*tensors: torch.Tensor | None) -> bool:
     """Whether a site's backward will run for one of these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -126,8 +126,8 @@ class Report:
         notes += [f"graph {g.index}: not recognised: {what}" for g in self.graphs for what in self._grouped_unsaid(g)]
         saved = total(s.estimate for s in self.sites if s.status == "fused")
         notes += [f"estimated: {saved}"] if saved else []
-        not_made = sum((Counter(s.not_made) for s in self.sites), Counter[str]())
-        notes += [f"never in memory: {size_of(amount)} of {what}" for what, amount in not_made.items()]
+        unmade = sum((Counter(s.unmade) for s in self.sites), Counter[str]())
+        notes += [f"never in memory: {size_of(amount)} of {what}" for what, amount in unmade.items()]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         seconds = sum(g.seconds for g in self.graphs)
         return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes; rewriting took {seconds:.1f} s"])

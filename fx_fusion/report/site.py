@@ -30,7 +30,7 @@ class Site:
         made: the names of the nodes that are in their place now.
         calls: the frames that led there, outermost first, each ``path:line``.
         estimate: the facts of a ``cost.estimate.Estimate``: what it takes, and what Inductor does; empty where nobody knows.
-        not_made: bytes of what the model's code makes (logits, scores) and the replacement never has in memory, by its name.
+        unmade: bytes of what the model's code makes (logits, scores) and the replacement never has in memory, by its name.
     """
 
     fusion: str
@@ -44,7 +44,7 @@ class Site:
     made: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     estimate: dict[str, Any] = field(default_factory=dict)
-    not_made: dict[str, int] = field(default_factory=dict)
+    unmade: dict[str, int] = field(default_factory=dict)
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> dict[str, str]:

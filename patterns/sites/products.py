@@ -55,12 +55,16 @@ def product_of(view: View, node: Any) -> Product | None:
 
 def _einsum(equation: Any, operands: Sequence[Any]) -> Product | None:
     """Of two operands with one letter that both have and the result has not, each a letter of its own, all others shared."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = operands[0]
     if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
         return None
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    inputs, arrow, out = _with_letters_for_dots(equation.replace(" ", ""), operands).partition("->")
     left, comma, right = inputs.partition(",")
     letters = (left, right, out)
     if not arrow or not comma or not all(part.isalpha() and len(set(part)) == len(part) for part in letters):
+        return None
+    if (len(left), len(right)) != tuple(example(operand).dim() for operand in operands):
         return None
     batch = "".join(c for c in out if c in left and c in right)
     summed = [c for c in left if c in right and c not in out]
@@ -82,6 +86,14 @@ def _einsum(equation: Any, operands: Sequence[Any]) -> Product | None:
     of_out = tuple((batch + m + n).index(c) for c in out)
     of_left, of_right, of_result = (None if o == tuple(range(len(o))) else o for o in (*orders, of_out))
     return Product(operands[0], operands[1], of_left, of_right, of_result)
+
+
+def _with_letters_for_dots(equation: str, operands: Sequence[fx.Node]) -> str:
+    """The equation with a letter for each dim of ``...``, where it stands for as many in both operands."""
+    parts = equation.partition("->")[0].split(",")
+    counts = {example(t).dim() - len(part) + 3 for part, t in zip(parts, operands, strict=False) if "..." in part}
+    unused = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    return equation.replace("...", "".join(unused[: counts.pop()])) if len(counts) == 1 else equation
 
 
 def rows_of_keys(product: Product) -> Order:

@@ -12,6 +12,15 @@ q = torch.randn(B, H, S, D, generator=generator)
 k, v = (torch.randn(B, H, T, D, generator=generator) for _ in range(2))
 
 
+SCALES, LOWEST = torch.rand(H, 1, 1, generator=generator) * 3, torch.finfo(torch.float32).min
+
+
+def lower():
+    """A causal mask that is added: later keys have the lowest number."""
+    i, j = torch.arange(S)[:, None], torch.arange(T)[None]
+    return torch.zeros(S, T).masked_fill(j > i, LOWEST)
+
+
 def flat(t):
     return t.reshape(-1, *t.shape[-2:])
 
@@ -48,6 +57,34 @@ FIRES = {
     "amax_taken_off": lambda q, k, v: (lambda a: torch.softmax(a - a.amax(-1, True), -1))(q @ k.mT / 2) @ v,
     "scale_is_a_tensor": lambda q, k, v: torch.softmax(q @ k.mT / torch.sqrt(torch.tensor(4.0)), -1) @ v,
     "scale_is_full": lambda q, k, v: torch.softmax(q @ k.mT / torch.full([], 2.0), -1) @ v,
+    "maximum_detached": lambda q, k, v: (lambda a: torch.softmax(a - a.max(-1, keepdim=True)[0].detach(), -1))(q @ k.mT) @ v,
+    "maximum_of_detached": lambda q, k, v: (lambda a: torch.softmax(a - a.detach().amax(-1, True), -1))(q @ k.mT) @ v,
+    "einsum_of_a_list": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bhqd", [torch.softmax(torch.einsum("bhqd,bhkd->bhqk", [q, k]) / 2, -1), v]
+    ),
+    "einsum_with_dots": lambda q, k, v: torch.einsum(
+        "...qk,...kd->...qd", torch.softmax(torch.einsum("...qd,...kd->...qk", q, k) / 2, -1), v
+    ),
+    "nothing_below_the_lowest": lambda q, k, v: torch.softmax(torch.max(q @ k.mT, torch.tensor(LOWEST)), -1) @ v,
+    "clamped_at_the_lowest": lambda q, k, v: torch.softmax((q @ k.mT).clamp(min=LOWEST), -1) @ v,
+    "scale_of_the_data": lambda q, k, v: torch.softmax(q @ k.mT / v.square().sum(), -1) @ v,
+    "scale_a_head": lambda q, k, v: torch.softmax(
+        F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * SCALES.clamp(max=4.6).exp(), -1
+    ) @ v,
+    "scale_a_query": lambda q, k, v: torch.softmax((q @ k.mT) * q.mean(-1, keepdim=True), -1) @ v,
+    "grouped_for_the_softmax": lambda q, k, v: torch.bmm(
+        torch.softmax(torch.bmm(flat(q), flat(k).mT).view(B, H, S, T), -1).view(B * H, S, T), flat(v)
+    ),
+    "grouped_for_a_mask": lambda q, k, v: torch.bmm(
+        torch.softmax((torch.bmm(flat(q), flat(k).mT).view(B, H, S, T) + lower()).view(B * H, S, T), -1), flat(v)
+    ),
+    "grouped_behind_the_softmax": lambda q, k, v: torch.bmm(torch.softmax(q @ k.mT / 2, -1).flatten(0, 1), flat(v)),
+    "grouped_by_unflatten": lambda q, k, v: torch.softmax(
+        torch.bmm(flat(q), flat(k).mT).unflatten(0, (-1, H)).masked_fill(lower() < 0, -torch.inf), -1
+    ) @ v,
+    "five_dims": lambda q, k, v: torch.softmax(
+        *[q.view(B, 1, H, 1, S, D).flatten(2, 3) @ k.view(B, 1, H, T, D).mT / 2], -1
+    ) @ v.view(B, 1, H, T, D),
     "one_head_of_keys": lambda q, k, v: torch.softmax(q @ k[:, :1].mT / 2, -1) @ v[:, :1],
     "one_head_of_keys_einsum": lambda q, k, v: torch.softmax(q @ k[:, :1].mT / 2, -1) @ v,
 }
@@ -96,7 +133,31 @@ NOT = {
     "bias_of_more_rows": (
         lambda q, k, v: torch.softmax(q[:1] @ k[:1].mT + torch.zeros(B, 1, S, T), -1) @ v, "makes scores of shape",
     ),
-    "scale_of_the_data": (lambda q, k, v: torch.softmax(q @ k.mT / v.square().sum(), -1) @ v, "not a positive constant"),
+    "scale_a_key": (lambda q, k, v: torch.softmax(q @ k.mT / v.square().sum(-1)[..., None, :], -1) @ v, "not one number for all"),
+    "scaled_behind_a_mask": (
+        lambda q, k, v: torch.softmax((q @ k.mT + lower()) * SCALES, -1) @ v, "is scaled with the scores",
+    ),
+    "filled_and_scaled": (
+        lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(lower() < 0, -torch.inf) * SCALES, -1) @ v,
+        "is scaled with the scores",
+    ),
+    "scale_that_is_written_to": (lambda q, k, v: written_scale_a_head(q, k, v), "which is written to"),
+    "grouped_in_two_ways": (
+        lambda q, k, v: torch.bmm(
+            torch.softmax(torch.bmm(flat(q), flat(k).mT).view(B, H, S, T).exp().log().view(H, B, S, T), -1).view(-1, S, T), flat(v)
+        ),
+        "between the product",
+    ),
+    "two_numbers_of_heads": (
+        lambda q, k, v: torch.bmm(
+            torch.softmax(torch.bmm(flat(q), flat(k).mT).view(B, H, S, T).view(H, B, S, T), -1).view(-1, S, T), flat(v)
+        ),
+        "are grouped as",
+    ),
+    "the_keys_are_regrouped": (
+        lambda q, k, v: torch.softmax((q @ k[:, :, :4].mT).view(B, H, 4, S), -1) @ q, "between the product",
+    ),
+    "clamped_higher": (lambda q, k, v: torch.softmax((q @ k.mT).clamp(min=-1.0), -1) @ v, "clamp is between"),
     "negative_alpha": (
         lambda q, k, v: torch.bmm(
             torch.softmax(torch.baddbmm(torch.zeros(B * H, S, T), flat(q), flat(k).mT, beta=0, alpha=-0.5), -1), flat(v)
@@ -145,6 +206,14 @@ def written_scale(q, k, v):
     scale = torch.tensor(2.0)
     scale.view(()).mul_(2)
     return torch.softmax(q @ k.mT / scale, -1) @ v
+
+
+def written_scale_a_head(q, k, v):
+    scale = SCALES * 1
+    scores = q @ k.mT * scale
+    result = torch.softmax(scores, -1) @ v
+    scale.mul_(2)
+    return result + scale.sum()
 
 
 def written_fill(q, k, v):

@@ -33,6 +33,8 @@ def undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: f
         return sympy.And(*(undecided(p, sizes, node) for p in predicate.args))
     if isinstance(predicate, sympy.Or):
         return sympy.Or(*(undecided(p, sizes, node) for p in predicate.args))
+    if isinstance(predicate, sympy.Eq) and all(_is_zero(side, sizes) for side in predicate.args):
+        return sympy.true  # positions in one chunk, where all are in the first
     if isinstance(predicate, sympy.core.relational.Relational):
         bound = upper_bound(at_most_zero(predicate), sizes)
         if bound is not None and bound.is_nonpositive:
@@ -41,6 +43,15 @@ def undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: f
         if lower is not None and lower.is_nonpositive:
             return sympy.false
     return predicate
+
+
+def _is_zero(side: sympy.Basic, sizes: dict[sympy.Symbol, sympy.Expr]) -> bool:
+    """Whether ``floor(i / n)`` is 0 at every index."""
+    if not isinstance(side, sympy.floor):
+        return bool(side.is_zero)
+    above, below = side.args[0].as_numer_denom()
+    bound = upper_bound(above - below + 1, sizes)
+    return bool(above.is_nonnegative and below.is_positive and bound is not None and bound.is_nonpositive)
 
 
 def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:

@@ -148,7 +148,7 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     before, after = example(bound["input"]).dtype, example(node).dtype
     if after == torch.bool:
         return as_predicate(inner, node)
-    if before.is_floating_point and not after.is_floating_point:
+    if before.is_floating_point and not after.is_floating_point and not inner.is_integer:
         raise Opaque(node, f"{node.name} truncates")
     if inner.atoms(sympy.core.function.AppliedUndef) and not keeps_values(before, after):
         raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
