@@ -8,7 +8,7 @@ all of them by now, and what is then written to one shows in its views and not i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,31 @@ class _Step:
 _Source = _Output | _Step
 
 
+class _Hook:
+    """A hook on the gradient of a tensor that nobody has read: on the value as soon as there is one. FSDP puts one on every
+    output of a module, to gather its parameters before the backward. Also its handle."""
+
+    def __init__(self, tensor: DeferredTensor, function: Callable[[Tensor], Any]):
+        self.tensor, self.function, self.handle = weakref.ref(tensor), function, None
+        tensor._hooks.append(self)
+
+    def register(self, value: Tensor) -> None:
+        self.handle = value.register_hook(self.function)
+
+    def remove(self) -> None:
+        tensor = self.tensor()
+        if self.handle is not None:
+            self.handle.remove()
+        elif tensor is not None and self in tensor._hooks:
+            tensor._hooks.remove(self)
+
+    def __enter__(self) -> _Hook:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+
 class _Link(torch.autograd.Function):
     """Makes a deferred tensor part of the autograd graph: code that differentiates it without ever asking for its
     values (a custom autograd.Function in C++) gets the gradients of its operands."""
@@ -96,6 +121,9 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         tensor = ctx.tensor()
+        for hook in [] if tensor is None or tensor._value is not None else tensor._hooks:
+            found = hook.function(dy)
+            dy = dy if found is None else found
         value = None if tensor is None else tensor._value
         if value is not None and (history_of(value) is not tensor._history or has_backward_hooks(value)):
             raise RuntimeError(
@@ -125,6 +153,7 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = source, None, None, None, False
+    tensor._hooks = []
     return tensor
 
 
@@ -132,6 +161,7 @@ def _around(value: Tensor) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` is a fake one."""
     tensor = wrapper(DeferredTensor, value, value.device)
     tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = None, value, None, None, True
+    tensor._hooks = []
     return tensor
 
 
@@ -143,6 +173,7 @@ class DeferredTensor(torch.Tensor):
     _history: Any  # history_of(the value) when it was computed
     _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
+    _hooks: list[_Hook]  # for the gradient of the value
 
     @staticmethod
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:
@@ -222,6 +253,10 @@ class DeferredTensor(torch.Tensor):
         if func in ANSWERED and args[0]._value is None:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if func is torch.Tensor.register_hook and (source := args[0]._source) is not None and args[0].requires_grad:
+            with source.recipe.reading:
+                if args[0]._value is None:
+                    return _Hook(args[0], *args[1:])
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 step = None

@@ -22,6 +22,7 @@ from fx_fusion.torch_internals.dispatch import (
     without_torch_function,
 )
 from fx_fusion.torch_internals.fakes import FakeTensor
+from fx_fusion.torch_internals.fsdp import gathered, is_freed, owner_of
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 
@@ -60,7 +61,8 @@ class Recipe:
     ):
         self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.versions = [_version(o) for o in self.operands]
+        self.owners = [owner_of(o) for o in self.operands]
+        self.versions = self._versions()
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
@@ -85,10 +87,16 @@ class Recipe:
             for meta, dtype in zip(found, dtypes, strict=True)
         )
 
+    def _versions(self) -> list[Any]:
+        """What changes with an operand: of a parameter that FSDP frees and gathers again, what this rank's part says."""
+        pairs = zip(self.operands, self.owners, strict=True)
+        return [_version(o) if owner is None else version_of(owner.sharded) for o, owner in pairs]
+
     def check(self) -> None:
         """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through
         ``.data``, goes unnoticed.)"""
-        changed = [o for o, version in zip(self.operands, self.versions, strict=True) if _version(o) != version]
+        versions = zip(self.operands, self._versions(), self.versions, strict=True)
+        changed = [operand for operand, now, then in versions if now != then]
         if not changed and not self.stepped:
             return
         name = self.names[0]
@@ -104,8 +112,7 @@ class Recipe:
         """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
         if self._values is None and self._computed is None:
             self.check()
-            self._meet()
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
+            with self._gathered(), torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
                 self._values = self.module(*self.operands)
         elif self._values is None:
             assert self._computed is not None
@@ -117,15 +124,20 @@ class Recipe:
     def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
         """The same computation on other operands (leaves, to differentiate it)."""
         self.check()
-        self._meet()
-        with self._autocast():
+        with self._gathered(), self._autocast():
             return self.module(*operands)
 
-    def _meet(self) -> None:
-        """Raise RuntimeError unless all ranks that have a part of the operands read now: to gather it takes all of them."""
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters that FSDP has freed are whole. Raises RuntimeError unless all ranks that have a part of the
+        operands read now: to gather it takes all of them."""
+        freed = [owner for o, owner in zip(self.operands, self.owners, strict=True) if owner is not None and is_freed(o)]
         parts = (o for o in self.operands if any(not p.is_replicate() for p in getattr(o, "placements", ())))
-        groups = (part.device_mesh.get_all_groups() for part in parts)
-        for group in {id(g): g for found in groups for g in found}.values():
+        groups = [group for part in parts for group in part.device_mesh.get_all_groups()]
+        self._meet([*groups, *(owner.group for owner in freed if owner.group is not None)])
+        return gathered(freed) if freed else contextlib.nullcontext()
+
+    def _meet(self, groups: Sequence[Any]) -> None:
+        for group in {id(group): group for group in groups}.values():
             present, ranks = present_within(_PATIENCE, group), group.size()
             if present < ranks:
                 name = self.names[0]
@@ -143,6 +155,8 @@ class Recipe:
                 if member._value is None:
                     value = member.source.compute()
                     member._history, member._value = history_of(value), value
+                    for hook in member._hooks:
+                        hook.register(value)
             for member in self._members():  # what they were computed from is theirs no more
                 member._source = None
             self._values = self._computed = None
@@ -195,7 +209,8 @@ def _notice_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for recipe in list(_WAITING):
-        recipe.stepped = recipe.stepped or any(id(operand) in changed for operand in recipe.operands)
+        parts = (owner.sharded for owner in recipe.owners if owner is not None)
+        recipe.stepped = recipe.stepped or any(id(operand) in changed for operand in (*recipe.operands, *parts))
 
 
 register_optimizer_step_post_hook(_notice_step)

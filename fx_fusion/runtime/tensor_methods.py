@@ -24,6 +24,7 @@ ANSWERED = {
         "is_sparse_csr",
         "itemsize",
         "nbytes",
+        "_base",
     )
 } | {
     getattr(torch.Tensor, name)

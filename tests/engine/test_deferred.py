@@ -289,3 +289,41 @@ def test_what_was_read_keeps_nothing_of_the_graph_alive():
         kept.append(d)
         del loss, z, d
     assert not any(g() is not None for g in graphs)
+
+
+def hooked(read, order):
+    """The gradient of the lm_head with a hook on the logits that doubles theirs, and what the hook was given."""
+    model, ids, seen = tiny_llama(), tokens(), []
+    out = torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids) if order != "eager" else model(
+        input_ids=ids, labels=ids
+    )  # fmt: skip
+    if order == "read first":
+        out.logits.sum()
+    handle = out.logits.register_hook(lambda dy: seen.append(dy.sum().item()) or 2 * dy)
+    removed = out.logits.register_hook(lambda dy: seen.append("removed"))
+    removed.remove()
+    loss = out.loss + (out.logits.square().mean() if read else 0)
+    loss.backward()
+    assert hasattr(handle, "remove")
+    return model.lm_head.weight.grad, seen, out
+
+
+@pytest.mark.parametrize("order", ["hook first", "read first"])
+def test_a_hook_on_logits_runs_when_they_have_a_gradient(order):
+    expected, given, _ = hooked(True, "eager")
+    torch._dynamo.reset()
+    found, seen, _ = hooked(True, order)
+    # The gradient of the loss never passes through the logits here, in eager it does.
+    assert len(seen) == len(given) == 1
+    assert torch.isfinite(found).all()
+
+
+def test_a_hook_alone_reads_nothing():
+    """As FSDP2 does with every output of a module."""
+    with fx_fusion.recording() as report:
+        _, seen, out = hooked(False, "hook first")
+    assert out.logits._value is None
+    assert seen == []
+    assert "read in" not in str(report) or "read in 0 of" in str(report)
+    assert out.logits._base is None
+    assert out.logits._value is None

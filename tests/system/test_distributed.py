@@ -79,6 +79,7 @@ SETUPS = {
     "fsdp2, one unit": (lambda m, b: fsdp2(m, b, units="none"), True, {**LOSS, **LAYER}),
     "fsdp2, head apart": (lambda m, b: fsdp2(m, b, units="head"), False, {"cross_entropy": 1, **LAYER}),
     "fsdp2, kept whole": (lambda m, b: fsdp2(m, b, reshard_after_forward=False), True, {**LOSS, **LAYER}),
+    "fsdp2, the root is freed": (lambda m, b: fsdp2(m, b, reshard_after_forward=True), True, {**LOSS, **LAYER}),
     "fsdp2, mixed precision": (lambda m, b: fsdp2(m, b, mixed=True), True, {**LOSS, **LAYER}),
     "fsdp2, offloaded": (lambda m, b: fsdp2(m, b, offload=True), True, {**LOSS, **LAYER}),
     "fsdp2, checkpointing": (lambda m, b: fsdp2(m, b, checkpointing=True), True, {**LOSS, **CHECKPOINTED}),
@@ -121,7 +122,7 @@ def train(name, rank, backend):
                 out = call(**given)
                 out.loss.backward()
             losses.append(out.loss.item())
-            waited = waited and isinstance(out.logits, DeferredTensor)
+            waited = waited and isinstance(out.logits, DeferredTensor) and out.logits._value is None
             logits = out.logits.detach().float() + 0 if step == 3 else None
             optimizer.step()
             optimizer.zero_grad()
@@ -154,6 +155,50 @@ def check(found, name):
         assert waited == waits
         assert all(counts[fusion] >= number for fusion, number in least.items()), counts
         assert graphs > 4 or "ddp" not in name or "one" in name or "reducer" in name, "one bucket says nothing"
+
+
+# -- reading logits whose lm_head FSDP2 has freed -------------------------------------------------------------------------
+def reads(rank):
+    """The sum of the logits, or the error, by when they are read, and on which ranks."""
+    import fx_fusion
+    from fx_fusion.runtime import recipe
+    from fx_fusion.testing import rewriting_backend
+
+    recipe._PATIENCE = 3
+    ids, found = tokens(), {}
+    for when in ("at once", "after backward", "after another forward", "in evaluation", "after a step", "on one rank"):
+        for freed in (True, None):  # behind the forward, or behind the backward
+            torch._dynamo.reset()
+            model = fsdp2(tiny_llama(num_hidden_layers=1), None, reshard_after_forward=freed)
+            call, optimizer = torch.compile(model, backend=rewriting_backend()), torch.optim.SGD(model.parameters(), lr=0.1)
+            with torch.set_grad_enabled(when != "in evaluation"), fx_fusion.recording() as report:
+                out = call(input_ids=ids, labels=ids)
+            report.assert_fused(linear_cross_entropy=1)
+            assert out.logits._value is None
+            if when not in ("at once", "in evaluation"):
+                out.loss.backward()
+            if when == "after another forward":
+                call(input_ids=ids, labels=ids)
+            if when == "after a step":
+                optimizer.step()
+            try:
+                found[when, freed] = "" if when == "on one rank" and rank else out.logits.sum().item()
+            except (fx_fusion.StaleTensorError, RuntimeError) as error:
+                found[when, freed] = str(error)
+            dist.barrier()
+    return found
+
+
+def test_logits_of_a_head_that_fsdp_has_freed():
+    expected = tiny_llama(num_hidden_layers=1)(input_ids=tokens()).logits.sum().item()
+    for rank, found in on_ranks(reads).items():
+        for (when, freed), result in found.items():
+            if when == "after a step":
+                assert "Read logits before an optimizer step" in result, (when, freed)
+            elif when == "on one rank":
+                assert rank or ("gathered from 2 ranks then; 1 of them read it within 3 s" in result), (when, freed, result)
+            else:
+                assert result == pytest.approx(expected, abs=1e-4), (when, freed)
 
 
 def test_ddp_in_buckets():

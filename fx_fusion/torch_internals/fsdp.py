@@ -1,0 +1,67 @@
+"""FSDP2's parameters: whole while a module runs, freed behind it, gathered again into the same parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose a whole parameter is: the module that gathers it (weakly), this rank's part, and the process group."""
+
+    module: weakref.ref[Any]
+    sharded: Tensor
+    group: Any
+
+
+_OWNERS: Any = WeakTensorKeyDictionary()  # of the parameters that were asked for
+
+
+def owner_of(parameter: Any) -> Owner | None:
+    """Who gathers a whole parameter; None for any other tensor. Gone: None, and a read behind a reshard raises."""
+    if "torch.distributed.fsdp" not in sys.modules or not isinstance(parameter, nn.Parameter):
+        return None
+    if parameter not in _OWNERS:
+        _OWNERS.update(_owners())
+    return _OWNERS.get(parameter)
+
+
+def _owners() -> Iterator[tuple[Tensor, Owner]]:
+    try:
+        from torch.distributed._composable_state import _module_state_mapping as states
+    except ImportError:
+        return
+    for module, reference in list(states.items()):
+        state = reference() if callable(reference) else reference
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for parameter in getattr(group, "fsdp_params", ()):
+                whole, part = (getattr(parameter, name, None) for name in ("_unsharded_param", "sharded_param"))
+                if isinstance(whole, Tensor) and isinstance(part, Tensor):
+                    yield whole, Owner(weakref.ref(module), part, getattr(group, "_all_gather_process_group", None))
+
+
+def is_freed(tensor: Any) -> bool:
+    """Whether a tensor's memory was given back, as FSDP2 does behind a module."""
+    return isinstance(tensor, Tensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+@contextlib.contextmanager
+def gathered(owners: Iterable[Owner]) -> Iterator[None]:
+    """Whole parameters inside, as while their modules run; every rank of their groups has to come here."""
+    modules = list({id(m): m for owner in owners if (m := owner.module()) is not None}.values())
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
