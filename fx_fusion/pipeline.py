@@ -21,6 +21,7 @@ from fx_fusion.fusion.legality import why_not
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.matcher import Attempt
 from fx_fusion.fusion.pattern import Pattern, patterns_of
+from fx_fusion.fusion.placements import in_parts
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.places import location_of, module_of
@@ -110,6 +111,7 @@ def check(candidates: Iterable[Candidate], view: View) -> None:
     """Take the first legal way of each candidate; where there is none, say why not."""
     for candidate in candidates:
         for match in candidate.ways:
+            match = in_parts(candidate.fusion, match)
             reason = why_not(candidate.fusion, match, view)
             if reason is None:
                 candidate.match = match

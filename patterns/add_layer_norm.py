@@ -34,6 +34,7 @@ FUSION = Fusion(
     spellings=tuple(map(behind_an_add, layer_norm.FUSION.spellings)),
     inputs={"x": "... n", "residual": "... n", "weight": "n", "bias": "n", "eps": 1e-5},
     variants=layer_norm.VARIANTS,
+    parallel=("...",),
     kernel=add_layer_norm,
     guard=guard,
     why_keep=why_keep,

@@ -38,6 +38,7 @@ FUSION = Fusion(
     spellings=tuple(after_add(norm) for norm in (torch_rms_norm, weight_first, weight_into_rstd)),
     inputs={"x": "... n", "residual": "... n", "weight": "n", "eps": 1e-6},
     variants=CAST_ORDERS,
+    parallel=("...",),
     kernel=add_rms_norm,
     guard=guard,
     why_keep=why_keep,

@@ -72,6 +72,7 @@ FUSION = Fusion(
         )
     ),
     read=read_groups,
+    parallel=("...",),
     kernel=gated_rms_norm,
     guard=guard,
     why_keep=why_keep,

@@ -28,6 +28,7 @@ FUSION = Fusion(
     pattern=gelu_times_up,
     inputs={"gate": "... n", "up": "... n"},
     variants=({"kind": "gelu_tanh"}, {"kind": "gelu_none"}, {"kind": "quick_gelu"}),
+    parallel=("...", "n"),
     kernel=geglu,
     guard=guard,
     why_keep=why_keep,

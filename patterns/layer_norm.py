@@ -94,6 +94,7 @@ FUSION = Fusion(
     inputs={"x": "... n", "weight": "n", "bias": "n", "eps": 1e-5},
     variants=VARIANTS,
     unread=unread,
+    parallel=("...",),
     kernel=layer_norm,
     guard=guard,
     why_keep=why_keep,

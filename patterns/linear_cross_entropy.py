@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
@@ -17,9 +18,10 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
+from fx_fusion.ops.shards import replica, replicated_beside
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.sites.entropy import entropy_of
-from fx_fusion.patterns.sites.head import head_of, operands, why_again, why_small
+from fx_fusion.patterns.sites.head import Head, head_of, operands, why_again, why_small
 from fx_fusion.patterns.sites.loss import LossSite, find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
@@ -99,13 +101,26 @@ def emit(editor: Editor, match: Match) -> None:
         if site.reduction == "none":
             loss = shaped_as(editor, loss, site, root)
         loss = editor.cast(loss, example(root).dtype, like=root)
+        sources = _plain_sources(editor, head) if match.deferred and head.is_made_of_a_dtensor() else head.sources
         editor.replace(root, loss)
         if computes:
             logits = editor.item(call, 5, like=root)
             logits = editor.method("view", (logits, *example(seen.source).shape), like=root)
             editor.compute(match.deferred, head.sources, seen.source, logits)
     if not computes:
-        editor.defer(match.deferred, head.sources, like=seen.source, can_compute=can_compute)
+        editor.defer(match.deferred, sources, like=seen.source, can_compute=can_compute)
+
+
+def _plain_sources(editor: Editor, head: Head) -> list[fx.Node]:
+    """What the logits can be made of later, with a plain tensor for x: the linear layer, which makes nothing else now, reads
+    a DTensor that is made of it."""
+    assert head.shards is not None
+    linear, x, weight = head.shards.linear, editor.now(head.x), editor.now(head.lm_head)
+    with editor.graph.inserting_before(linear):
+        own = editor.call(replica, (x,), like=linear)
+        again = editor.call(replicated_beside, (own, weight), like=linear)
+    linear.replace_input_with(x, again)
+    return [own if node is head.x else node for node in head.inputs.values()]
 
 
 def _hands_out_logits(editor: Editor, match: Match) -> bool:

@@ -89,6 +89,7 @@ FUSION = Fusion(
     inputs={"x": "... n", "weight": "n", "eps": 1e-6},
     variants=CAST_ORDERS,
     unread=unread,
+    parallel=("...",),
     kernel=rms_norm,
     guard=guard,
     why_keep=why_keep,

@@ -24,6 +24,7 @@ FUSION = Fusion(
     instead="F.silu(gate) * up",
     pattern=silu_times_up,
     inputs={"gate": "... n", "up": "... n"},
+    parallel=("...", "n"),
     kernel=swiglu,
     guard=guard,
     why_keep=why_keep,

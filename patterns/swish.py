@@ -24,6 +24,7 @@ FUSION = Fusion(
     instead="F.silu(x)",
     pattern=silu,
     inputs={"x": "... n"},
+    parallel=("...", "n"),
     kernel=swish,
     guard=guard,
     why_keep=why_keep,

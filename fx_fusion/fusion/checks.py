@@ -82,6 +82,9 @@ def _fields(fusion: Any) -> None:
         raise _error(fusion, f"integers bounds indices by {', '.join(unknown)}; its dims are {', '.join(fusion.dims)}.")
     if unknown := sorted(set(fusion.ignored.values()) - set(fusion.static_names)):
         raise _error(fusion, f"ignored names {', '.join(unknown)}; its statics are {', '.join(fusion.static_names)}.")
+    entries = {dim.name for spec in specs.values() for dim in spec.dims}
+    if unknown := sorted(set(fusion.parallel) - entries):
+        raise _error(fusion, f"parallel names {', '.join(unknown)}; its dims are {', '.join(sorted(entries))}.")
     like = {dim.like for spec in specs.values() for dim in spec.dims if dim.like}
     if unknown := sorted(like - set(fusion.dims)):
         raise _error(fusion, f"a dim is as long as {', '.join(unknown)}; its dims are {', '.join(fusion.dims)}.")

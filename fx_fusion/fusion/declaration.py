@@ -78,6 +78,8 @@ class Fusion:
         why_keep: same parameters: why Inductor is as good here, or None. A sentence keeps the site.
         traffic: bytes that the kernels and Inductor's code move for forward + backward, as formulas over the dims (``m``:
             the product of what ``...`` stands for) and ``bytes``, those of an element: what decides where no table speaks.
+        parallel: dims along which a part of the inputs gives that part of the result (``...`` of a norm): DTensors that are
+            sharded along them are fused part by part, on each rank its own.
         on_cpu: whether it pays on CPU tensors.
         before: names of fusions that are tried after this one, since they may want nodes of its matches.
 
@@ -111,6 +113,7 @@ class Fusion:
     guard: Callable[..., Reason] | None = None
     why_keep: Callable[..., Reason] | None = None
     traffic: tuple[str, str] | None = None
+    parallel: tuple[str, ...] = ()
     on_cpu: bool = False
     before: tuple[str, ...] = ()
 

@@ -12,6 +12,7 @@ from fx_fusion.errors import DeclarationError
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.dims import mismatch
 from fx_fusion.fusion.match import Match
+from fx_fusion.fusion.placements import why_not_in_parts
 from fx_fusion.graph.dtypes import keeps_values, name
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.terms import example, is_tensor
@@ -109,8 +110,10 @@ def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
             continue
         tensor = example(node)
         devices.add(tensor.device)
-        if parameter in match.sharded:
+        if parameter in match.sharded or parameter in match.parts:
             continue
+        if (reason := why_not_in_parts(fusion, match)) is not None:
+            return reason
         if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
             return f"{parameter} is a {type(tensor).__name__}; kernels take plain tensors"
         if tensor.layout is not torch.strided:

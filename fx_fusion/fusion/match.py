@@ -32,6 +32,7 @@ class Match:
         note: what the report says of the site, whatever becomes of it.
         unmade: what the model's code makes and the replacement never has in memory, by its name in the report (logits).
         sharded: inputs that are DTensors, whose placements the finder knows: the replacement reads this rank's parts.
+        parts: inputs that are DTensors, of which the kernel takes this rank's part: how the gradient of each lies.
         channels_last: inputs that go to the kernel channels last, since Inductor lays out this graph so.
     """
 
@@ -50,6 +51,7 @@ class Match:
     note: str = ""
     unmade: Mapping[str, fx.Node] = field(default_factory=dict)
     sharded: frozenset[str] = frozenset()
+    parts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     channels_last: frozenset[str] = frozenset()
 
     @property
@@ -65,6 +67,8 @@ class Match:
     def example(self, parameter: str) -> Any:
         """The example value of an input, laid out as the kernel will get it."""
         known = example(self.inputs[parameter])
+        if parameter in self.parts:
+            known = known.to_local()
         if parameter not in self.channels_last:
             return known
         with known.fake_mode:

@@ -12,6 +12,32 @@ def own_part(weight: Any) -> Tensor:
     return weight.to_local()
 
 
+def part_of_rank(x: Any, gradient: Any) -> Tensor:
+    """A rank's part of a DTensor, whose gradient lies over the mesh as ``gradient`` says."""
+    return x.to_local(grad_placements=list(gradient))
+
+
+def of_all_ranks(part: Tensor, like: Any) -> Tensor:
+    """The DTensor of which ``part`` is this rank's, and which lies as ``like`` does."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def replica(x: Any) -> Tensor:
+    """A replicated DTensor as this rank has it, for a function that every rank computes whole."""
+    return x.to_local()
+
+
+def replicated_beside(x: Tensor, weight: Any) -> Tensor:
+    """The DTensor, replicated over the ranks of ``weight``, that ``replica`` took apart."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(x, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)
+
+
 def whole_here(x: Any) -> Tensor:
     """A replicated DTensor as this rank has it, for a function whose gradient has to be summed over the ranks."""
     from torch.distributed.tensor import Partial

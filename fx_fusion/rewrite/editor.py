@@ -228,7 +228,7 @@ class Editor:
 
 
 def differs(old: Any, new: Any) -> str | None:
-    """The first difference in dtype, device, shape or stride between two example values, or None."""
+    """The first difference in dtype, device, shape, stride or placement between two example values, or None."""
     if old.dtype != new.dtype:
         return f"is {new.dtype} where the graph has {old.dtype}"
     if old.device != new.device:
@@ -239,4 +239,6 @@ def differs(old: Any, new: Any) -> str | None:
             for i, (b, a) in enumerate(zip(before, after, strict=True))
         ):
             return f"has {what} {tuple(after)} where the graph has {tuple(before)}"
+    if (lies := getattr(new, "placements", None)) != (wanted := getattr(old, "placements", None)):
+        return f"lies over the ranks as {lies} where the graph has {wanted}"
     return None

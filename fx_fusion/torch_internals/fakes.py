@@ -31,8 +31,9 @@ def set_example(node: fx.Node, example: Any) -> None:
 
 
 def fake_mode_of(tensor: Any) -> FakeTensorMode | None:
-    """The mode of a fake tensor, None for anything else."""
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+    """The mode of a fake tensor, or of one inside of a DTensor; None for anything else."""
+    inside = getattr(tensor, "_local_tensor", tensor)
+    return inside.fake_mode if isinstance(inside, FakeTensor) else None
 
 
 def without_guards(mode: FakeTensorMode | None) -> contextlib.AbstractContextManager[Any]:

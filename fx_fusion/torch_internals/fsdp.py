@@ -50,8 +50,9 @@ def _owners() -> Iterator[tuple[Tensor, Owner]]:
 
 
 def is_freed(tensor: Any) -> bool:
-    """Whether a tensor's memory was given back, as FSDP2 does behind a module."""
-    return isinstance(tensor, Tensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    """Whether a tensor's memory was given back, as FSDP2 does behind a module; of a DTensor, this rank's part."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    return isinstance(own, Tensor) and own.numel() > 0 and own.untyped_storage().size() == 0
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from fx_fusion.ops.shards import own_part, whole_here
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
-from fx_fusion.patterns.sites.shards import Shards, made_of, shards_below
+from fx_fusion.patterns.sites.shards import Shards, made_of, placed, shards_below
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -41,6 +41,12 @@ class Head:
     def above(self) -> list[fx.Node]:
         """From the plain tensor that the input was made of, where it is a DTensor, to the input."""
         return [] if self.shards is None else made_of(self.x)[1]
+
+    def is_made_of_a_dtensor(self) -> bool:
+        """Whether the input is a DTensor that the graph makes of another one: no source that a graph could return, since
+        nobody would hand it a gradient that is a DTensor too."""
+        source = made_of(self.x)[0]
+        return self.shards is not None and source.op != "placeholder" and placed(source) is not None
 
     @property
     def sources(self) -> list[fx.Node]:

@@ -88,6 +88,111 @@ class HalfRows(torch.nn.Module):
         return F.cross_entropy(logits.view(-1, 256), labels.view(-1)), logits
 
 
+class Norm(torch.nn.Module):
+    """RMSNorm as models write it out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(64) + 0.5)
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(*size, bias=False) for size in ((64, 96), (64, 96), (96, 64)))
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class InSequence(torch.nn.Module):
+    """Layers whose rows lie on all ranks between the products: the residual stream is a DTensor, of an odd length."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = Norm(), Norm(), torch.nn.LayerNorm(64)
+        self.mlp, self.other, self.lm_head = Mlp(), Mlp(), torch.nn.Linear(64, 256, bias=False)
+
+    def forward(self, x, labels):
+        x = x + self.mlp(self.first(x))
+        x = x + self.other(self.second(x))
+        logits = self.lm_head(self.third(x))
+        return F.cross_entropy(logits.view(-1, 256), labels.view(-1)), logits
+
+
+def in_sequence():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    columns = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    norm = SequenceParallel(use_local_output=False)
+    mlp = {"gate": columns, "up": columns, "down": rows}
+    plan = {f"{part}.{name}": how for part in ("mlp", "other") for name, how in mlp.items()}
+    plan |= {"first": norm, "second": norm, "third": norm}
+    plan |= {"lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    return parallelize_module(InSequence(), mesh, plan), mesh
+
+
+def norms_in_parts(rank, backend):
+    """Loss, logits, gradients and how they lie, with rows on two ranks; what was fused."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    import fx_fusion
+    from fx_fusion.testing import rewriting_backend
+
+    torch._dynamo.reset()
+    model, mesh = in_sequence()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 17, 64, generator=generator)
+    labels = torch.randint(256, (2, 17), generator=generator)
+    x = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    how = {"backend": "fx_fusion", "options": {"select": "always", "strict": True}} if backend == "inductor" else {
+        "backend": rewriting_backend()
+    }  # fmt: skip
+    with fx_fusion.recording() as report:
+        loss, logits = (torch.compile(model, **how) if backend else model)(x, labels)
+        loss.backward()
+    placements = {n: str(p.grad.placements) for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    grads = {n: whole(p.grad) for n, p in [("x", x), *model.named_parameters()]}
+    return loss.detach(), logits.detach() + 0, grads, placements, report
+
+
+def rows_on_two_ranks(rank):
+    loss, logits, grads, placements, _ = norms_in_parts(rank, None)
+    found = {}
+    for backend in ("eager", "inductor"):
+        our_loss, our_logits, our_grads, our_placements, report = norms_in_parts(rank, backend)
+        errors = {n: (grads[n] - our_grads[n]).abs().max().item() for n in grads}
+        errors |= {"loss": abs(loss - our_loss).item(), "logits": (logits - our_logits).abs().max().item()}
+        fused = sorted(s.fusion for s in report.sites if s.status == "fused")
+        found[backend] = (
+            errors,
+            placements == our_placements,
+            fused,
+            [g.fallback for g in report.graphs if g.fallback],
+            str(report),
+        )
+    return found
+
+
+def test_rows_that_lie_on_two_ranks_are_normalised_where_they_lie():
+    for found in on_ranks(rows_on_two_ranks).values():
+        for errors, alike, fused, fallbacks, said in found.values():
+            assert not fallbacks
+            wanted = ["add_layer_norm", "add_rms_norm", "linear_cross_entropy", "rms_norm", "swiglu", "swiglu"]
+            assert fused == wanted, said
+            assert max(errors.values()) < 2e-5, errors
+            assert alike, "gradients lie as in eager"
+
+
 def run(setup, rank, compiled):
     """Loss, gradients and logits of a padded batch; what was fused, and whether the logits waited."""
     from torch.distributed.device_mesh import init_device_mesh
