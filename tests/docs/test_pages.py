@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "index", "install", "quickstart", "huggingface", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy", "report",
-    "verify", "options",
+    "verify", "options", "command_line",
 )  # fmt: skip
 TEXT = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}
 BLOCKS = {
@@ -115,9 +115,9 @@ def test_variables_and_commands_exist():
     for text in TEXT.values():
         for variable in re.findall(r"\bFX_FUSION_[A-Z_]+[A-Z]\b", text):
             assert variable in of_options or f'"{variable}"' in source, variable
-        for command, rest in re.findall(r"python -m fx_fusion ([a-z]+)\b([^`\n#]*)", text):
+        for command, rest in re.findall(r"python -m fx_fusion ([a-z][a-z-]*)\b([^`\n#]*)", text):
             options = {o for a in commands[command]._actions for o in a.option_strings}
-            assert [o for o in re.findall(r"--[a-z]+", rest.split(" -- ")[0]) if o not in options] == [], (command, rest)
+            assert [o for o in re.findall(r"--[a-z][a-z-]*", rest.split(" -- ")[0]) if o not in options] == [], (command, rest)
 
 
 def test_pages_are_short():
