@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "index", "install", "quickstart", "huggingface", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy", "report",
-    "verify", "options", "command_line",
+    "verify", "options", "command_line", "api",
 )  # fmt: skip
 TEXT = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}
 BLOCKS = {
