@@ -14,9 +14,9 @@ PAGES = (
     "index", "install", "quickstart", "huggingface", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy", "report",
     "verify", "options", "command_line", "api",
 )  # fmt: skip
-TEXT = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}
+TEXT = {"README": (ROOT / "README.md").read_text(), **{name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}}
 BLOCKS = {
-    f"{name}-{n}": code for name in PAGES for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
+    f"{name}-{n}": code for name in TEXT for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
 }  # fmt: skip
 OF_OTHERS = ("'FX_FUSION' is not a valid DynamoBackend", "Either mode or options can be specified")
 
