@@ -1,4 +1,4 @@
-"""The two ways in which fx_fusion fails. A guard's "no" is not an error: it is a sentence in the report."""
+"""The ways in which fx_fusion fails. A guard's "no" is not an error: it is a sentence in the report."""
 
 import difflib
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class TargetError(ValueError):
 
 
 class VerificationError(RuntimeError):
-    """``fx_fusion.verify`` can't compare this model."""
+    """``fx_fusion.verify`` can't compare this model, or ``options={"verify": ...}`` found a replaced site wrong."""
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:

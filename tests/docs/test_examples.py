@@ -57,6 +57,11 @@ def test_every_example_is_on_the_page():
     assert {f.name for f in (ROOT / "examples").glob("*.py")} == {*SHOWN, "small.py"}
 
 
+def test_what_examples_need_is_installed_for_the_tests():
+    extra = re.search(r"^test = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    assert set(NEEDS.values()) - {"torch"} <= set(re.findall(r'"([\w-]+)', extra))
+
+
 def test_the_training_loop(tmp_path):
     checked("python examples/train.py --steps 4", tmp_path)
 

@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "index", "install", "quickstart", "huggingface", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy", "report",
-    "verify", "options",
+    "verify", "options", "command_line", "api",
 )  # fmt: skip
-TEXT = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}
+TEXT = {"README": (ROOT / "README.md").read_text(), **{name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}}
 BLOCKS = {
-    f"{name}-{n}": code for name in PAGES for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
+    f"{name}-{n}": code for name in TEXT for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
 }  # fmt: skip
 OF_OTHERS = ("'FX_FUSION' is not a valid DynamoBackend", "Either mode or options can be specified")
 
@@ -115,9 +115,44 @@ def test_variables_and_commands_exist():
     for text in TEXT.values():
         for variable in re.findall(r"\bFX_FUSION_[A-Z_]+[A-Z]\b", text):
             assert variable in of_options or f'"{variable}"' in source, variable
-        for command, rest in re.findall(r"python -m fx_fusion ([a-z]+)\b([^`\n#]*)", text):
+        for command, rest in re.findall(r"python -m fx_fusion ([a-z][a-z-]*)\b([^`\n#]*)", text):
             options = {o for a in commands[command]._actions for o in a.option_strings}
-            assert [o for o in re.findall(r"--[a-z]+", rest.split(" -- ")[0]) if o not in options] == [], (command, rest)
+            assert [o for o in re.findall(r"--[a-z][a-z-]*", rest.split(" -- ")[0]) if o not in options] == [], (command, rest)
+
+
+def test_every_option_has_a_variable_on_the_page_of_hugging_face(monkeypatch):
+    """Its row gives the values that the code takes from the environment; another one is refused where there is a list."""
+    from fx_fusion.errors import OptionError
+    from fx_fusion.options import _OURS, parse
+
+    rows = dict(re.findall(r"^\| `(FX_FUSION_\w+)` \| (.*) \|$", TEXT["huggingface"], re.M))
+    assert list(rows) == [f"FX_FUSION_{name.upper()}" for name in _OURS]
+    for variable, values in rows.items():
+        for value in re.findall(r"`([^`]+)`", values):
+            monkeypatch.setenv(variable, value)
+            parse(None, None)
+        if _OURS[variable.removeprefix("FX_FUSION_").lower()][0] is not list:
+            monkeypatch.setenv(variable, "no such value")
+            with pytest.raises(OptionError):
+                parse(None, None)
+        monkeypatch.delenv(variable)
+
+
+TERMS = ("site", "AOTAutograd", "joint graph", "e4m3", "graph break")
+FOR_USERS = (
+    "quickstart", "report", "options", "memory", "troubleshooting", "float8", "huggingface", "padding_and_deferred_outputs", "verify", "faq",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", FOR_USERS)
+def test_terms_lead_to_the_glossary_where_they_are_first_used(page):
+    text = re.sub(r"^```.*?^```$|`[^`\n]+`", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.S | re.M)
+    paragraphs = re.split(r"\n\s*\n", text)
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    for term in TERMS:
+        assert f"**{term}**" in glossary
+        first = next((p for p in paragraphs if re.search(rf"\b{term}s?\b", p)), "glossary.md")
+        assert "glossary.md" in first, (term, first)
 
 
 def test_pages_are_short():

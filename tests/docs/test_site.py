@@ -70,6 +70,20 @@ def test_every_fusion_has_a_section(site, pages):
         assert f'options={{"fusions": ["-{fusion.name}"]}}' in html.unescape(page.read_text()), fusion.name
 
 
+def test_every_exported_name_has_a_section(site, pages):
+    import fx_fusion
+
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "api.html").read_text()))
+    table = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "api.md").read_text(), re.M)
+    for name in fx_fusion.__all__:
+        assert name in pages[site / "api.html"].anchors
+        assert f"`fx_fusion.{name}`" in table
+        first = re.split(r"\.\s|``", getattr(fx_fusion, name).__doc__)[0]
+        assert " ".join(first.split()) in " ".join(text.split()), name
+    assert {"Report.why", "Verification.ok", "Report.from_json"} <= pages[site / "api.html"].anchors
+    assert "fx_fusion.explain(model: Callable[..., Any], *args: Any, options:" in text
+
+
 def test_no_link_is_dead(site, pages):
     dead = []
     for file, page in pages.items():

@@ -1,5 +1,7 @@
 """The package as users get it: wheel, sdist, editable install, bare checkout; and nothing of ours shadows `kernels`."""
 
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -118,3 +120,26 @@ def test_our_sources_are_imported_by_one_path_only():
             )
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "patterns" / "__init__.py").exists()
+
+
+def test_one_version():
+    assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M) == [fx_fusion.__version__]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_demo_installs_no_tests(tmp_path):
+    def steps(target):
+        command = ["make", "-n", f"VENV={tmp_path}/new", "TORCH=torch==2.13.0", target]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    extras = {target: re.findall(r"-e \"\.\[(\w+)\]", steps(target)) for target in ("demo", "test", "docs")}
+    assert extras == {"demo": ["demo"], "test": ["demo", "test"], "docs": ["demo", "docs"]}
+    for line in steps("test").splitlines():
+        assert "pip install" not in line or "--upgrade pip" in line or '"torch==2.13.0"' in line or "[demo]" in line, line
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_help_names_every_command():
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert sorted(re.findall(r"^  ([a-z-]+) +\S", shown, re.M)) == sorted(phony)

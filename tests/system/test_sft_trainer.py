@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fx_fusion.testing import rewriting_backend
-from tests.helpers import tiny_llama
+from tests.helpers import slow_but, tiny_llama
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -44,8 +44,8 @@ def train(folder, *, compiled, packing, loss):
     return torch.tensor([[e["loss"], e["entropy"], e["mean_token_accuracy"]] for e in log if "loss" in e])
 
 
-@pytest.mark.parametrize("loss", ["nll", "dft"])
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("loss", slow_but(["nll"], ["nll", "dft"]))
+@pytest.mark.parametrize("packing", slow_but([False], [False, True]), ids=["padded", "packed"])
 def test_sft_trainer(tmp_path, monkeypatch, packing, loss):
     import fx_fusion.accelerate
 
