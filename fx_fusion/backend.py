@@ -20,6 +20,7 @@ from torch import fx
 from fx_fusion import pipeline
 from fx_fusion.errors import FusionError, OptionError, where_raised
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.devices import planned_gpu
 from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
@@ -279,6 +280,7 @@ def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
         compile_id=compile_id,
         attempt=attempt,
         broke=why_it_ends(gm),
+        planned_for=planned_gpu(),
     )
     if version is not None:
         report.instead_of, report.version = version.of, version.sentence

@@ -10,6 +10,9 @@ import torch
 from torch import fx
 
 from fx_fusion.backend import compile_graph
+from fx_fusion.errors import OptionError
+from fx_fusion.graph.devices import planned_gpu
+from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.options import Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
@@ -39,11 +42,22 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     Args:
         model: a module or function.
         options: as for ``torch.compile(model, backend="fx_fusion", options=...)``.
+
+    Raises:
+        TypeError: ``model`` can't be called.
+        OptionError: an option that nobody knows.
     """
+    if not callable(model):
+        raise TypeError(f"explain() takes a module or a function, and what it is called with; got {model!r}. "
+                        "A type of model by its name: python -m fx_fusion explain NAME")  # fmt: skip
     parsed = parse(None, options)
+    if planned_gpu() and parsed.select == "measure":
+        raise OptionError(f"options['select'] = 'measure' times this machine, not the {planned_gpu()} that is planned for.")
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, parsed, _as_it_is)
+        untouched = snapshot(gm)
+        compiled = compile_graph(gm, example_inputs, parsed, _as_it_is)
+        return untouched.forward if planned_gpu() else compiled  # what is planned for another device may not run on this one
 
     with leaving_no_trace(), recording() as report:
         torch.compile(getattr(model, "_orig_mod", model), backend=backend, **APART)(*args, **kwargs)
