@@ -7,6 +7,7 @@ reaches Inductor as Dynamo wrote it, and the user is told why.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import time
 import warnings
@@ -51,7 +52,7 @@ from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
 from fx_fusion.torch_internals import bisector
 from fx_fusion.torch_internals import inductor as inductor_itself
-from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, current_compile_id, why_it_ends
+from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, current_compile_id, why_it_ends
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 _graph_numbers = itertools.count()
@@ -79,8 +80,8 @@ def fx_fusion(
     """
     try:
         parsed = parse(mode, options)
-    except OptionError:
-        raise
+    except OptionError as error:
+        raise as_it_is(error, inspect.currentframe()) from None
     except Exception as error:
         _tell(error, strict=bool((options or {}).get("strict")))
         mode = mode or (options or {}).get("mode")

@@ -19,17 +19,19 @@ from fx_fusion.report.report import Report
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
 
-def compile(model: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """``torch.compile(model, backend="fx_fusion", options=options, **kwargs)``, with the options checked now.
+def compile(
+    model: Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Any:  # fmt: skip
+    """``torch.compile(model, backend="fx_fusion", **kwargs)`` with a mode and options together, which are checked now.
 
     torch.compile itself asks a backend at the first call, and takes a mode or options: ``options={"mode": ...}`` has both.
 
     Raises:
-        OptionError: an option or mode that nobody knows.
+        OptionError: an option or mode that nobody knows, or a value of the wrong type.
     """
-    parse(kwargs.get("mode"), options)
-    given: dict[str, Any] = {} if options is None else {"options": dict(options)}
-    return torch.compile(model, backend="fx_fusion", **given, **kwargs)
+    parse(mode, options)
+    both = {**(options or {}), **({} if mode is None else {"mode": mode})}
+    return torch.compile(model, backend="fx_fusion", **({"options": both} if both else {}), **kwargs)
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
