@@ -229,3 +229,11 @@ def test_doctor_of_a_gpu(monkeypatch):
     assert known["table"].good
     assert not unknown["table"].good
     assert "formulas decide" in unknown["table"].says
+
+
+def test_every_option_has_a_help_text():
+    from fx_fusion.__main__ import _parser
+
+    commands = next(action.choices for action in _parser()._actions if action.dest == "command")
+    silent = [f"{name} {action.dest}" for name, parser in commands.items() for action in parser._actions if not action.help]
+    assert not silent
