@@ -10,7 +10,10 @@ from fx_fusion import __version__
 from fx_fusion.errors import VerificationError
 
 _EXAMPLES = """examples:
-  python -m fx_fusion explain llama                      a model type of transformers, full width, two layers, no memory
+  python -m fx_fusion explain llama                      a model type of transformers, full size, no memory
+  python -m fx_fusion explain llama --layers 2 --device cuda
+                                                         two layers, on a GPU: without one here, planned by the H200's table
+  python -m fx_fusion explain vit --tiny                 small widths too
   python -m fx_fusion explain ./my-model --html r.html   a config.json, or its folder; the report as a page
   python -m fx_fusion explain train.py:make --why layers.0.norm
                                                          make() returns a model and its arguments
@@ -68,7 +71,7 @@ def main() -> int:
     def chosen(*names: str) -> dict[str, Any]:
         return {name: getattr(given, name) for name in names}
 
-    output, sizes = ("html", "json", "diff", "only", "why", "require"), ("batch", "length", "layers", "device", "dtype")
+    output, sizes = ("html", "json", "diff", "fusion", "why", "require"), ("batch", "length", "layers", "tiny", "dtype")
     try:
         if given.command == "run":
             return run_command(given.script, rest, options=options, output=chosen(*output))
@@ -84,8 +87,9 @@ def main() -> int:
         if given.command == "report":
             return report_command(given.file, output=chosen(*output))
         if given.command == "verify":
-            return verify_command(given.target, sizes=chosen(*sizes), options=options)
-        return explain_command(given.target, sizes=chosen(*sizes), options=options, output=chosen(*output))
+            return verify_command(given.target, sizes=chosen(*sizes), options=options, **chosen("device"))
+        where = chosen("device", "gpu")
+        return explain_command(given.target, sizes=chosen(*sizes), options=options, output=chosen(*output), **where)
     except (ValueError, VerificationError) as error:  # a target, an option, a fusion or a place that is none
         print(f"fx_fusion: {error}", file=sys.stderr)
         return 2
@@ -100,13 +104,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
     verify = commands.add_parser("verify", help="one training step beside eager's and float64's, and which fusion is wrong")
-    for command, length in ((explain, 512), (verify, 64)):
-        command.add_argument("target", help="a model type of transformers, a config.json or its folder, or module:function")
-        command.add_argument("--batch", type=int, default=1)
-        command.add_argument("--length", type=int, default=length, help="tokens in a row")
-        command.add_argument("--layers", type=int, default=2, help="at most so many layers; they are alike")
-        command.add_argument("--device", help="where the model would be: cpu, cuda; by default the GPU if there is one")
-        command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    target = "a model type of transformers, a config.json or its folder, or module:function"
+    explain.add_argument("target", help=f"{target}; a script (file.py) is run as it is")
+    verify.add_argument("target", help=target)
+    for command, length, layers in ((explain, 512, "all"), (verify, 64, "2")):
+        command.add_argument("--batch", type=int, help="rows of the batch (1)")
+        command.add_argument("--length", type=int, help=f"tokens in a row ({length}; 16 with --tiny)")
+        command.add_argument("--layers", type=int, help=f"at most so many layers; they are alike ({layers})")
+        command.add_argument("--tiny", action="store_true", help="a small model of this type, with memory")
+        command.add_argument("--device", choices=("cpu", "cuda"), help="where the model is (the GPU, if there is one)")
+        command.add_argument(
+            "--dtype", choices=("bfloat16", "float16", "float32"), help="of the parameters and images (bfloat16)"
+        )
+    explain.add_argument("--gpu", metavar="NAME", help="plan for this GPU by its table, as h200; none has to be here")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", allow_abbrev=False)
     run.add_argument("script", help="a Python file; what is not known here, and all behind --, are its own arguments")
     profile = commands.add_parser(
@@ -129,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", metavar="FILE", help="write the report as JSON")
         command.add_argument("--diff", action="store_true", help="print the graphs before and after")
         command.add_argument("--why", metavar="PLACE", help="print what became of a module or of a line (model.py:12)")
-        command.add_argument("--only", metavar="FUSION", help="show the sites of one fusion")
+        command.add_argument("--fusion", metavar="FUSION", help="show the sites of one fusion")
         command.add_argument(
             "--require", metavar="FUSION[=N]", action="append", default=[], help="exit code 1 unless it was fused (N times)"
         )

@@ -7,6 +7,7 @@ reaches Inductor as Dynamo wrote it, and the user is told why.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import time
 import warnings
@@ -20,6 +21,7 @@ from torch import fx
 from fx_fusion import pipeline
 from fx_fusion.errors import FusionError, OptionError, where_raised
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.devices import planned_gpu
 from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
@@ -50,7 +52,7 @@ from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import compiled_apart, speculate
 from fx_fusion.torch_internals import bisector, loggers
 from fx_fusion.torch_internals import inductor as inductor_itself
-from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, current_compile_id, why_it_ends
+from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, current_compile_id, why_it_ends
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 _graph_numbers = itertools.count()
@@ -79,8 +81,8 @@ def fx_fusion(
     """
     try:
         parsed = parse(mode, options)
-    except OptionError:
-        raise
+    except OptionError as error:
+        raise as_it_is(error, inspect.currentframe()) from None
     except Exception as error:
         _tell(error, strict=bool((options or {}).get("strict")))
         mode = mode or (options or {}).get("mode")
@@ -280,6 +282,7 @@ def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
         compile_id=compile_id,
         attempt=attempt,
         broke=why_it_ends(gm),
+        planned_for=planned_gpu(),
     )
     if version is not None:
         report.instead_of, report.version = version.of, version.sentence

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from fx_fusion.cost import table as cost_table
+from fx_fusion.errors import OptionError, TargetError
 from fx_fusion.explaining import explain
+from fx_fusion.graph.devices import planning_for
 from fx_fusion.options import inductors_own
 from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.profiling import Measured, Steps, read, side_by_side
@@ -23,36 +26,79 @@ from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import replayed, table
 from fx_fusion.targets import Target, target_of
+from fx_fusion.torch_internals.fakes import NO_VALUES
 from fx_fusion.torch_internals.inductor import configuration, name_kernels_on_cpu
+from fx_fusion.transformers_models import Sizes
 from fx_fusion.verifying import verify
 
+_DEFAULT_GPU = "H200"
+_LARGE = 1e9
+_INTERRUPTED = 130  # as a shell has it
 
-def explain_command(name: str, *, sizes: dict[str, Any], options: dict[str, Any], output: dict[str, Any]) -> int:
-    """Explain a target; the exit code: 1 where a requirement does not hold. Raises TargetError, OptionError."""
+
+def explain_command(
+    name: str, *, sizes: dict[str, Any], device: str | None, gpu: str | None, options: dict[str, Any], output: dict[str, Any]
+) -> int:  # fmt: skip
+    """Explain a target, or run it where it is a script; the exit code: 1 where a requirement does not hold.
+
+    Args:
+        device: where a model of transformers is: ``cpu`` or ``cuda``. Without a GPU here, ``cuda`` is planned.
+        gpu: the GPU to plan for, by its table, whatever is here.
+
+    Raises TargetError, OptionError.
+    """
+    if name.endswith(".py"):
+        if device or gpu or any(sizes.values()):
+            raise TargetError(f"{name} is a script, which chooses its device and sizes itself: give no option for these, or "
+                              f"name a function that makes a model, {name}:function")  # fmt: skip
+        print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
+        return run_command(name, (), options=options, output=output)
+    if gpu and device == "cpu":
+        raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")
+    planned = ""
+    if gpu or (device == "cuda" and not torch.cuda.is_available()):
+        planned, device = cost_table.gpu_named(gpu or _DEFAULT_GPU), "cpu"  # where it is captured
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
-        target = _target(name, fake=True, **sizes)
-        with target.mode or contextlib.nullcontext():
-            report = explain(target.call, *target.args, options=options, **target.kwargs)
+        target = _target(name, fake=not sizes["tiny"], device=device, usual=512, **sizes)
+        with target.mode or contextlib.nullcontext(), planning_for(planned):
+            try:
+                report = explain(target.call, *target.args, options=options, **target.kwargs)
+            except NO_VALUES as error:
+                raise TargetError(
+                    f"{name} reads values of its tensors ({error}), and at full size these have no memory: take --tiny, or "
+                    "a function that makes the model, file.py:function"
+                ) from error
     return show(report, **output)
 
 
-def verify_command(name: str, *, sizes: dict[str, Any], options: dict[str, Any]) -> int:
+def verify_command(name: str, *, sizes: dict[str, Any], device: str | None, options: dict[str, Any]) -> int:
     """Verify a target; the exit code: 1 where something is wrong. Raises TargetError, OptionError, VerificationError."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TargetError("verify runs the model, and there is no GPU here")
     with contextlib.redirect_stdout(sys.stderr):
         torch.manual_seed(0)
-        target = _target(name, fake=False, **sizes)
+        target = _target(name, fake=False, device=device, usual=64, **{**sizes, "layers": sizes["layers"] or 2})
         found = verify(target.call, *target.args, options=options, **target.kwargs)
     print(found)
     return 0 if found.ok else 1
 
 
-def _target(name: str, *, device: str | None, dtype: str, **sizes: Any) -> Target:
+def _target(name: str, *, fake: bool, device: str | None, usual: int, **given: Any) -> Target:
+    """``usual``: tokens in a row where no ``length`` is given, of a model that is not tiny."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return target_of(name, device=device, dtype=getattr(torch, dtype), **sizes)
+    length = given["length"] or (16 if given["tiny"] else usual)
+    sizes = Sizes(batch=given["batch"] or 1, length=length, layers=given["layers"], tiny=bool(given["tiny"]))
+    target = target_of(name, sizes, device=device, dtype=getattr(torch, given["dtype"] or "bfloat16"), fake=fake)
+    model: Any = target.call
+    if target.mode is not None and (count := sum(p.numel() for p in model.parameters())) > _LARGE:
+        print(f"fx_fusion: {type(model).__name__}, {count / 1e9:.1f} billion parameters, without memory; --layers 2 is "
+              "quicker, --tiny a small model", file=sys.stderr)  # fmt: skip
+    return target
 
 
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
-    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report at its end."""
+    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does.
+    The exit code is the script's, or 1 where a requirement does not hold."""
     with recording() as report, _compiling("fx_fusion", options):
         code = _run(script, arguments)
     shown = show(report, **output)
@@ -60,7 +106,7 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
 
 
 def _run(script: str, arguments: Sequence[str]) -> int:
-    """Run a script in this process; its exit code."""
+    """Run a script in this process; its exit code. What it raises is printed."""
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}")
     known, sys.argv = sys.argv, [script, *arguments]
@@ -70,7 +116,17 @@ def _run(script: str, arguments: Sequence[str]) -> int:
     except Measured:
         raise
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # whatever it raises is the script's, and there is a report to show
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != script:
+            frames = frames.tb_next
+        own = error.with_traceback(frames or error.__traceback__)
+        sys.excepthook(type(own), own, own.__traceback__)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     finally:
         sys.argv = known
         sys.path.remove(str(Path(script).parent))
@@ -202,14 +258,14 @@ def show(
     html: str | None,
     json: str | None,
     diff: bool,
-    only: str | None,
+    fusion: str | None,
     why: str | None,
     require: Sequence[str],
 ) -> int:
     """Print a report, write its files, check what is required; the exit code."""
-    if only is not None:
-        report.count(only)  # raises for a name that is none
-        report.sites = [site for site in report.sites if site.fusion == only]
+    if fusion is not None:
+        report.count(fusion)  # raises for a name that is none
+        report.sites = [site for site in report.sites if site.fusion == fusion]
     print(report.why(why) if why is not None else report.diff() if diff else report)
     if json is not None:
         Path(json).write_text(report.to_json())

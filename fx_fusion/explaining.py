@@ -10,23 +10,28 @@ import torch
 from torch import fx
 
 from fx_fusion.backend import compile_graph
+from fx_fusion.errors import OptionError
+from fx_fusion.graph.devices import planned_gpu
+from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.options import Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
 
-def compile(model: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """``torch.compile(model, backend="fx_fusion", options=options, **kwargs)``, with the options checked now.
+def compile(
+    model: Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Any:  # fmt: skip
+    """``torch.compile(model, backend="fx_fusion", **kwargs)`` with a mode and options together, which are checked now.
 
     torch.compile itself asks a backend at the first call, and takes a mode or options: ``options={"mode": ...}`` has both.
 
     Raises:
-        OptionError: an option or mode that nobody knows.
+        OptionError: an option or mode that nobody knows, or a value of the wrong type.
     """
-    parse(kwargs.get("mode"), options)
-    given: dict[str, Any] = {} if options is None else {"options": dict(options)}
-    return torch.compile(model, backend="fx_fusion", **given, **kwargs)
+    parse(mode, options)
+    both = {**(options or {}), **({} if mode is None else {"mode": mode})}
+    return torch.compile(model, backend="fx_fusion", **({"options": both} if both else {}), **kwargs)
 
 
 def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -39,11 +44,22 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     Args:
         model: a module or function.
         options: as for ``torch.compile(model, backend="fx_fusion", options=...)``.
+
+    Raises:
+        TypeError: ``model`` can't be called.
+        OptionError: an option that nobody knows.
     """
+    if not callable(model):
+        raise TypeError(f"explain() takes a module or a function, and what it is called with; got {model!r}. "
+                        "A type of model by its name: python -m fx_fusion explain NAME")  # fmt: skip
     parsed = parse(None, options)
+    if planned_gpu() and parsed.select == "measure":
+        raise OptionError(f"options['select'] = 'measure' times this machine, not the {planned_gpu()} that is planned for.")
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, parsed, _as_it_is)
+        untouched = snapshot(gm)
+        compiled = compile_graph(gm, example_inputs, parsed, _as_it_is)
+        return untouched.forward if planned_gpu() else compiled  # what is planned for another device may not run on this one
 
     with leaving_no_trace(), recording() as report:
         torch.compile(getattr(model, "_orig_mod", model), backend=backend, **APART)(*args, **kwargs)

@@ -87,8 +87,10 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             raise OptionError(
                 f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, (*_OURS, 'mode'))}"
             )
-    # Inductor's own wrapper translates the mode and checks the types of its options.
-    inductor = configuration(mode, theirs)
+    try:  # Inductor's own wrapper translates the mode and checks the types of its options
+        inductor = configuration(mode, theirs)
+    except RuntimeError as error:
+        raise OptionError(f"Inductor does not take these options: {error}") from error
     select = ours.get("select", "auto")
     if select not in SELECT:
         raise OptionError(f"options['select'] = {select!r}. {nearest(select, SELECT)}")

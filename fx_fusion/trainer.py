@@ -1,7 +1,6 @@
 """What fx_fusion does during a run of transformers' Trainer: in its logs, and as a page beside its checkpoints.
 
-    import fx_fusion.accelerate
-    from fx_fusion.trainer import watch
+    from fx_fusion.trainer import watch  # from here on, Trainer takes "fx_fusion"
 
     trainer = Trainer(model, TrainingArguments(..., torch_compile=True, torch_compile_backend="fx_fusion"), ...)
     report = watch(trainer)
@@ -18,6 +17,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+import fx_fusion.accelerate  # noqa: F401  without it accelerate refuses the name
 from fx_fusion.report.facts import PAGE, facts
 from fx_fusion.report.recording import recording_in
 from fx_fusion.report.report import Report

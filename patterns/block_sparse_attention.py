@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.masks.structure import Label, Shown, Structure
 from fx_fusion.graph.outside import carried_in
@@ -93,13 +94,13 @@ def guard(query, key, value):
         return f"the head dim must be one power of two, 16 to 256; got {sizes[0]}, {sizes[1]}, {sizes[2]}"
     if any(statically_known_true(n == 0) for n in (*query.shape, *key.shape)):
         return "there are no queries or no keys"
-    if query.device.type != "cuda":
+    if device_type(query) != "cuda":
         return f"FlexAttention has no backward on {query.device.type}"
     return None
 
 
 def why_keep(query, key, value):
-    if query.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
+    if query.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the kernels of FlexAttention are made for compute capability 8.0 and up"
     b, h, s, _ = query.shape
     if expected(b) * expected(h) * expected(s) * expected(key.shape[2]) < _SCORES:

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.terms import example, is_tensor
@@ -117,7 +118,7 @@ def guard(query, key, value, bias):
 
 
 def why_keep(query, key, value, bias):
-    return None if query.device.type == "cuda" else "only CUDA's kernels ask for dense rows"
+    return None if device_type(query) == "cuda" else "only CUDA's kernels ask for dense rows"
 
 
 _HEADS_LAST = {"bias": "l q r n"}  # a lookup of (q, k, heads), permuted

@@ -18,6 +18,7 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph import signatures
+from fx_fusion.graph.devices import device_type, planned_gpu
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.terms import example, is_tensor, same_sizes
 from fx_fusion.graph.view import View
@@ -122,7 +123,8 @@ def emit(editor: Editor, match: Match) -> None:
         query, key, value = (example(match.inputs[name]) for name in ("query", "key", "value"))
         options = call["dropout_p"], call["is_causal"], call["scale"]
         dtype = example(match.root).dtype  # under autocast the operands may have another
-        if not takes_grouped_heads(query, key, value, example(call["attn_mask"]), *options, dtype):
+        # Kernels of a GPU that is not here can't be asked.
+        if planned_gpu() or not takes_grouped_heads(query, key, value, example(call["attn_mask"]), *options, dtype):
             raise Mismatch("the mask stays, and no fused kernel of this device is known to take grouped heads with it")
     editor.change_call(match.root, key=match.inputs["key"], value=match.inputs["value"], enable_gqa=True)
     editor.erase(match.crossed)
@@ -130,11 +132,11 @@ def emit(editor: Editor, match: Match) -> None:
 
 def on_a_gpu(tensor: torch.Tensor) -> bool:
     """Whether kernels with grouped heads are few. (CPU's takes any mask.)"""
-    return tensor.device.type == "cuda"
+    return device_type(tensor) == "cuda"
 
 
 def guard(query, key, value):
-    if query.device.type == "cpu":
+    if device_type(query) == "cpu":
         return None
     if (dtype := computed_in(query)) not in (torch.bfloat16, torch.float16):
         return f"attention in {dtype} has no fused kernel with grouped heads"

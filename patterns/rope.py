@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
@@ -85,7 +86,7 @@ def guard(q, cos, sin, style, out, upcast):
 
 
 def why_keep(q, cos, sin, style, out, upcast):
-    if q.device.type == "cuda" and not trained(q):
+    if device_type(q) == "cuda" and not trained(q):
         return "without a gradient Inductor's is faster (0.047 ms against 0.054 at 8 x 32(8) x 2048 x 64 on an H200)"
     return too_small(q)
 

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from fx_fusion.cost import measure, table
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
+from fx_fusion.graph.devices import device_type, planned_gpu
 from fx_fusion.graph.terms import is_tensor
 from fx_fusion.options import Options
 from fx_fusion.torch_internals.inductor import bytes_per_second
@@ -48,9 +51,10 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     given = {name: match.example(name) for name, bound in match.inputs.items() if is_tensor(bound)}
     sizes = table.sizes_of(fusion, given)
     floating = [t for t in given.values() if t.is_floating_point()]
-    if sizes is None or not floating or floating[0].device.type != "cuda":
+    if sizes is None or not floating or device_type(floating[0]) != "cuda":
         return None
-    device, itemsize = floating[0].device, floating[0].dtype.itemsize
+    # A device that nothing is known of stands for a GPU that is not here.
+    device, itemsize = torch.device("meta") if planned_gpu() else floating[0].device, floating[0].dtype.itemsize
     ours, theirs = _traffic(fusion, sizes, itemsize)
     if options.select == "measure" and (times := measure.known(fusion, match)) is not None:
         speed = times["inductor"] / times["ours"]

@@ -11,6 +11,7 @@ from fx_fusion.cost.estimate import Estimate, estimate
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.legality import asked
 from fx_fusion.fusion.match import Match
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.graph.view import View
@@ -60,7 +61,7 @@ def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Rea
     """Why Inductor keeps a site as far as rules, tables and formulas know, or None."""
     name = next(n for n, v in match.inputs.items() if is_tensor(v))
     tensor, dims = example(match.inputs[name]), fusion.specs[name].dims
-    if tensor.device.type == "cpu" and not fusion.on_cpu:
+    if device_type(tensor) == "cpu" and not fusion.on_cpu:
         return "on CPU Inductor compiles this as well"
     rows = dims[0].several and len(dims) > 1 and expected(tensor.shape[-1]) > 1
     if rows and statically_known_true(tensor.stride(-1) != 1):

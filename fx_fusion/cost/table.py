@@ -19,8 +19,11 @@ from typing import Any
 import sympy
 import torch
 
+from fx_fusion.errors import OptionError
+from fx_fusion.errors import nearest as nearest_name
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.matcher import Match
+from fx_fusion.graph.devices import device_type, gpu_name
 from fx_fusion.graph.size_hints import expected, trained
 from fx_fusion.graph.terms import is_tensor
 
@@ -58,7 +61,7 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: M
     tensors = list(given.values())
     floating = [t for t in tensors if t.is_floating_point()]
     sizes = sizes_of(fusion, given)
-    if tensors[0].device.type != "cuda" or not floating or sizes is None:
+    if device_type(tensors[0]) != "cuda" or not floating or sizes is None:
         return None
     cell = nearest(fusion, given, statics)
     if cell is None:
@@ -73,8 +76,7 @@ def nearest(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[
     """The cell of this GPU's table that is nearest to the tensors of a site, all sizes known; None without a table."""
     floating = [t for t in given.values() if t.is_floating_point()]
     sizes, first = sizes_of(fusion, given), fusion.tensors[0]
-    device = given[first].device
-    cells = cells_of(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", fusion.name)
+    cells = cells_of(gpu_name(given[first]), fusion.name)
     if sizes is None or not cells:
         return None
     layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
@@ -126,6 +128,15 @@ def _table(gpu: str) -> tuple[Cell, ...]:
 
 def slug(gpu: str) -> str:
     return gpu.lower().replace(" ", "_")
+
+
+def gpu_named(name: str) -> str:
+    """The full name of a GPU that there is a table for (``h200`` -> ``NVIDIA H200``). Raises OptionError for any other."""
+    known = [json.loads(file.read_text())["environment"]["gpu"] for file in sorted(_FOLDER.glob("*.json"))]
+    found = [gpu for gpu in known if slug(name) == slug(gpu) or slug(name) in slug(gpu).split("_")]
+    if len(found) != 1:
+        raise OptionError(f"there is no table of a GPU {name!r}. {nearest_name(name, known)}")
+    return found[0]
 
 
 def _by_roofline(fusion: Fusion, sizes: Mapping[str, float], itemsize: int) -> str | None:

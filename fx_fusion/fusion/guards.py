@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.terms import same_shape
 
@@ -26,7 +27,7 @@ def mixed_on_cpu(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     """Why PyTorch's norms on CPU, which are the reference there, can't take these dtypes together, or None."""
     given = {t.dtype for t in (weight, bias) if t is not None and not keeps_values(t.dtype, x.dtype)}
     exact = {t.dtype for t in (weight, bias) if t is not None and keeps_values(t.dtype, x.dtype)}
-    if x.device.type != "cpu" or not given or (given == {torch.float32} and not exact):
+    if device_type(x) != "cpu" or not given or (given == {torch.float32} and not exact):
         return None
     return f"x is {x.dtype} and its weight and bias are of several dtypes, which no norm on CPU takes"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fx_fusion.graph.devices import device_type
 from fx_fusion.torch_internals.fakes import hint_of
 
 
@@ -42,6 +43,6 @@ def too_small(tensor: torch.Tensor) -> str | None:
     of a step run longer than that and hide it.
     """
     static = all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
-    if tensor.device.type == "cuda" and not static and elements(tensor) < 2**24:
+    if device_type(tensor) == "cuda" and not static and elements(tensor) < 2**24:
         return f"{elements(tensor):.0f} elements of dynamic size: below 2^24 the host's time for calling an op would show"
     return None

@@ -14,6 +14,7 @@ from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.torch_internals.inductor import forces_layouts, optimizes_layouts
 
@@ -61,4 +62,4 @@ def _convolution(node: fx.Node) -> dict[str, Any] | None:
     bound = {"groups": 1, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
     if not is_tensor(bound.get("input")) or not is_tensor(bound.get("weight")):
         return None
-    return bound if example(bound["input"]).device.type == "cuda" else None
+    return bound if device_type(example(bound["input"])) == "cuda" else None

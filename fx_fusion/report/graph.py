@@ -22,6 +22,7 @@ class GraphReport:
     rows_after: tuple[Row, ...] = ()
     nodes_before: int = 0
     nodes_after: int = 0
+    planned_for: str = ""  # the GPU by whose table it was planned, where that is not here
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
     broke: str = ""  # the graph break that it ends at, if it does
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
@@ -53,6 +54,8 @@ class GraphReport:
         """What there is to say of a graph besides its sites."""
         if self.instead_of is not None:
             yield f"graph {self.instead_of} {self.version}"
+        if self.planned_for:
+            yield f"planned for {self.planned_for}, by its table"
         if self.fallback:
             yield f"unchanged to Inductor: {self.fallback}"
         if self.broke:

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections import Counter
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ try:
     CONTROL_FLOW: tuple[type[BaseException], ...] = (RestartAnalysis, SkipFrame)
 except ImportError:  # a restart is then taken for a failure: the graph is compiled without rewrites
     CONTROL_FLOW = ()
+
+
+def as_it_is(error: Exception, frame: FrameType | None) -> Exception:
+    """An error of the class of ``error``, with its message, that Dynamo hands to the user without the frames of its own that
+    called ``frame``. Gone: the error itself, which Dynamo puts into a BackendCompilerFailed."""
+    passes: Any = getattr(getattr(torch._dynamo, "exc", None), "ShortenTraceback", None)
+    if passes is None:
+        return error
+    kind = type(type(error).__name__, (passes, type(error)), {"__module__": type(error).__module__})
+    return kind(*error.args, first_useful_frame=frame)
 
 
 def current_compile_id() -> tuple[str, int]:

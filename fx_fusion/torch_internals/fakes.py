@@ -11,11 +11,19 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "example_of", "fake_mode_of", "hint_of", "lower_bound", "set_example", "storage_of",
-    "unset_fake_temporarily", "without_guards",
+    "NO_VALUES", "FakeTensor", "FakeTensorMode", "example_of", "fake_mode_of", "hint_of", "lower_bound", "set_example",
+    "storage_of", "unset_fake_temporarily", "without_guards",
 ]  # fmt: skip
 
 _EXAMPLE = "example_value"
+
+try:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    NO_VALUES: tuple[type[BaseException], ...] = (DataDependentOutputException, DynamicOutputShapeException)
+except ImportError:  # what these tell is then raised as it is
+    NO_VALUES = ()
+"""What is raised where code asks a fake tensor for values."""
 
 
 def example_of(node: fx.Node) -> Any:

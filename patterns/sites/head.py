@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fx_fusion.fusion.match import NearMiss
+from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
 from fx_fusion.graph.size_hints import elements, expected, trained
 from fx_fusion.graph.terms import example
@@ -86,12 +87,12 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> s
     classes, rows = expected(lm_head.shape[0]), elements(target)
     if classes < 4096:
         return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
-    if x.device.type == "cuda" and rows * classes < 2**26:
+    if device_type(x) == "cuda" and rows * classes < 2**26:
         return f"{rows:.0f} x {classes} logits fit beside everything else; Inductor needs fewer launches"
     # Two cores, float32, of Inductor's speed: 256 x 5000 logits 0.8, 1024 x 16000 1.1; in bfloat16 0.2 to 0.4.
-    if x.device.type == "cpu" and computed_in(x).itemsize == 2:
+    if device_type(x) == "cpu" and computed_in(x).itemsize == 2:
         return "on a CPU chunks are added up in float32, which takes longer than Inductor's products in 16 bits"
-    if x.device.type == "cpu" and rows * classes < 2**24:
+    if device_type(x) == "cpu" and rows * classes < 2**24:
         return f"{rows:.0f} x {classes} logits: Inductor is faster on a CPU below 2^24"
     return None
 
@@ -101,7 +102,7 @@ def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None)
     products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on;
     without tensor cores, which multiply 15 times as fast, from some 150 to 200."""
     most = 1024 if on_tensor_cores(computed_in(x)) else 128
-    if x.device.type != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= most:
+    if device_type(x) != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= most:
         return None
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.coverage.configs import find
+from fx_fusion.tiny_configs import find
 
 Inputs = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ import torch
 import fx_fusion
 from fx_fusion.backend import compile_graph
 from fx_fusion.options import parse
-from tests.coverage.configs import shrunk
+from fx_fusion.tiny_configs import shrunk
 from tests.coverage.inputs import inputs_of
 from tests.coverage.others import diffusers_model, timm_model
 from tests.coverage.places import Place, modules_of_a_kind, places, written_out_norm

@@ -45,7 +45,7 @@ def test_modes_and_options_of_inductor_pass_through():
     assert parsed.inductor["epilogue_fusion"] is False
     with pytest.raises(fx_fusion.OptionError, match="Did you mean 'max-autotune'"):
         parse("max-autotun", None)
-    with pytest.raises(RuntimeError, match="Unexpected type"):
+    with pytest.raises(fx_fusion.OptionError, match=r"Unexpected type of attr shape_padding, got str should be bool"):
         parse(None, {"shape_padding": "yes"})
 
 
@@ -84,3 +84,32 @@ def test_compile_checks_options_at_once():
     with fx_fusion.recording() as report:
         compiled(torch.randn(3, 2))
     assert len(report.graphs) == 1
+
+
+def test_compile_takes_a_mode_beside_options():
+    compiled = fx_fusion.compile(torch.nn.Linear(2, 2), mode="default", options={"select": "never"})
+    with fx_fusion.recording() as report:
+        compiled(torch.randn(3, 2))
+    assert len(report.graphs) == 1
+    with pytest.raises(fx_fusion.OptionError, match="Did you mean 'max-autotune'"):
+        fx_fusion.compile(torch.nn.Linear(2, 2), mode="max-autotun", options={"select": "never"})
+    with pytest.raises(fx_fusion.OptionError, match="give one of them"):
+        fx_fusion.compile(torch.nn.Linear(2, 2), mode="default", options={"mode": "default"})
+
+
+@pytest.mark.parametrize("options", [{"selct": "always"}, {"max_autotune": "yes"}])
+def test_an_error_in_options_is_not_buried_in_dynamos(options):
+    """torch.compile asks the backend at the first call: what is raised there is an OptionError, and few frames."""
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="fx_fusion", options=options)
+    with pytest.raises(fx_fusion.OptionError, match=r"Did you mean 'select'|Unexpected type of attr max_autotune") as caught:
+        compiled(torch.randn(3, 2))
+    assert len(caught.traceback) < 10
+    assert caught.traceback[-1].name == "fx_fusion"
+
+
+def test_without_dynamos_way_to_pass_errors_on(monkeypatch):
+    from fx_fusion.torch_internals import dynamo
+
+    monkeypatch.delattr(torch._dynamo.exc, "ShortenTraceback")
+    error = fx_fusion.OptionError("as it is")
+    assert dynamo.as_it_is(error, None) is error

@@ -65,7 +65,7 @@ def test_help_needs_no_torch():
 def test_a_type_of_transformers(tmp_path):
     """Llama 7B's width in seconds and without its memory."""
     page, facts = tmp_path / "page.html", tmp_path / "facts.json"
-    found = run("explain", "llama", "--select", "always", "--require", "rope=2", "--html", str(page), "--json", str(facts))
+    found = run("explain", "llama", "--layers", "2", "--select", "always", "--require", "rope=2", "--html", str(page), "--json", str(facts))
     assert "linear_cross_entropy" in found.stdout
     assert "fused" in page.read_text()
     shapes = [site["shapes"] for site in json.loads(facts.read_text())["sites"] if site["fusion"] == "rms_norm"]
@@ -87,10 +87,11 @@ def test_a_config_of_ones_own(tmp_path):
         "model_type": "gpt2", "n_embd": 48, "n_layer": 5, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = run("explain", str(tmp_path), "--select", "always", "--layers", "3", "--only", "layer_norm").stdout
+    said = run("explain", str(tmp_path), "--select", "always", "--layers", "3", "--fusion", "layer_norm").stdout
     assert "h.0.ln_1" in said
     assert "near" not in said  # of another fusion
     assert "h.4" not in run("explain", str(tmp_path), "--select", "always", "--layers", "3").stdout
+    assert "h.{1-4}" in run("explain", str(tmp_path), "--select", "always").stdout.replace("\n", "")  # all of them
 
 
 def test_a_function_of_ones_own(script):
@@ -130,10 +131,32 @@ def test_a_script_as_it_is(script, tmp_path):
     found = run("run", script, "--html", str(page), "--select", "always", "--require", "rms_norm=1", "--epochs", "2")
     assert "trained with ['--epochs', '2']" in found.stdout
     assert "rms_norm" in page.read_text()
-    run("run", script, "--fail", code=3)
     own = run("run", script, "--sel", "x", "--", "--html", "y")  # no option of ours is cut short, and none stands behind --
     assert "trained with ['--sel', 'x', '--html', 'y']" in own.stdout
     assert "there is no script" in run("run", "nowhere.py", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "sentence"),
+    [
+        ("raise ValueError('it broke')", 1, "ValueError: it broke"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("sys.exit()", 0, ""),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+)
+def test_a_report_of_a_script_however_it_ends(script, tmp_path, end, code, sentence):
+    text = SCRIPT.replace('sys.exit(3 if "--fail" in sys.argv else 0)', end)
+    assert end in text
+    (tmp_path / "train.py").write_text(text)
+    page = tmp_path / "page.html"
+    found = run("run", script, "--html", str(page), "--select", "always", code=code)
+    assert "rms_norm" in page.read_text()
+    assert "fused" in found.stdout
+    assert sentence in found.stderr
+    assert "runpy" not in found.stderr, "the frames are the script's"
+    assert "fx_fusion: it broke" not in found.stderr, "it is no error of ours"
 
 
 CHECK = """
@@ -206,3 +229,11 @@ def test_doctor_of_a_gpu(monkeypatch):
     assert known["table"].good
     assert not unknown["table"].good
     assert "formulas decide" in unknown["table"].says
+
+
+def test_every_option_has_a_help_text():
+    from fx_fusion.__main__ import _parser
+
+    commands = next(action.choices for action in _parser()._actions if action.dest == "command")
+    silent = [f"{name} {action.dest}" for name, parser in commands.items() for action in parser._actions if not action.help]
+    assert not silent

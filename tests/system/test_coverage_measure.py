@@ -9,7 +9,7 @@ from torch import nn
 
 from fx_fusion.report.diff import rows, text
 from fx_fusion.report.site import Site
-from tests.coverage.configs import shrunk
+from fx_fusion.tiny_configs import shrunk
 from tests.coverage.measure import Captured, _difference, became, compare, counts, said_of, step
 from tests.coverage.places import Place, modules_of_a_kind, places
 

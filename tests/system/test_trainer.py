@@ -1,5 +1,8 @@
 """transformers' Trainer with ``torch_compile_backend="fx_fusion"``: accumulation, evaluation with metrics, save and resume."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -91,3 +94,9 @@ def test_what_a_trainer_logs(tmp_path, monkeypatch):
     assert "fx_fusion/fused" in trainer.state.log_history[0]
     assert "rms_norm" in (tmp_path / PAGE).read_text()
     assert not any(report is recorded for recorded in fx_fusion.report.recording.recordings())
+
+
+def test_watching_makes_the_name_known():
+    code = "import fx_fusion.trainer; from accelerate.utils import DynamoBackend; print(DynamoBackend('FX_FUSION').value)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "FX_FUSION", found.stderr

@@ -82,10 +82,11 @@ RELATED: dict[str, Callable[[Fields, Fields], Any]] = {
 
 def shrunk(config_class: type, kind: str = "") -> Any:
     """A config of this class with small sizes and nothing random, nested configs included."""
-    return _shrunk(config_class(), kind == "causal")
+    return shrunk_from(config_class(), kind == "causal")
 
 
-def _shrunk(default: Any, causal: bool = False) -> Any:
+def shrunk_from(default: Any, causal: bool = False) -> Any:
+    """The same for what this config says; ``causal`` where a model that encodes is to decode."""
     was, plain = _fields(default), _fields(type(default)())
     made = {n: v for n, v in was.items() if not hasattr(v, "to_dict") and v != plain[n]}  # a parent's own wishes
     lists = {n: v for n, v in was.items() if isinstance(v, (list, tuple)) and v}
@@ -100,7 +101,7 @@ def _shrunk(default: Any, causal: bool = False) -> Any:
     for name, now in was.items():
         size = _size(name)
         if hasattr(now, "to_dict"):
-            made[name] = _shrunk(now)
+            made[name] = shrunk_from(now)
         elif name.endswith(("_token_id", "_token_index")):
             if now is not None or FILLED.fullmatch(name):
                 token = next((i for start, i in TOKENS.items() if name.startswith(start)), None)

@@ -1,0 +1,162 @@
+"""Models of transformers with random weights, and what they are called with: by a type of model, or by a config."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fx_fusion.errors import TargetError, nearest
+from fx_fusion.tiny_configs import find, shrunk_from
+from fx_fusion.torch_internals.fakes import FakeTensorMode
+
+# The first of transformers' lists that has a type of model says which class is taken for it.
+_LISTS = (
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_MAPPING_NAMES",
+)  # fmt: skip
+_LAYERS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "depths",
+)  # fmt: skip
+_KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
+_SECOND = 16000  # samples of a waveform
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a model and its inputs are.
+
+    Attributes:
+        batch: rows.
+        length: tokens in a row, of a model of text.
+        layers: at most so many; None for all.
+        tiny: small widths too.
+    """
+
+    batch: int
+    length: int
+    layers: int | None
+    tiny: bool
+
+
+def config_of(name: str) -> tuple[Any, type]:
+    """The config and the class of a type of model (``llama``), a ``config.json`` or its folder. A file's ``architectures``
+    name the class; else the type does: one with a loss, if there is one. Raises TargetError."""
+    import transformers
+
+    given: dict[str, Any] = {}
+    if Path(name).exists():
+        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+        try:
+            given = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise TargetError(f"{path} can't be read as a config: {error}") from error
+    kind = given.pop("model_type", "" if given else name)
+    classes = _classes()
+    if kind not in classes:
+        raise TargetError(f"{kind!r} is no type of model that transformers has. {nearest(kind, sorted(classes))[:400]}")
+    named = [c for c in given.get("architectures") or () if hasattr(transformers, c)]
+    return transformers.AutoConfig.for_model(kind, **given), getattr(transformers, named[0] if named else classes[kind])
+
+
+def _classes() -> dict[str, str]:
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for name in _LISTS:
+        for kind, made_by in getattr(modeling_auto, name, {}).items():
+            found.setdefault(kind, made_by if isinstance(made_by, str) else made_by[0])
+    return found
+
+
+def built(
+    config: Any, made_by: Any, sizes: Sizes, device: str, dtype: torch.dtype, fake: bool
+) -> tuple[Any, dict[str, Any], Any]:  # fmt: skip
+    """A model without dropout, what it is called with, and the mode in which both have no memory: with ``fake``, where the
+    class can be built so; None where they have. Raises TargetError."""
+    if sizes.tiny:
+        config = shrunk_from(config)
+    _prepare(config, sizes.layers)
+    # Some models read values while they are built.
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), None) if fake else (None,):
+        known = torch.get_default_dtype()
+        try:
+            with mode or contextlib.nullcontext(), torch.device(device):
+                torch.set_default_dtype(dtype)
+                model = made_by(config).train()
+                return model, _inputs(model, sizes), mode
+        except Exception as error:
+            if mode is None:
+                raise TargetError(f"{made_by.__name__} can't be built: {type(error).__name__}: {error}") from error
+        finally:
+            torch.set_default_dtype(known)
+    raise AssertionError("one of the two returns or raises")
+
+
+def _prepare(config: Any, layers: int | None) -> None:
+    """No cache, no dropout, at most so many layers; in configs within this one too."""
+    for inner in _configs(config):
+        for attribute in _LAYERS if layers is not None else ():
+            count = getattr(inner, attribute, None)
+            if isinstance(count, (int, list, tuple)) and not isinstance(count, bool):
+                setattr(inner, attribute, _at_most(count, layers))
+        for attribute in _KINDS_OF_LAYERS if layers is not None else ():
+            derived = isinstance(getattr(type(inner), attribute, None), property)
+            if getattr(inner, attribute, None) and not derived:
+                setattr(inner, attribute, getattr(inner, attribute)[:layers])
+        for attribute in (a for a in vars(inner) if re.search("drop", a) and isinstance(getattr(inner, a), float)):
+            setattr(inner, attribute, 0.0)
+        inner.use_cache = inner.apply_spec_augment = False  # the latter masks parts of a sound at random
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for inner in list(vars(config).values()):
+        if hasattr(inner, "to_dict"):
+            yield from _configs(inner)
+
+
+def _at_most(count: Any, most: int | None) -> Any:
+    return type(count)(_at_most(n, most) for n in count) if isinstance(count, (list, tuple)) else min(count, most or count)
+
+
+def _inputs(model: Any, sizes: Sizes) -> dict[str, Any]:
+    """What the forward of a model takes, by what its class calls its main input, with labels where it takes any."""
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    main, tokens = model.main_input_name, find(config, "vocab_size") or 2
+    ids = torch.arange(sizes.batch * sizes.length).view(sizes.batch, sizes.length) % min(1000, tokens)
+    classes = torch.arange(sizes.batch) % max(1, getattr(config, "num_labels", 1))
+    if main in ("pixel_values", "input_features", "input_values"):
+        shape = {"pixel_values": _image, "input_features": _spectrogram, "input_values": lambda _: (_SECOND,)}[main](config)
+        given = {main: torch.randn(sizes.batch, *shape)}
+        labels = classes if "Classification" in type(model).__name__ else ids[:, : min(sizes.length, 16)]
+    else:
+        given = {main: ids}
+        labels = classes if re.search("SequenceClassification|MultipleChoice", type(model).__name__) else ids
+        if "TokenClassification" in type(model).__name__:
+            labels = ids % config.num_labels
+    if "labels" in takes:
+        given["labels"] = labels.clone()
+    return given
+
+
+def _image(config: Any) -> tuple[int, ...]:
+    size = find(config, "image_size") or 224
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return find(config, "num_channels") or 3, height, width
+
+
+def _spectrogram(config: Any) -> tuple[int, ...]:
+    bins = find(config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim") or 80
+    return bins, 2 * (find(config, "max_source_positions") or 1500)

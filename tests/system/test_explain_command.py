@@ -1,0 +1,159 @@
+"""``python -m fx_fusion explain TARGET``: models of every kind, sizes, and a GPU that is not here."""
+
+import contextlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.backend import compile_graph
+from fx_fusion.commands import explain_command
+from fx_fusion.cost.table import gpu_named
+from fx_fusion.errors import OptionError, TargetError
+from fx_fusion.graph.devices import planning_for
+from fx_fusion.targets import target_of
+from fx_fusion.transformers_models import Sizes
+
+pytest.importorskip("transformers")
+NOTHING = {"batch": None, "length": None, "layers": None, "tiny": False, "dtype": None}
+OUTPUT = {"html": None, "json": None, "diff": False, "fusion": None, "why": None, "require": ()}
+ON_A_GPU = {"device": "cuda", "gpu": None} if not torch.cuda.is_available() else {"device": None, "gpu": "h200"}
+
+
+def explained(capsys, name, options=None, output=None, **given):
+    where = {name: given.pop(name, None) for name in ("device", "gpu")}
+    code = explain_command(name, sizes={**NOTHING, **given}, options=options or {}, output={**OUTPUT, **(output or {})}, **where)
+    return code, capsys.readouterr()
+
+
+def test_planned_for_a_gpu_that_is_not_here(capsys, tmp_path):
+    file = tmp_path / "report.json"
+    code, said = explained(capsys, "llama", layers=2, output={"json": str(file)}, **ON_A_GPU)
+    assert code == 0
+    assert "planned for NVIDIA H200, by its table" in said.out
+    assert "on CPU" not in said.out
+    sites = json.loads(file.read_text())["sites"]
+    norms = [site["estimate"] for site in sites if site["fusion"] == "add_rms_norm" and site["status"] == "fused"]
+    assert len(norms) == 4
+    assert all(estimate["source"] == "table" for estimate in norms)
+    formulas = [s["estimate"] for s in sites if s["estimate"].get("source") == "formula"]
+    assert all(estimate["ours"] < 1000 for estimate in formulas), "as fast as a GPU's memory, not a CPU's"
+
+
+def test_a_gpu_without_a_table(capsys):
+    assert gpu_named("h200") == gpu_named("NVIDIA H200") == gpu_named("nvidia_h200") == "NVIDIA H200"
+    with pytest.raises(OptionError, match=r"no table of a GPU 'h20'.*Did you mean|Valid: NVIDIA H200"):
+        explained(capsys, "llama", gpu="h20")
+    with pytest.raises(OptionError, match="one of them"):
+        explained(capsys, "llama", gpu="h200", device="cpu")
+
+
+def test_what_is_planned_is_not_run(monkeypatch):
+    """Ops for a GPU that is not here: the model's own ones run. And nothing can be measured on it."""
+    norm = torch.nn.RMSNorm(4096)
+    x = torch.randn(64, 4096)
+
+    def not_for_this_machine(*arguments):
+        compile_graph(*arguments)
+
+        def run(*inputs):
+            raise AssertionError("what is planned was run")
+
+        return run
+
+    monkeypatch.setattr("fx_fusion.explaining.compile_graph", not_for_this_machine)
+    with planning_for("NVIDIA H200"):
+        report = fx_fusion.explain(norm, x, options={"select": "always"})
+        assert report.count("rms_norm") == 1
+        with pytest.raises(OptionError, match="times this machine"):
+            fx_fusion.explain(norm, x, options={"select": "measure"})
+    assert report.graphs[0].planned_for == "NVIDIA H200"
+    again = fx_fusion.Report.from_json(report.to_json())
+    assert again.graphs[0].planned_for == "NVIDIA H200"
+    with pytest.raises(AssertionError, match="was run"):
+        fx_fusion.explain(norm, x, options={"select": "always"})
+    monkeypatch.undo()
+    assert fx_fusion.explain(norm, x).graphs[0].planned_for == ""
+
+
+# The main input of each, and the class that is taken where there are several.
+KINDS = {
+    "gpt2": ("GPT2LMHeadModel", "input_ids"), "bert": ("BertForMaskedLM", "input_ids"),
+    "t5": ("T5ForConditionalGeneration", "input_ids"), "vit": ("ViTForImageClassification", "pixel_values"),
+    "resnet": ("ResNetForImageClassification", "pixel_values"),
+    "whisper": ("WhisperForConditionalGeneration", "input_features"),
+    "wav2vec2": ("Wav2Vec2ForSequenceClassification", "input_values"), "mamba": ("MambaForCausalLM", "input_ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models(kind):
+    """Small, with memory: what it is called with gives a loss. Full size: as many layers as asked for, without memory."""
+    name, main = KINDS[kind]
+    tiny = target_of(kind, Sizes(2, 16, None, True), device="cpu", dtype=torch.float32, fake=False)
+    assert type(tiny.call).__name__ == name
+    assert sum(p.numel() for p in tiny.call.parameters()) < 2e6
+    assert set(tiny.kwargs) == {main, "labels"}
+    loss = tiny.call(**tiny.kwargs).loss
+    assert loss.isfinite()
+    full = target_of(kind, Sizes(1, 32, 1, False), device="cpu", dtype=torch.bfloat16)
+    with full.mode or contextlib.nullcontext():
+        report = fx_fusion.explain(full.call, **full.kwargs, options={"select": "always"})
+    assert report.graphs
+    assert sum(p.numel() for p in full.call.parameters()) > 1e6
+
+
+def test_the_class_that_a_config_names(tmp_path):
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_labels": 3, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = target_of(str(tmp_path), Sizes(4, 16, None, True), device="cpu", dtype=torch.float32, fake=False)
+    assert type(target.call).__name__ == "BertForSequenceClassification"
+    assert target.kwargs["labels"].tolist() == [0, 1, 2, 0]
+    full = target_of(str(tmp_path / "config.json"), Sizes(1, 16, None, False), device="cpu", dtype=torch.float32)
+    assert full.call.config.num_hidden_layers == 3
+
+
+def test_large_models_say_what_is_quicker(capsys):
+    _, said = explained(capsys, "llama", layers=6)
+    assert "billion parameters, without memory; --layers 2 is quicker" in said.err
+    _, said = explained(capsys, "llama", tiny=True)
+    assert "billion" not in said.err
+
+
+def test_values_that_nobody_has(tmp_path, capsys, monkeypatch):
+    """A model at full size whose code asks a tensor for a value."""
+    import transformers
+
+    forward = transformers.LlamaForCausalLM.forward
+
+    def asks(self, input_ids, labels):
+        if input_ids.sum().item() > 0:
+            labels = labels + 0
+        return forward(self, input_ids, labels=labels)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", asks)
+    with pytest.raises(TargetError, match="take --tiny"):
+        explained(capsys, "llama", layers=1)
+    assert explained(capsys, "llama", tiny=True)[0] == 0
+
+
+def test_a_script_is_run(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ntorch.compile(torch.nn.RMSNorm(8))(torch.randn(2, 8))\nprint('it ran')\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "fx_fusion", "explain", str(script), "--select", "always", "--require", "rms_norm=1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "it ran" in found.stdout
+    assert f"`python -m fx_fusion run {script}`" in found.stderr
+    with pytest.raises(TargetError, match="is a script"):
+        explain_command(str(script), sizes={**NOTHING, "layers": 2}, options={}, output=OUTPUT, device=None, gpu=None)
+
+
+def test_a_name_is_no_model():
+    with pytest.raises(TypeError, match="takes a module or a function"):
+        fx_fusion.explain("gpt2")
