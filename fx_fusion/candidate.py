@@ -64,8 +64,16 @@ class Candidate:
         made = tuple(n.name for n in self.made)
         return Site(
             self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph,
-            nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(),
+            nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(), *_stop(self),
         )  # fmt: skip
+
+
+def _stop(candidate: Candidate) -> tuple[str, str, tuple[int, int]]:
+    """Where a near miss stopped, for its site."""
+    miss = candidate.miss
+    if miss is None or candidate.status != "near":
+        return "", "", (0, 0)
+    return miss.node.name, "".join(frames_of(miss.node)[-1:]), (miss.matched, miss.total)
 
 
 def described(miss: NearMiss) -> str:
