@@ -35,6 +35,7 @@ def reference(fusion: Fusion, site: Site) -> Reference:
     return Reference(source_of(fusion.pattern))
 
 
+@functools.cache
 def source_of(function: Callable[..., Any]) -> str:
     """A function's lines; empty where there is no file (a notebook that is gone, a frozen application)."""
     try:
