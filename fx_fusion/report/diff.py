@@ -13,9 +13,8 @@ from torch import fx
 from fx_fusion.graph import dtypes
 from fx_fusion.graph.places import location_of, module_of
 from fx_fusion.graph.terms import example
-from fx_fusion.torch_internals.dispatch import parameter_names
 from fx_fusion.torch_internals.dynamo import parameter_path
-from fx_fusion.torch_internals.nodes import is_operator
+from fx_fusion.torch_internals.nodes import is_operator, schemas_of
 
 
 class Row(NamedTuple):
@@ -57,7 +56,8 @@ def _line(node: fx.Node) -> str:
     made = f"{node.name}{_type(example(node))} = "
     if node.target is operator.getitem and len(node.args) == 2:
         return f"{made}{_argument(node.args[0])}[{_index(node.args[1])}]"
-    names = parameter_names(node.target) if isinstance(node.target, torch._ops.OpOverload) else []
+    schemas = schemas_of(node.target) or []
+    names = [parameter.name for parameter in schemas[0].arguments] if len(schemas) == 1 else []
     named = dict(zip(names, node.args, strict=False)) | node.kwargs
     arguments = [*map(_argument, node.args[len(names) :]), *(f"{k}={_argument(v)}" for k, v in named.items())]
     return f"{made}{_target(node)}({', '.join(arguments)})"

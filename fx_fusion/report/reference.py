@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -36,7 +37,7 @@ def reference(fusion: Fusion, site: Site) -> Reference:
 
 
 @functools.cache
-def source_of(function: Callable[..., Any]) -> str:
+def source_of(function: Callable[..., Any] | CodeType) -> str:
     """A function's lines; empty where there is no file (a notebook that is gone, a frozen application)."""
     try:
         return inspect.getsource(function)
@@ -54,7 +55,12 @@ def _at(pattern: Pattern, expected: str, matched: int) -> Reference | None:
     if not fitting:
         return None
     node = walked[min(fitting, key=lambda i: abs(i - matched))]
-    return Reference(source_of(pattern.function), _lines(pattern).get(node.name, 0))
+    own = source_of(pattern.function)
+    code, line = _lines(pattern).get(node.name, (pattern.function.__code__, 0))
+    if code is pattern.function.__code__:
+        return Reference(own, line)
+    helper = source_of(code)
+    return Reference(f"{own}\n{helper}", line + own.count("\n") + 1) if helper else Reference(own)
 
 
 def _walk(pattern: Pattern, node: Any, seen: set[fx.Node]) -> Iterator[fx.Node]:
@@ -66,18 +72,19 @@ def _walk(pattern: Pattern, node: Any, seen: set[fx.Node]) -> Iterator[fx.Node]:
             yield from _walk(pattern, pattern.view.folded(pattern.view.edge(operand).base), seen)
 
 
-def _lines(pattern: Pattern) -> dict[str, int]:
-    """The line of the function that makes each node, by the node's name. What a helper makes: the line that calls it."""
-    lines: dict[str, int] = {}
+def _lines(pattern: Pattern) -> dict[str, tuple[CodeType, int]]:
+    """Of each node, by name: the function that makes it (the pattern's, or a helper of it), and its line there, from 1."""
+    lines: dict[str, tuple[CodeType, int]] = {}
 
     class Recording(fx.proxy.GraphAppendingTracer):
         def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
             node = super().create_node(*args, **kwargs)
             frame = inspect.currentframe()
-            while frame is not None and frame.f_code is not pattern.function.__code__:
+            frame = None if frame is None else frame.f_back
+            while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "torch":
                 frame = frame.f_back
             if frame is not None:
-                lines[node.name] = frame.f_lineno - pattern.function.__code__.co_firstlineno + 1
+                lines[node.name] = frame.f_code, frame.f_lineno - frame.f_code.co_firstlineno + 1
             return node
 
     trace(pattern.function, pattern.parameters, pattern.statics, Recording)

@@ -45,6 +45,16 @@ def test_the_line_of_the_op_that_differs(function, lines):
     assert lines in line_beside(near(function, X))
 
 
+def test_a_line_of_a_helper_comes_with_the_helper():
+    def added(x, y):
+        h = x + y
+        return h, clamped(h)
+
+    report = fx_fusion.explain(added, X, X, options={"select": "always", "fusions": ["add_rms_norm"]})
+    (site,) = report.sites
+    assert "+ eps" in line_beside(site)
+
+
 def test_the_first_op_that_differs_is_known_by_its_node_and_line():
     site = near(clamped, X)
     assert "clamp_min" in site.stopped or site.stopped == "safe"

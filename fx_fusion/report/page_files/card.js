@@ -68,8 +68,11 @@ async function copy(text) { // where nobody may write to the clipboard, the text
 }
 
 function listing(lines, kind) {
-  const pre = element("pre");
-  for (const [number, text] of lines) pre.append(element("span", { class: kind(number) }, `${String(number).padStart(4)}  ${text}`), "\n");
+  const indents = lines.map(([, text]) => text).filter((text) => text.trim()).map((text) => text.search(/\S/));
+  const indent = Math.min(...indents); // of all of them
+  const pre = element("pre", { class: "listing" });
+  for (const [number, text] of lines)
+    pre.append(element("span", { class: kind(number) }, `${String(number).padStart(3)}  ${text.slice(indent)}`));
   return pre;
 }
 
