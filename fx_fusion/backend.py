@@ -166,7 +166,7 @@ def rewrite(
 ) -> Rewritten:
     """Rewrite a graph in place; ``untouched`` is a copy of it."""
     started = time.perf_counter()
-    report = _new_report(gm, version)
+    report = _new_report(gm, version, options)
     gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
@@ -257,6 +257,7 @@ def _as_dynamo_wrote_it(
         layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
         report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), rows(untouched))
+        report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
         report.floats, report.deferred, report.computed, report.assumes = 0, (), (), ()
         publish(report, [])
@@ -273,7 +274,7 @@ def _tell(error: BaseException, *, strict: bool, instead: str = "the graph goes 
     warnings.warn(f"fx_fusion: {where_raised(error).rstrip('.')}; {instead}.", stacklevel=4)
 
 
-def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
+def _new_report(gm: fx.GraphModule, version: Version | None, options: Options) -> GraphReport:
     compile_id, attempt = current_compile_id()
     report = GraphReport(
         index=next(_graph_numbers),
@@ -283,6 +284,7 @@ def _new_report(gm: fx.GraphModule, version: Version | None) -> GraphReport:
         attempt=attempt,
         broke=why_it_ends(gm),
         planned_for=planned_gpu(),
+        options=options.given(),
     )
     if version is not None:
         report.instead_of, report.version = version.of, version.sentence

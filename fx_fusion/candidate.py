@@ -68,8 +68,16 @@ class Candidate:
         return Site(
             self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph,
             nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(),
-            {name: bytes_of(example(node)) for name, node in unmade.items()},
+            {name: bytes_of(example(node)) for name, node in unmade.items()}, *_stop(self),
         )  # fmt: skip
+
+
+def _stop(candidate: Candidate) -> tuple[str, str, tuple[int, int]]:
+    """Where a near miss stopped, for its site."""
+    miss = candidate.miss
+    if miss is None or candidate.status != "near":
+        return "", "", (0, 0)
+    return miss.node.name, "".join(frames_of(miss.node)[-1:]), (miss.matched, miss.total)
 
 
 def described(miss: NearMiss) -> str:

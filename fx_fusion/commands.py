@@ -263,14 +263,12 @@ def show(
     require: Sequence[str],
 ) -> int:
     """Print a report, write its files, check what is required; the exit code."""
-    if fusion is not None:
-        report.count(fusion)  # raises for a name that is none
-        report.sites = [site for site in report.sites if site.fusion == fusion]
-    print(report.why(why) if why is not None else report.diff() if diff else report)
+    shown = report if fusion is None else report.only(fusion)
+    print(shown.why(why) if why is not None else shown.diff() if diff else shown)
     if json is not None:
-        Path(json).write_text(report.to_json())
+        Path(json).write_text(shown.to_json())
     if html is not None:
-        report.to_html(html)
+        shown.to_html(html)
         print(f"written: {html}", file=sys.stderr)
     for wanted in require:
         name, _, number = wanted.partition("=")

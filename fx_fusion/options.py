@@ -61,6 +61,17 @@ class Options:
         asked = (self.select, names, self.defer_outputs, self.speculate, self.memory, float8)
         return (*asked, version, self.cuda_graphs, self.fuel)
 
+    def given(self) -> dict[str, Any]:
+        """All of them as ``options=`` takes them, Inductor's too: to be shown, and written as JSON."""
+        known = sorted(fusion.name for fusion in registry.all_fusions())
+        chosen = [name for name in known if name in self.fusions]
+        left_out = [f"-{name}" for name in known if name not in self.fusions]
+        ours = {name: getattr(self, name) for name in _OURS}
+        ours["fusions"] = min(chosen, left_out, key=len)
+        ours["float8_keep"] = list(self.float8_keep)
+        plain = (str, int, float, bool, type(None))
+        return {**ours, **{name: v if isinstance(v, plain) else repr(v) for name, v in self.inductor.items()}}
+
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Split and check options; raises OptionError with the valid names and the nearest one. ``options["mode"]`` is a mode,

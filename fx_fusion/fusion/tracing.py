@@ -10,12 +10,17 @@ from torch import fx
 from fx_fusion.torch_internals.containers import tree_map_only
 
 
-def trace(function: Callable[..., Any], parameters: Iterable[str], statics: Mapping[str, Any]) -> fx.Graph | None:
+def trace(
+    function: Callable[..., Any],
+    parameters: Iterable[str],
+    statics: Mapping[str, Any],
+    tracer: type[fx.proxy.TracerBase] = fx.proxy.GraphAppendingTracer,
+) -> fx.Graph | None:
     """The graph of ``function``, with a placeholder for each of ``parameters`` and ``statics`` as constants; None for a
-    spelling that does not have this variant (it returns NotImplemented)."""
+    spelling that does not have this variant (it returns NotImplemented). ``tracer`` makes the nodes."""
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    proxies = {name: fx.Proxy(graph.placeholder(name), tracer) for name in parameters}
+    tracing = tracer(graph)  # type: ignore[call-arg]
+    proxies = {name: fx.Proxy(graph.placeholder(name), tracing) for name in parameters}
     result = function(**proxies, **statics)
     if result is NotImplemented:
         return None

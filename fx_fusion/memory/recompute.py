@@ -83,7 +83,7 @@ def _ms(seconds: float) -> str:
 def size_of(count: float) -> str:
     """Bytes in words: ``1.5 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= size:
+        if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count / 2**10:.0f} KiB"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fx_fusion.report.diff import Row
 
 _FEW = 3  # rows
+_NUMBERS = re.compile(r"(?<=\w)_\d+\b|(?<=[a-z_])\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ def blocks(pairs: Sequence[Pair]) -> list[Block]:
         if not found or found[-1].title != title:
             found.append(Block(title, []))
         found[-1].pairs.append(pair)
-    known: dict[tuple[str, ...], Block] = {}
+    known: dict[Any, Block] = {}
     for block in found:
-        first = known.setdefault(_signature(block), block)
+        first = known.setdefault((_unnumbered(f"{block.title}."), signature(block.pairs)), block)
         block.like = None if first is block else first
     return found
 
@@ -88,18 +90,31 @@ def _titles(pairs: Sequence[Pair]) -> list[str]:
     """The layer of each; a few rows of another one in the middle (an add and the norm behind it) are counted to it."""
     titles: list[str] = []
     for pair in pairs:
-        titles.append(_layer(pair.row.module) if pair.row.module or not titles else titles[-1])
+        titles.append(layer_of(pair.row.module) if pair.row.module or not titles else titles[-1])
     for i in range(1, len(titles)):
         if titles[i] != titles[i - 1] and titles[i - 1] in titles[i + 1 : i + 1 + _FEW]:
             titles[i] = titles[i - 1]
     return titles
 
 
-def _layer(module: str) -> str:
+def layer_of(module: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp``; empty outside of layers."""
     numbered = re.match(r"(.*?\d+)(\.|$)", module)
     return numbered[1] if numbered else ""
 
 
-def _signature(block: Block) -> tuple[str, ...]:
-    lines = [re.sub(r"\d+", "#", block.title)]
-    return (*lines, *(p.sign + re.sub(r"_\d+", "_#", p.row.text) for p in block.pairs))
+def signature(pairs: Sequence[Pair]) -> tuple[Any, ...]:
+    """Equal for rows that do the same: numbers in names count for nothing, but which of these rows an operand is does."""
+    place = {pair.row.name: i for i, pair in enumerate(pairs)}
+    found: list[Any] = []
+    for pair in pairs:
+        found.append(pair.sign)
+        for row in (pair.before, pair.after):
+            if row is not None:
+                found += [_unnumbered(row.text), *(place.get(name, -1) for name in row.operands)]
+    return tuple(found)
+
+
+def _unnumbered(text: str) -> str:
+    """Without the numbers at the end of names and in paths: ``x1_2`` is ``x1``, ``layers.0.w`` is ``layers.w``."""
+    return _NUMBERS.sub("", text)

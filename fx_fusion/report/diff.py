@@ -1,8 +1,8 @@
-"""A graph as rows, one a node, and the unified diff of two."""
+"""A graph as rows, one a node."""
 
 from __future__ import annotations
 
-import difflib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from torch import fx
 from fx_fusion.graph import dtypes
 from fx_fusion.graph.places import location_of, module_of
 from fx_fusion.graph.terms import example
-from fx_fusion.torch_internals.nodes import is_operator
+from fx_fusion.torch_internals.dynamo import parameter_path
+from fx_fusion.torch_internals.nodes import is_operator, schemas_of
 
 
 class Row(NamedTuple):
@@ -50,13 +51,37 @@ def text(rows: Sequence[Row]) -> str:
 
 def _line(node: fx.Node) -> str:
     if node.op == "output":
-        return f"return {node.args[0]}"
-    arguments = [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
-    return f"{node.name}{_type(node)} = {_target(node)}({', '.join(arguments)})"
+        return f"return {_argument(node.args[0])}"
+    made = f"{node.name}{_type(example(node))} = "
+    if node.target is operator.getitem and len(node.args) == 2:
+        return f"{made}{_argument(node.args[0])}[{_index(node.args[1])}]"
+    schemas = schemas_of(node.target) or []
+    names = [parameter.name for parameter in schemas[0].arguments] if len(schemas) == 1 else []
+    named = dict(zip(names, node.args, strict=False)) | node.kwargs
+    arguments = [*map(_argument, node.args[len(names) :]), *(f"{k}={_argument(v)}" for k, v in named.items())]
+    return f"{made}{_target(node)}({', '.join(arguments)})"
 
 
 def _argument(item: Any) -> str:
-    return str(item).replace("(None, None, None)", "(:)")
+    """An operand as Python has it: nodes by name, parameters of the model by their path."""
+    if isinstance(item, fx.Node):
+        return parameter_path(item) or item.name
+    if isinstance(item, (tuple, list)):
+        inner = ", ".join(map(_argument, item)) + "," * (isinstance(item, tuple) and len(item) == 1)
+        return f"({inner})" if isinstance(item, tuple) else f"[{inner}]"
+    if isinstance(item, dict):
+        return "{" + ", ".join(f"{key!r}: {_argument(value)}" for key, value in item.items()) + "}"
+    return repr(item) if isinstance(item, str) else str(item)
+
+
+def _index(item: Any) -> str:
+    """What stands between the brackets of a subscript."""
+    if isinstance(item, tuple) and item:
+        return ", ".join(map(_index, item)) + "," * (len(item) == 1)
+    if isinstance(item, slice):
+        start, stop, step = ("" if part is None else _argument(part) for part in (item.start, item.stop, item.step))
+        return f"{start}:{stop}" + f":{step}" * bool(step)
+    return "..." if item is Ellipsis else _argument(item)
 
 
 def _target(node: fx.Node) -> str:
@@ -67,14 +92,14 @@ def _target(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _type(node: fx.Node) -> str:
-    known = example(node)
-    if not isinstance(known, torch.Tensor):
-        return ""
-    return f": {dtypes.name(known.dtype)}[{', '.join(map(str, known.shape))}]"
+def _type(value: Any) -> str:
+    found = _kind(value)
+    return f": {found}" if found else ""
 
 
-def unified(before: str, after: str, title: str) -> str:
-    """The unified diff of two texts."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), f"{title} before", "after", lineterm="", n=1)
-    return "\n".join(lines)
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtypes.name(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (tuple, list)) and any(isinstance(one, torch.Tensor) for one in value):
+        return f"({', '.join(_kind(one) or str(one) for one in value)})"
+    return ""

@@ -21,7 +21,8 @@ from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
-SCHEMA = 1  # of the document; another number where a program that reads it would go wrong
+SCHEMA = 2  # of the document; another number where a program that reads it would go wrong
+_READ = (1, SCHEMA)  # 1: graphs have no options
 _WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory", "linears", "verified")
 
 
@@ -51,8 +52,9 @@ def to_document(sites: Sequence[Site], graphs: Sequence[GraphReport], environmen
 
 def from_document(document: Mapping[str, Any]) -> tuple[list[Site], list[GraphReport], dict[str, str]]:
     """Sites, graphs and environment of a document. Raises ValueError if it is none, or of another schema."""
-    if document.get("schema") != SCHEMA:
-        raise ValueError(f"this is no report of schema {SCHEMA}: its schema is {document.get('schema')!r}")
+    if document.get("schema") not in _READ:
+        known = " or ".join(map(str, _READ))
+        raise ValueError(f"this is no report of schema {known}: its schema is {document.get('schema')!r}")
     sites = [Site(**{name: _frozen(value) for name, value in given.items()}) for given in document["sites"]]
     return sites, [_to_graph(given) for given in document["graphs"]], dict(document["environment"])
 

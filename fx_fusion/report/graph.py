@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from fx_fusion.float8.rewrite import Linears
 from fx_fusion.memory.recompute import Decisions
@@ -36,6 +37,7 @@ class GraphReport:
     verified: Verified = field(default_factory=Verified)  # what options={"verify": ...} found
     instead_of: int | None = None  # the graph that this one is another version of
     version: str = ""  # which, and when it is compiled
+    options: dict[str, Any] = field(default_factory=dict)  # that it was compiled with
     compile_id: str = ""
     attempt: int = 0  # of Dynamo, at the code with this id
     seconds: float = 0.0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import inspect
 import json
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,16 @@ from fx_fusion.fusion import registry
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.report.alignment import Block, align, blocks
 from fx_fusion.report.diff import Row
+from fx_fusion.report.document import to_document
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.reference import Reference, reference
 from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.report.snippet import snippet
+from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid
 
 _FILES = Path(__file__).parent / "page_files"
+_SCRIPTS = ("data.js", "graph.js", "card.js", "navigation.js")  # one after the other
 _AROUND = 6  # lines of source around one that is shown
 
 
@@ -39,14 +47,26 @@ class Shown:
     unsaid: tuple[Unsaid, ...]
 
 
-def page(verdict: str, graphs: Sequence[Shown], sites: Sequence[Site], environment: dict[str, str]) -> str:
-    """The page: self-contained, and whatever a model is called, escaped."""
+def page(
+    verdict: str,
+    graphs: Sequence[Shown],
+    sites: Sequence[Site],
+    environment: dict[str, str],
+    whole: Sequence[GraphReport] = (),
+) -> str:
+    """The page: self-contained, and whatever a model is called, escaped.
+
+    Args:
+        whole: the same graphs with all that is known of them: the page then has their options, and the report as JSON.
+    """
     names = _Names()
+    references = _Names()
     data = {
         "verdict": verdict,
         "environment": environment,
+        "options": {graph.index: graph.options for graph in whole},
         "statuses": STATUSES,
-        "sites": [_site(site, names) for site in sites],
+        "sites": [_site(site, names, references) for site in sites],
         "graphs": [_graph(graph, sites, names) for graph in graphs],
         "tree": _tree(graphs, sites),
         "unsaid": [
@@ -56,19 +76,36 @@ def page(verdict: str, graphs: Sequence[Shown], sites: Sequence[Site], environme
         ],
         "fusions": {name: _fusion(name) for name in sorted({site.fusion for site in sites})},
         "sources": _sources(sites),
+        "references": references.all,
         "names": names.all,
+        "diff": "\n".join(
+            text_diff(f"graph {g.index}", g.before, g.after, [s for s in sites if s.graph == g.index]) for g in graphs
+        ),
     }
-    # Inside of a script element: what could end it, or be read as HTML, is written as escapes of JSON.
-    encoded = json.dumps(data, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        encoded = encoded.replace(character, f"\\u{ord(character):04x}")
     template = jinja2.Environment(autoescape=True).from_string((_FILES / "page.html").read_text())
     return template.render(
         title=verdict,
         style=markupsafe.Markup((_FILES / "page.css").read_text()),
-        script=markupsafe.Markup((_FILES / "page.js").read_text()),
-        data=markupsafe.Markup(encoded),
+        script=markupsafe.Markup("\n".join((_FILES / name).read_text() for name in _SCRIPTS)),
+        data=_packed(json.dumps(data, separators=(",", ":"))),
+        document=_packed(json.dumps(to_document(sites, whole, environment), separators=(",", ":"))) if whole else "",
+        groups=_grouped(sites),
+        notes=[f"graph {graph.index}: {note}" for graph in graphs for note in graph.notes],
     )
+
+
+def _packed(text: str) -> str:
+    """Compressed, in base64: 20 000 nodes are 5 MB of text and 0.7 MB of this, and no name of a model can end the element.
+    It cannot be read in the source of the page; who has no JavaScript gets the table of sites, and programs ``to_json()``.
+    Every browser has had what unpacks it (DecompressionStream) since 2023."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
+
+
+def _grouped(sites: Sequence[Site]) -> list[tuple[str, str, int, str, str]]:
+    """Sites by status, fusion, line and reason, for who has no JavaScript."""
+    groups = Counter((s.status, s.fusion, s.location, re.sub(r"(?<=[a-z])_\d+\b", "", s.reason)) for s in sites)
+    ordered = sorted(groups.items(), key=lambda item: (STATUSES.index(item[0][0]), item[0]))
+    return [(status, fusion, count, at, reason) for (status, fusion, at, reason), count in ordered]
 
 
 def in_a_frame(page: str) -> str:
@@ -92,12 +129,12 @@ class _Names:
 
 # -- graphs -------------------------------------------------------------------------------------------------------------
 def _graph(graph: Shown, sites: Sequence[Site], names: _Names) -> dict[str, Any]:
-    """Rows as lists: sign, name, text before, text after (where it is another), module, location, sites, operands."""
     of_rows: dict[str, list[int]] = {}
     for i, site in enumerate(sites):
         for name in dict.fromkeys((*site.nodes, *site.made)) if site.graph == graph.index else ():
             of_rows.setdefault(name, []).append(i)
     shown = blocks(align(graph.before, graph.after))
+    place = {id(block): i for i, block in enumerate(shown)}
     numbers: dict[str, int] = {}
     for block in shown:
         for pair in block.pairs:
@@ -105,49 +142,56 @@ def _graph(graph: Shown, sites: Sequence[Site], names: _Names) -> dict[str, Any]
     return {
         "index": graph.index,
         "notes": graph.notes,
-        "blocks": [_block(block, shown, numbers, of_rows, names) for block in shown],
+        "blocks": [_block(b, -1 if b.like is None else place[id(b.like)], numbers, of_rows, names) for b in shown],
     }
 
 
-def _block(
-    block: Block, all_blocks: list[Block], numbers: dict[str, int], of_rows: dict[str, list[int]], names: _Names
-) -> dict[str, Any]:  # fmt: skip
-    rows = []
-    for pair in block.pairs:
-        row = pair.row
-        before, after = ("" if r is None else r.text for r in (pair.before, pair.after))
-        operands = [numbers[name] for name in (pair.after or row).operands if name in numbers]
-        rows.append([pair.sign, row.name, before, "" if before == after else after, names(row.module), names(row.location),
-                     of_rows.get(row.name, []), operands])  # fmt: skip
-    like = next((i for i, other in enumerate(all_blocks) if other is block.like), -1)
-    return {"title": block.title, "like": like, "rows": rows}
+def _block(block: Block, like: int, numbers: dict[str, int], of_rows: dict[str, list[int]], names: _Names) -> dict[str, Any]:
+    """Rows by columns: sign, name, text before, text after (where it is another), module, location, sites, operands. Lists
+    of numbers are strings: of a list for each row, Python's garbage collector makes a third of the time."""
+    rows = [pair.row for pair in block.pairs]
+    texts = [("" if p.before is None else p.before.text, "" if p.after is None else p.after.text) for p in block.pairs]
+    operands = [(pair.after or pair.row).operands for pair in block.pairs]
+    return {
+        "title": block.title,
+        "like": like,
+        "signs": "".join(pair.sign for pair in block.pairs),
+        "rows": [row.name for row in rows],
+        "before": [before for before, _ in texts],
+        "after": ["" if before == after else after for before, after in texts],
+        "modules": [names(row.module) for row in rows],
+        "at": [names(row.location) for row in rows],
+        "sites": [" ".join(map(str, of_rows.get(row.name, ()))) for row in rows],
+        "operands": [" ".join(str(numbers[name]) for name in read if name in numbers) for read in operands],
+    }
 
 
 # -- sites --------------------------------------------------------------------------------------------------------------
-def _site(site: Site, names: _Names) -> dict[str, Any]:
+def _site(site: Site, names: _Names, references: _Names) -> dict[str, Any]:
+    fusion = _known().get(site.fusion)
+    beside = Reference("") if fusion is None else reference(fusion, site)
+    own = _own_call(site)
     return {
         "fusion": site.fusion, "status": site.status, "reason": site.reason, "module": site.module, "at": site.location,
-        "graph": site.graph, "shapes": site.shapes, "estimate": sentence(site.estimate),
-        "lines": [names(call) for call in _shown_calls(site)],
-        "nodes": site.nodes, "made": site.made,
+        "own": names("/".join(own.rsplit("/", 2)[-2:])), "graph": site.graph, "shapes": site.shapes,
+        "estimate": sentence(site.estimate), "lines": [names(call) for call in _shown_calls(site)],
+        "nodes": site.nodes, "made": site.made, "stopped": names(site.stopped_at),
+        "reference": references(beside.source), "line": beside.line,
+        "test": references("" if fusion is None else snippet(fusion, site)),
     }  # fmt: skip
 
 
+def _known() -> dict[str, Fusion]:
+    return {fusion.name: fusion for fusion in registry.all_fusions()}
+
+
 def _fusion(name: str) -> dict[str, str]:
-    """What a fusion is about, and the function that it stands for."""
-    found: dict[str, Fusion] = {fusion.name: fusion for fusion in registry.all_fusions()}
-    if name not in found:
-        return {"about": "", "reference": "", "instead": ""}
-    pattern = found[name].pattern
-    about = (inspect.getdoc(inspect.getmodule(pattern)) or "").split("\n\n")[0].replace("``", "")
-    return {"about": about, "reference": _source_of(pattern), "instead": found[name].instead}
-
-
-def _source_of(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except OSError:  # no file: a notebook that is gone, a frozen application
-        return ""
+    """What a fusion is about, and what to write for it."""
+    found = _known().get(name)
+    if found is None:
+        return {"about": "", "instead": ""}
+    about = (inspect.getdoc(inspect.getmodule(found.pattern)) or "").split("\n\n")[0].replace("``", "")
+    return {"about": about, "instead": found.instead}
 
 
 def _sources(sites: Iterable[Site]) -> dict[str, dict[int, str]]:
@@ -162,9 +206,14 @@ def _sources(sites: Iterable[Site]) -> dict[str, dict[int, str]]:
 
 
 def _shown_calls(site: Site) -> list[str]:
-    """The innermost line of the user's own, and the innermost one."""
-    own = [call for call in site.calls if "site-packages" not in call]
-    return list(dict.fromkeys((*own[-1:], *site.calls[-1:])))
+    """The innermost line of the user's own, the innermost one, and that where a near miss stopped; each once."""
+    shown = [_own_call(site), *site.calls[-1:], site.stopped_at]
+    return list(dict.fromkeys(call for call in shown if call))
+
+
+def _own_call(site: Site) -> str:
+    """The innermost line outside of installed packages; empty where there is none."""
+    return next((call for call in reversed(site.calls) if "site-packages" not in call), "")
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
 from fx_fusion.graph.places import users_frame
 from fx_fusion.memory.recompute import size_of
-from fx_fusion.report.diff import unified
 from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid, unsaid
+from fx_fusion.report.verdict import verdict
 
 _NOTHING_RECORDED = (
     "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
@@ -39,6 +40,8 @@ class Report:
         self.sites: list[Site] = []
         self.graphs: list[GraphReport] = []
         self._environment: dict[str, str] = {}  # of another machine
+        self._left_out: list[Site] = []  # sites of other fusions, where only one is shown
+        self._only = ""
 
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
         """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
@@ -70,6 +73,15 @@ class Report:
         if wrong:
             lines = [f"{f}: {found} fused, {wanted} expected" for f, (found, wanted) in wrong.items()]
             raise AssertionError("\n".join([*lines, str(self)]))
+
+    def only(self, fusion: str) -> Report:
+        """This report with the sites of one fusion. Raises ValueError for a fusion that does not exist."""
+        self.count(fusion)
+        report = Report()
+        report.sites = [site for site in self.sites if site.fusion == fusion]
+        report.graphs, report._environment, report._only = self.graphs, self._environment, fusion
+        report._left_out = [site for site in self.sites if site.fusion != fusion]
+        return report
 
     def why(self, place: str) -> str:
         """What became of a place of the model, and why: a line a site.
@@ -135,7 +147,8 @@ class Report:
     __repr__ = __str__
 
     def _unsaid(self, graph: GraphReport) -> list[Unsaid]:
-        return unsaid(graph.rows_before, (s for s in self.sites if s.graph == graph.index))
+        found = unsaid(graph.rows_before, (s for s in (*self.sites, *self._left_out) if s.graph == graph.index))
+        return [what for what in found if self._only in ("", what.nearest)]
 
     def _grouped_unsaid(self, graph: GraphReport) -> list[str]:
         groups: dict[str, list[str]] = {}
@@ -154,26 +167,24 @@ class Report:
         return [(s, f, reason, at, modules, len(modules)) for (s, f, reason, at), modules in ordered]
 
     def diff(self) -> str:
-        """Unified text diff of every graph before and after. Node names are kept, so unchanged lines are equal."""
-        return "\n".join(unified(g.before, g.after, f"graph {g.index}") for g in self.graphs)
+        """Unified text diff of every graph before and after, to be read: each hunk with its fusions, modules and lines of
+        source, hunks that are alike once."""
+        return "\n".join(
+            text_diff(f"graph {g.index}", g.rows_before, g.rows_after, [s for s in self.sites if s.graph == g.index])
+            for g in self.graphs
+        )
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
         ``path`` if that is given."""
         shown = [Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after, tuple(self._unsaid(g))) for g in self.graphs]
-        made = page(self._verdict(), shown, self.sites, self.environment)
+        made = page(verdict(self.graphs, self.sites), shown, self.sites, self.environment, self.graphs)
         if path is not None:
             Path(path).write_text(made, encoding="utf-8")
         return made
 
     def _repr_html_(self) -> str:
         return in_a_frame(self.to_html())
-
-    def _verdict(self) -> str:
-        counts = Counter(site.status for site in self.sites)
-        said = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no sites"
-        breaks = sum(bool(g.broke) for g in self.graphs)
-        return f"{said}; {len(self.graphs)} graph(s), {breaks} graph break(s)"
 
     def to_json(self) -> str:
         """Everything as a JSON document, which ``from_json`` reads back; its ``schema`` is a number."""

@@ -31,6 +31,9 @@ class Site:
         calls: the frames that led there, outermost first, each ``path:line``.
         estimate: the facts of a ``cost.estimate.Estimate``: what it takes, and what Inductor does; empty where nobody knows.
         unmade: bytes of what the model's code makes (logits, scores) and the replacement never has in memory, by its name.
+        stopped: of a near miss, the name of the node that differed first; empty for other sites.
+        stopped_at: its line, as ``path:line``.
+        matched: how many ops of the pattern fit before that, and of how many; zeros where a finder read the graph.
     """
 
     fusion: str
@@ -45,6 +48,9 @@ class Site:
     calls: tuple[str, ...] = ()
     estimate: dict[str, Any] = field(default_factory=dict)
     unmade: dict[str, int] = field(default_factory=dict)
+    stopped: str = ""
+    stopped_at: str = ""
+    matched: tuple[int, int] = (0, 0)
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> dict[str, str]:

@@ -78,6 +78,21 @@ def _graph_breaks() -> Counter[str]:
     return Counter(counters["graph_break"])
 
 
+def parameter_path(node: fx.Node) -> str:
+    """The path of the parameter or buffer that an input of a captured graph is, as ``layers.0.norm.weight``; empty for any
+    other node. Gone: empty, and the report's graphs name inputs as Dynamo does."""
+    parts: list[str] = []
+    source = getattr(node, "_dynamo_source", None)
+    while source is not None:
+        base = getattr(source, "base", None)
+        if getattr(base, "member", "") in ("_modules", "_parameters", "_buffers"):
+            parts.append(str(getattr(source, "index", "")))
+        elif not parts:
+            return ""
+        source = base
+    return ".".join(reversed(parts))
+
+
 def publish_artifact(name: str, payload: Any) -> None:
     """Add an artifact to the structured trace (``TORCH_TRACE``, read by tlparse); ``payload`` returns its text.
     Gone: nothing is added."""

@@ -296,11 +296,33 @@ def test_a_report_from_json_is_the_same(odd):
         assert again.diff() == report.diff()
         assert again.to_json() == report.to_json()
     facts = json.loads(llama.to_json())
-    assert facts["schema"] == 1
+    assert facts["schema"] == 2
     assert facts["environment"]["torch"] == torch.__version__
+
+
+def test_json_has_the_options_as_they_are_given():
+    options = {"select": "always", "fusions": ["-rms_norm", "-rope"], "max_autotune": True}
+    document = json.loads(fx_fusion.explain(silu_mlp, x, w, options=options).to_json())
+    found = document["graphs"][0]["options"]
+    assert {name: found[name] for name in options} == options
+    assert (found["speculate"], found["verify"]) == (True, False)
+    few = fx_fusion.explain(silu_mlp, x, w, options={"fusions": ["swiglu"]})
+    assert few.graphs[0].options["fusions"] == ["swiglu"]
+    again = fx_fusion.explain(silu_mlp, x, w, options=found)
+    assert again.graphs[0].options == found
+
+
+def test_a_document_of_before_is_read(odd):
+    document = json.loads(odd.to_json())
+    document["schema"] = 1
+    for graph in document["graphs"]:
+        del graph["options"]
+    again = fx_fusion.Report.from_json(json.dumps(document))
+    assert str(again) == str(odd)
+    assert again.graphs[0].options == {}
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 99}'])
 def test_what_is_no_report(text):
-    with pytest.raises(ValueError, match="no report of schema 1"):
+    with pytest.raises(ValueError, match="no report of schema 1 or 2: its schema is"):
         fx_fusion.Report.from_json(text)

@@ -288,6 +288,21 @@ def test_the_compilation_that_runs_has_an_id_and_a_reason_to_end():
     assert not dynamo.is_compiling()
 
 
+def test_parameters_have_the_path_of_the_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.BatchNorm1d(2))
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.extend(dynamo.parameter_path(node) for node in gm.graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(torch.ones(2, 2))
+    assert {"0.weight", "1.running_mean"} <= set(seen)
+    assert "" in seen, "of the input, and of what is computed"
+    assert dynamo.parameter_path(torch.fx.Graph().placeholder("x")) == ""
+
+
 def test_nodes_in_containers():
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -1,0 +1,42 @@
+"""What .ci/run sets up before the tests, with commands that only say how they were called."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ci(tmp_path, *, works=True, **there):
+    """The commands that .ci/run calls, and what it says. ``there``: whether a command exists."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "dirname"):
+        (folder / name).symlink_to(shutil.which(name))
+    for name in ["make", *(name.replace("_", "-") for name, exists in there.items() if exists)]:
+        status = 0 if works or name == "make" else 1
+        (folder / name).write_text(f'#!{shutil.which("bash")}\necho "{name} $*" >> "{tmp_path}/calls"\nexit {status}\n')
+        (folder / name).chmod(0o755)
+    done = subprocess.run(
+        [str(ROOT / ".ci/run")], env={**os.environ, "PATH": str(folder)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return (tmp_path / "calls").read_text().splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_chromium_is_installed_where_it_is_missing_and_all_runs_without(tmp_path, works):
+    calls, said = run_ci(tmp_path, works=works, apt_get=True)
+    assert calls[0] == "apt-get update"
+    assert any(call.endswith(" chromium") for call in calls) == works
+    assert calls[-2:] == ["make test-all", "make lint"]
+    assert ("will skip" in said) == (not works)
+
+
+@pytest.mark.parametrize("there", [{"chromium": True, "apt_get": True}, {}])
+def test_nothing_is_installed_where_it_is_there_or_cannot_be(tmp_path, there):
+    calls, _ = run_ci(tmp_path, **there)
+    assert calls == ["make test-all", "make lint"]
