@@ -116,8 +116,11 @@ def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tupl
         x = editor.call(whole_here, (x,), like=linear)
         weight = editor.call(own_part, (weight,), like=linear)
         bias = None if bias is None else editor.call(own_part, (bias,), like=linear)
-    for cut in reversed(head.seen.row_slices):
-        x = editor.call(cut.target, (x, cut.args[1]), like=linear)
+    for choice in reversed(head.seen.row_slices):
+        if choice.op == "call_method":
+            x = editor.method(str(choice.target), (x, *choice.args[1:]), like=linear)
+        else:
+            x = editor.call(choice.target, (x, *choice.args[1:]), dict(choice.kwargs), like=linear)
     x = editor.method("reshape", (x, -1, example(head.lm_head).shape[1]), like=linear)
     x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, weight))
     if bias is not None:

@@ -52,7 +52,7 @@ class Logits:
 
     source: fx.Node  # the node that the steps end at
     nodes: list[fx.Node] = field(default_factory=list)  # the steps, from the loss down
-    row_slices: list[fx.Node] = field(default_factory=list)  # slices of rows, from the loss down
+    row_slices: list[fx.Node] = field(default_factory=list)  # choices and orders of rows, from the loss down
     softcap: float = 0.0
     scale: float = 1.0
     bias: fx.Node | None = None
@@ -168,11 +168,7 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
         return None
     for squeezed, total, sign in ((*term.operands, -1), (*term.operands[::-1], 1)):
         bound = view.arguments_of(total, "logsumexp")
-        chosen = below = squeezed
-        if view.name(squeezed) == "squeeze" and (below := source_of(squeezed)) is not None:
-            trailing = example(below).dim() and same_shape(example(squeezed), example(below)[..., 0])
-            chosen = below if trailing else squeezed
-        found = picked(view, chosen)
+        found = picked(view, _with_one_class(view, squeezed))
         if bound is None or found is None or found.summed or bound["input"] is not found.source:
             continue
         if not over_classes(bound["dim"], found.source) or example(squeezed).dim() != example(total).dim():
@@ -182,6 +178,21 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
         nodes = {node, squeezed, *found.nodes, total}
         return _reduced(view, LossSite(node, found.source, found.target, None, "none", NO_IGNORE, 0.0, nodes, sign, True))
     return None
+
+
+def _with_one_class(view: View, node: fx.Node) -> fx.Node:
+    """Below ``squeeze(-1)``, ``[..., 0]`` or ``view(-1)`` of a trailing dim of 1: what has it; else the node itself."""
+    name, below = view.name(node), source_of(node)
+    if name == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        whole = not any(map(is_tensor, index)) and all(i in (0, -1, Ellipsis, slice(None)) for i in index)
+    else:
+        whole = name in ("squeeze", "view", "reshape", "flatten")
+    if not whole or not is_tensor(below) or not example(below).dim():  # type: ignore[arg-type]
+        return node
+    last = example(below).shape[-1]  # type: ignore[arg-type]
+    trailing = statically_known_true(last == 1) and same_shape(example(node), example(below)[..., 0])  # type: ignore[arg-type]
+    return below if trailing else node  # type: ignore[return-value]
 
 
 def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
@@ -229,16 +240,16 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
             seen.stopped = f"{node.name} changes the vocabulary dim"
             return None
         if seen.row_slices and not same_shape(example(below), example(node)):
-            seen.stopped = f"{node.name} lays out the rows anew below the slice {seen.row_slices[-1].name}"
+            seen.stopped = f"{node.name} lays out the rows anew below {seen.row_slices[-1].name}, which takes some of them"
             return None
         return below, [node]
     if term.op in ("mul", "div") and len(term.operands) == 2:
         return _scalar_step(view, node, term, seen)
     if not to_linear:
         return None
-    if name == "getitem" and is_tensor(node.args[0]) and _keeps_last_dim(node):
+    if (rows := _below_a_choice_of_rows(view, node)) is not None:
         seen.row_slices.append(node)
-        return node.args[0], [node]
+        return rows, [node]
     if term.op == "add" and seen.bias is None and seen.softcap == 0 and seen.scale == 1:
         return _bias_step(view, node, term, seen)
     return None
@@ -289,6 +300,21 @@ def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.
     return None
 
 
-def _keeps_last_dim(node: fx.Node) -> bool:
-    index = index_of(node.args[1], example(node.args[0]).dim())
-    return index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
+def _below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
+    """What a node takes some rows of, or all in another order, with the classes as they are: the same can be done with the
+    input of the linear layer. None for anything else."""
+    bound = view.arguments_of(node, "getitem", "narrow", "transpose", "permute", "squeeze")
+    below = None if bound is None else bound["input"]
+    if bound is None or not is_tensor(below) or (node.op == "call_method" and node.kwargs):
+        return None
+    name, rank = view.name(node), example(below).dim()
+    if name == "getitem":
+        index = index_of(bound["index"], rank)
+        plain = index is not None and all(isinstance(item, (slice, int)) for item in index.items)
+        return below if plain and index is not None and index.items[-1] == WHOLE else None
+    if name == "permute":
+        dims = bound["dims"][0] if len(bound["dims"]) == 1 else bound["dims"]
+        return below if not bound["keywords"] and dims[-1] in (-1, rank - 1) else None
+    dims = (bound["dim0"], bound["dim1"]) if name == "transpose" else (bound["dim"],)
+    others = all(isinstance(dim, int) and dim % rank != rank - 1 for dim in dims)
+    return below if others else None

@@ -24,6 +24,15 @@ ONE_LOSS = {
     "lse_minus_gathered": lambda x, w, y: (
         lambda z: (z.logsumexp(-1) - z.gather(-1, y[..., None]).squeeze(-1)).mean()
     )(F.linear(x, w)),
+    "lse_minus_gathered_index": lambda x, w, y: (
+        lambda z: (z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]).mean()
+    )(F.linear(x, w)),
+    "lse_minus_gathered_column": lambda x, w, y: (
+        lambda z: (z.logsumexp(-1) - z.gather(-1, y.view(-1, 1))[:, 0]).mean()
+    )(F.linear(x, w).flatten(0, 1)),
+    "lse_minus_gathered_view": lambda x, w, y: (
+        lambda z: (z.logsumexp(-1) - z.gather(-1, y.view(-1, 1)).view(-1)).mean()
+    )(F.linear(x, w).flatten(0, 1)),
     "minus_lse_keepdim": lambda x, w, y: (
         lambda z: -(z - z.logsumexp(-1, keepdim=True)).gather(-1, y[..., None]).mean()
     )(F.linear(x, w)),
@@ -48,6 +57,17 @@ ONE_LOSS = {
     "matmul_transposed": lambda x, w, y: F.cross_entropy(torch.matmul(x, w.transpose(0, 1)).view(-1, V), y.view(-1)),
     "mm": lambda x, w, y: F.cross_entropy(torch.mm(x.view(-1, H), w.t()), y.view(-1)),
     "addmm": lambda x, w, y: F.cross_entropy(torch.addmm(torch.ones(V), x.view(-1, H), w.t()), y.view(-1)),
+    "last_token": lambda x, w, y: F.cross_entropy(F.linear(x, w)[:, -1], y[:, -1]),
+    "first_row": lambda x, w, y: F.cross_entropy(F.linear(x, w)[0], y[0]),
+    "sliced_twice": lambda x, w, y: F.cross_entropy(F.linear(x, w)[:, 1:][:, 2], y[:, 3]),
+    "narrow": lambda x, w, y: F.cross_entropy(F.linear(x, w).narrow(1, 0, 5).flatten(0, 1), y[:, :5].flatten()),
+    "squeezed": lambda x, w, y: F.cross_entropy(F.linear(x[:, :1], w).squeeze(1), y[:, 0]),
+    "length_first": lambda x, w, y: F.cross_entropy(
+        F.linear(x, w).transpose(0, 1).contiguous().view(-1, V), y.t().reshape(-1)
+    ),
+    "length_first_by_permute": lambda x, w, y: F.cross_entropy(
+        torch.permute(F.linear(x, w), (1, 0, 2)).reshape(-1, V), y.t().reshape(-1)
+    ),
     "einsum": lambda x, w, y: F.cross_entropy(torch.einsum("bsd,vd->bsv", x, w).reshape(-1, V), y.view(-1)),
 }
 
@@ -57,7 +77,7 @@ def test_a_loss_behind_a_head(name):
     compare(ONE_LOSS[name], x, w, y)
 
 
-@pytest.mark.parametrize("name", ["lse_minus_gathered", "view_of_index", "one_hot", "einsum", "mT"])
+@pytest.mark.parametrize("name", ["lse_minus_gathered", "view_of_index", "one_hot", "einsum", "mT", "last_token", "length_first"])
 def test_a_loss_of_symbolic_sizes(name):
     def function(x, w, y):
         return ONE_LOSS[name](x, w, y) if name not in ("einsum",) else F.cross_entropy(
