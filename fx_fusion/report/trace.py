@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 def write(graph: GraphReport, sites: list[Site]) -> None:
     """Publish one graph's table and diff as structured-trace artifacts, and log what was done: a line at INFO, the table at
-    DEBUG. With ``FX_FUSION_DEBUG=1`` also print the table and write the diff to ``fx_fusion_debug/``."""
+    DEBUG. With ``FX_FUSION_DEBUG=1`` also print the table and write the diff to ``fx_fusion_debug/``, a folder a process."""
     report = Report()
     report.add(graph, sites)
     artifacts = {"report": lambda: str(report), "diff": report.diff, "json": report.to_json}
@@ -34,9 +35,11 @@ def write(graph: GraphReport, sites: list[Site]) -> None:
         _log.debug("%s", report)
     if os.environ.get("FX_FUSION_DEBUG") == "1":
         print(report)
-        folder = Path("fx_fusion_debug")
-        folder.mkdir(exist_ok=True)
-        (folder / f"graph_{graph.index}.diff").write_text(report.diff())
+        rank = f"rank_{os.environ['RANK']}_" if "RANK" in os.environ else ""  # as torchrun and its like say it
+        file = Path("fx_fusion_debug", f"{rank}process_{os.getpid()}", f"graph_{graph.index}.diff").absolute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(report.diff())
+        print(f"fx_fusion: written: {file}", file=sys.stderr)
 
 
 def log_fallback(error: BaseException, instead: str) -> None:

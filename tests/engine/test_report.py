@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import os
 import re
 from collections import Counter
 
@@ -61,9 +62,10 @@ def test_statuses_on_cpu():
 def test_debug_prints_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FX_FUSION_DEBUG", "1")
+    monkeypatch.setenv("RANK", "3")
     _, report = rewritten(silu_mlp, x, w)
     assert "swiglu" in capsys.readouterr().out
-    (file,) = (tmp_path / "fx_fusion_debug").glob("*.diff")
+    (file,) = (tmp_path / "fx_fusion_debug" / f"rank_3_process_{os.getpid()}").glob("*.diff")
     assert "fx_fusion.swiglu" in file.read_text()
 
 
