@@ -28,7 +28,8 @@ ORDER = (
     {"backend"},
     {"testing"},
     {"checking"},
-    {"plugin", "tiny_configs", "transformers_models", "explaining", "accelerate", "doctor", "demo", "lightning", "profiling", "skeleton", "targets", "trainer", "verifying"},
+    {"tiny_configs", "transformers_models"},
+    {"plugin", "explaining", "accelerate", "doctor", "demo", "lightning", "profiling", "skeleton", "targets", "trainer", "verifying"},
     {"commands", "__init__", "__main__"},
 )
 RANK = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
