@@ -16,13 +16,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.indices import WHOLE, index_of
 from fx_fusion.graph.terms import Term, example, is_tensor, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import source_of
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.log_probs import logits_of, one_hot_of, over_classes, picked
+from fx_fusion.patterns.sites.row_choices import below_a_choice_of_rows, with_one_class
 
 
 @dataclass
@@ -168,7 +168,7 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
         return None
     for squeezed, total, sign in ((*term.operands, -1), (*term.operands[::-1], 1)):
         bound = view.arguments_of(total, "logsumexp")
-        found = picked(view, _with_one_class(view, squeezed))
+        found = picked(view, with_one_class(view, squeezed))
         if bound is None or found is None or found.summed or bound["input"] is not found.source:
             continue
         if not over_classes(bound["dim"], found.source) or example(squeezed).dim() != example(total).dim():
@@ -178,21 +178,6 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
         nodes = {node, squeezed, *found.nodes, total}
         return _reduced(view, LossSite(node, found.source, found.target, None, "none", NO_IGNORE, 0.0, nodes, sign, True))
     return None
-
-
-def _with_one_class(view: View, node: fx.Node) -> fx.Node:
-    """Below ``squeeze(-1)``, ``[..., 0]`` or ``view(-1)`` of a trailing dim of 1: what has it; else the node itself."""
-    name, below = view.name(node), source_of(node)
-    if name == "getitem":
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        whole = not any(map(is_tensor, index)) and all(i in (0, -1, Ellipsis, slice(None)) for i in index)
-    else:
-        whole = name in ("squeeze", "view", "reshape", "flatten")
-    if not whole or not is_tensor(below) or not example(below).dim():  # type: ignore[arg-type]
-        return node
-    last = example(below).shape[-1]  # type: ignore[arg-type]
-    trailing = statically_known_true(last == 1) and same_shape(example(node), example(below)[..., 0])  # type: ignore[arg-type]
-    return below if trailing else node  # type: ignore[return-value]
 
 
 def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
@@ -247,7 +232,7 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
         return _scalar_step(view, node, term, seen)
     if not to_linear:
         return None
-    if (rows := _below_a_choice_of_rows(view, node)) is not None:
+    if (rows := below_a_choice_of_rows(view, node)) is not None:
         seen.row_slices.append(node)
         return rows, [node]
     if term.op == "add" and seen.bias is None and seen.softcap == 0 and seen.scale == 1:
@@ -298,23 +283,3 @@ def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.
             seen.bias = bias
             return tensor, [node]
     return None
-
-
-def _below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
-    """What a node takes some rows of, or all in another order, with the classes as they are: the same can be done with the
-    input of the linear layer. None for anything else."""
-    bound = view.arguments_of(node, "getitem", "narrow", "transpose", "permute", "squeeze")
-    below = None if bound is None else bound["input"]
-    if bound is None or not is_tensor(below) or (node.op == "call_method" and node.kwargs):
-        return None
-    name, rank = view.name(node), example(below).dim()
-    if name == "getitem":
-        index = index_of(bound["index"], rank)
-        plain = index is not None and all(isinstance(item, (slice, int)) for item in index.items)
-        return below if plain and index is not None and index.items[-1] == WHOLE else None
-    if name == "permute":
-        dims = bound["dims"][0] if len(bound["dims"]) == 1 else bound["dims"]
-        return below if not bound["keywords"] and dims[-1] in (-1, rank - 1) else None
-    dims = (bound["dim0"], bound["dim1"]) if name == "transpose" else (bound["dim"],)
-    others = all(isinstance(dim, int) and dim % rank != rank - 1 for dim in dims)
-    return below if others else None
