@@ -1,4 +1,4 @@
-"""Some of the rows of a tensor, or all in another order, with the last dim as it is; and one number a row, of a trailing dim."""
+"""Some rows of a tensor, or all in another order, the last dim as it is; and one number a row, of a trailing dim."""
 
 from __future__ import annotations
 
