@@ -160,7 +160,9 @@ def _common_heads(scores: Scores) -> Any:
 
 def _broadcasts(sizes: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Whether batch and heads are those of the queries, or 1."""
-    return all(statically_known_true(a == b) or statically_known_true(a == 1) for a, b in zip(sizes, wanted, strict=True))
+    return len(sizes) == len(wanted) and all(
+        statically_known_true(a == b) or statically_known_true(a == 1) for a, b in zip(sizes, wanted, strict=True)
+    )
 
 
 def emit(editor: Editor, match: Match) -> None:

@@ -59,9 +59,9 @@ def is_freed(tensor: Any) -> bool:
 def gathered(owners: Iterable[Owner]) -> Iterator[None]:
     """Whole parameters inside, as while their modules run; every rank of their groups has to come here."""
     modules = list({id(m): m for owner in owners if (m := owner.module()) is not None}.values())
-    for module in modules:
-        module.unshard()
     try:
+        for module in modules:
+            module.unshard()
         yield
     finally:
         for module in modules:

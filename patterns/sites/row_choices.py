@@ -16,7 +16,7 @@ def below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
     input of the linear layer. None for anything else."""
     bound = view.arguments_of(node, "getitem", "narrow", "transpose", "permute", "squeeze")
     below = None if bound is None else bound["input"]
-    if bound is None or not is_tensor(below) or (node.op == "call_method" and node.kwargs):
+    if bound is None or not is_tensor(below) or "input" in node.kwargs or (node.op == "call_method" and node.kwargs):
         return None
     name, rank = view.name(node), example(below).dim()
     if name == "getitem":

@@ -19,6 +19,7 @@ from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.patterns.sites.products import NAMES as PRODUCTS
 from fx_fusion.patterns.sites.products import Product, product_of
 
+_HIDDEN = -1e3  # what the lowest number of a dtype must still be below, behind all scales
 _SCALARS = (torch.tensor, torch.scalar_tensor)
 
 
@@ -147,6 +148,8 @@ def _scaled_by_a_tensor(view: View, node: fx.Node, name: str, scores: Scores) ->
     for_all_keys = not shape or (statically_known_true(shape[-1] == 1) and example(factor).dtype == example(inside).dtype)
     if has_product(view, factor) or not for_all_keys or not example(factor).dtype.is_floating_point:
         raise NotThis(node, f"{node.name} scales the scores by what is not one number for all keys, in their dtype")
+    if example(inside).dtype == torch.float16:
+        raise NotThis(node, f"{node.name} scales float16 scores by a tensor: queries that are scaled by it may overflow")
     if view.effects.written_after(view.order[factor], [factor]) is not None:
         raise NotThis(node, f"{node.name} scales the scores by {factor.name}, which is written to")
     scores.factors.append((name, factor))
@@ -175,6 +178,8 @@ def _add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> N
     if not is_tensor(mask) or not example(mask).dtype.is_floating_point:
         raise NotThis(node, f"{node.name} adds {example(mask).dtype if is_tensor(mask) else mask} numbers to the scores")
     proof = search.masks.prove(mask)
+    if proof.kind == "causal" and torch.finfo(example(mask).dtype).min * scores.scale > _HIDDEN:
+        raise NotThis(node, f"{node.name} hides by a number that is scaled to where a score may come near to it")
     if proof.kind in ("causal", "none"):
         scores.proofs.append(proof)
     elif not example(mask).requires_grad:

@@ -93,6 +93,20 @@ NOT_ATTENTION = {
 }  # fmt: skip
 
 
+def test_numbers_of_float16_are_not_hidden_by_its_lowest_behind_a_scale():
+    q, k, v = (torch.randn(B, H, S, 64).half() for _ in range(3))
+    low = torch.finfo(torch.float16).min
+
+    def attention(scale):
+        mask = lambda: torch.zeros(S, S, dtype=torch.float16).masked_fill(hidden(), low)  # noqa: E731
+        return lambda q, k, v: torch.softmax((q @ k.mT + mask()) / scale, -1) @ v
+
+    for scale, fused in ((1e4, 0), (8.0, 1)):
+        ours, report = rewritten(attention(scale), q, k, v)
+        assert report.count("attention") == fused, str(report)
+        torch.testing.assert_close(ours, attention(scale)(q, k, v), rtol=5e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize("name", NOT_ATTENTION)
 def test_what_is_no_fused_attention(name):
     qkv = tensors()

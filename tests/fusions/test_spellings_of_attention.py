@@ -133,6 +133,9 @@ NOT = {
     "bias_of_more_rows": (
         lambda q, k, v: torch.softmax(q[:1] @ k[:1].mT + torch.zeros(B, 1, S, T), -1) @ v, "makes scores of shape",
     ),
+    "mask_scaled_away": (lambda q, k, v: torch.softmax((q @ k.mT + lower()) * 1e-38, -1) @ v, "is scaled to where"),
+    "values_of_a_lower_rank": (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v[0, 0], "batch and heads"),
+    "keys_of_a_lower_rank": (lambda q, k, v: torch.softmax(q @ k[0, 0].mT, -1) @ v, "batch and heads"),
     "scale_a_key": (lambda q, k, v: torch.softmax(q @ k.mT / v.square().sum(-1)[..., None, :], -1) @ v, "not one number for all"),
     "scaled_behind_a_mask": (
         lambda q, k, v: torch.softmax((q @ k.mT + lower()) * SCALES, -1) @ v, "is scaled with the scores",
