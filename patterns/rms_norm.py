@@ -64,7 +64,7 @@ def torch_rms_norm(x, weight, eps, offset, round_first):
 def unread(view: View) -> Iterator[NearMiss]:
     """Divisions by the length of rows that are no RMSNorm."""
     for node in view.graph.nodes:
-        if view.name(node) == "normalize" and any(view.term(user).op == "mul" for user in node.users):
+        if view.name(node) == "normalize":
             reason = "F.normalize divides by max(length, eps): RMSNorm adds eps under the root; write F.rms_norm"
             yield NearMiss("rms_norm", node, node, reason)
         found = over_length_plus_eps(view, node)
