@@ -104,6 +104,8 @@ def is_overwritten_later(fusion: Fusion, match: Match, view: View) -> Reason:
 
 def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
     """Which input is no ordinary strided tensor (or a DTensor that the finder knows), or on another device than the rest."""
+    if not match.parts and (reason := why_not_in_parts(fusion, match)) is not None:
+        return reason
     devices = set()
     for parameter, node in match.operands.items():
         if not is_tensor(node):
@@ -112,8 +114,6 @@ def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
         devices.add(tensor.device)
         if parameter in match.sharded or parameter in match.parts:
             continue
-        if (reason := why_not_in_parts(fusion, match)) is not None:
-            return reason
         if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
             return f"{parameter} is a {type(tensor).__name__}; kernels take plain tensors"
         if tensor.layout is not torch.strided:
