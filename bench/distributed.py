@@ -2,11 +2,12 @@
 
     python -m bench.distributed                       every mode, on all GPUs
     python -m bench.distributed ddp fsdp2 --gpus 2
+    python -m bench.distributed fsdp2 --profile DIR   and where the time of three steps goes, by kernel and by operator
     python -m bench.distributed --tiny                whether all of them run, on CPUs with gloo; no figures
 
 Llama of the 1B shape with 8 layers, bfloat16, fused AdamW, 4 x 2048 tokens a GPU (tensor parallel: 4 x 2048 in all).
-torchrun is started for each mode. One JSON line a mode: milliseconds a step and peak memory of the slowest and largest
-rank, losses of all steps, what was fused.
+torchrun is started for each mode. One JSON line a mode: milliseconds a step, timed in turns, and peak memory, of the
+slowest and largest rank, losses of all steps, what was fused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tabulate import tabulate
 from bench.process import MARK, Row, environment, give
 
 VARIANTS = ("inductor", "fx_fusion")
+TURN = 6  # steps
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,46 @@ SAME_BATCH = {"tensor-parallel"}  # on every rank
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
-def measure(mode: str, sizes: Sizes) -> Row | None:
-    """The row of a mode, on rank 0."""
+class Training:
+    """A model in training under one variant: ``step(i)`` makes a step and returns its loss."""
+
+    def __init__(self, mode: str, variant: str, sizes: Sizes) -> None:
+        import torch
+        import torch.distributed as dist
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        cuda = sizes.device == "cuda"
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
+            num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 4 or 1,
+            head_dim=sizes.hidden // sizes.heads, max_position_embeddings=8192, use_cache=False, tie_word_embeddings=False,
+        )  # fmt: skip
+        with torch.device(sizes.device):
+            model = LlamaForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).train()
+        self.call = MODES[mode](model, {} if variant == "inductor" else {"backend": "fx_fusion"}, sizes)
+        fused = cuda and mode not in SAME_BATCH
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused, foreach=False)
+        seed = 1 if mode in SAME_BATCH else 1 + dist.get_rank() // (2 if mode == "fsdp2-tensor-parallel" else 1)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (4, sizes.batch, sizes.length)
+        self.ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).to(sizes.device)
+
+    def step(self, i: int) -> float:
+        ids = self.ids[i % 4]
+        loss = self.call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()  # and so waits for the GPU
+
+
+def measure(mode: str, sizes: Sizes, profiles: str | None = None) -> Row | None:
+    """Returns the row of a mode on rank 0, None elsewhere; ``profiles`` is a folder for tables of where the time goes.
+
+    Each variant makes ``sizes.steps`` steps for its losses and its peak; then they are timed in turns, ``TURN`` steps
+    each, since a GPU that has worked for a while is slower (3 % on an H200) and would punish who comes last.
+    """
     import torch
     import torch.distributed as dist
 
@@ -131,72 +171,100 @@ def measure(mode: str, sizes: Sizes) -> Row | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
     row: Row = {"mode": mode, "ranks": dist.get_world_size(), "environment": environment()}
+    trainings: dict[str, Training] = {}
     for variant in VARIANTS:
-        torch._dynamo.reset()
         gc.collect()
         try:
-            row[variant] = _train(mode, variant, sizes)
+            trainings[variant], row[variant] = _train(mode, variant, sizes)
         except Exception as error:
             row[variant] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             break  # the ranks may have parted
+    else:
+        _time(trainings, row, sizes)
+        if profiles:
+            for variant, training in trainings.items():
+                _profile(training.step, os.path.join(profiles, f"{mode}_{variant}.txt"))
     first = dist.get_rank() == 0
     dist.barrier()
     return row if first else None
 
 
-def _train(mode: str, variant: str, sizes: Sizes) -> Row:
+def _train(mode: str, variant: str, sizes: Sizes) -> tuple[Training, Row]:
+    """Returns a training after ``sizes.steps`` steps, and its losses, its peak of memory and what was fused."""
     import torch
-    import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import fx_fusion
 
     cuda = sizes.device == "cuda"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 4 or 1,
-        head_dim=sizes.hidden // sizes.heads, max_position_embeddings=8192, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
-    with torch.device(sizes.device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).train()
+    other = torch.cuda.memory_allocated() if cuda else 0  # what the variant before holds is not this one's
     with fx_fusion.recording() as report:
-        call = MODES[mode](model, {} if variant == "inductor" else {"backend": "fx_fusion"}, sizes)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda and mode not in SAME_BATCH, foreach=False)
-        seed = 1 if mode in SAME_BATCH else 1 + dist.get_rank() // (2 if mode == "fsdp2-tensor-parallel" else 1)
-        generator = torch.Generator().manual_seed(seed)
-        shape = (4, sizes.batch, sizes.length)
-        ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).to(sizes.device)
-        losses, times = [], []
-        for i in range(sizes.steps):
-            if i == 4 and cuda:
-                torch.cuda.reset_peak_memory_stats()
-            started = time.perf_counter()
-            loss = call(input_ids=ids[i % 4], labels=ids[i % 4]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.item())  # and so waits for the GPU
-            times.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    worst = torch.tensor([statistics.median(times[4:]) * 1e3, peak], device=sizes.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
+        training = Training(mode, variant, sizes)
+        started = time.perf_counter()
+        losses = [training.step(0)]
+        first = time.perf_counter() - started
+        losses += [training.step(i) for i in range(1, 4)]
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        losses += [training.step(i) for i in range(4, sizes.steps)]
+    peak = (torch.cuda.max_memory_allocated() - other) / 2**30 if cuda else 0.0
     fused = Counter(s.fusion for s in report.sites if s.status == "fused")
-    return {
-        "ms": round(worst[0].item(), 2), "peak_gib": round(worst[1].item(), 2), "first_s": round(times[0], 1),
-        "losses": [round(x, 4) for x in losses], "graphs": len(report.graphs), "fused": dict(sorted(fused.items())),
+    return training, {
+        "peak_gib": round(_largest(peak, sizes), 2), "first_s": round(first, 1), "losses": [round(x, 4) for x in losses],
+        "graphs": len(report.graphs), "fused": dict(sorted(fused.items())),
         "fallbacks": [g.fallback for g in report.graphs if g.fallback],
     }  # fmt: skip
 
 
+def _time(trainings: dict[str, Training], row: Row, sizes: Sizes) -> None:
+    """Adds the median milliseconds of a step to each variant's part of ``row``: those of the slowest rank."""
+    times: dict[str, list[float]] = {variant: [] for variant in trainings}
+    for _ in range(max(sizes.steps // TURN, 1)):
+        for variant, training in trainings.items():
+            for i in range(TURN):
+                started = time.perf_counter()
+                training.step(i)
+                if i:  # the first of a turn finds the other's data in the caches
+                    times[variant].append(time.perf_counter() - started)
+    for variant, found in times.items():
+        row[variant]["ms"] = round(_largest(statistics.median(found) * 1e3, sizes), 2)
+
+
+def _largest(value: float, sizes: Sizes) -> float:
+    """Returns the largest of the ranks' values."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor([value], dtype=torch.float64, device=sizes.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def _profile(step: Any, path: str) -> None:
+    """Writes where the time of three steps goes on rank 0: by kernel, then by what the CPU calls."""
+    import torch.distributed as dist
+    from torch.profiler import profile
+
+    with profile() as record:
+        for i in range(3):
+            step(i)
+    if dist.get_rank() == 0:
+        averages = record.key_averages()
+        keys = ("self_device_time_total", "self_cpu_time_total")
+        tables = [averages.table(sort_by=key, row_limit=45, max_name_column_width=70) for key in keys]
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write("\n".join(tables))
+
+
 # -- all modes --------------------------------------------------------------------------------------------------------
-def _torchrun(mode: str, ranks: int, tiny: bool, timeout: float) -> Row:
+def _torchrun(mode: str, ranks: int, given: argparse.Namespace) -> Row:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "bench.distributed", mode, "--inside", *(["--tiny"] if tiny else [])]
+    command += ["-m", "bench.distributed", mode, "--inside", *(["--tiny"] if given.tiny else [])]
+    command += ["--profile", given.profile] if given.profile else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=given.timeout)
     except subprocess.TimeoutExpired:
-        return {"mode": mode, "error": f"no result after {timeout:.0f} s"}
+        return {"mode": mode, "error": f"no result after {given.timeout:.0f} s"}
     row = next((line[len(MARK) :] for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if row is None:
         print(done.stderr[-3000:], file=sys.stderr)
@@ -224,12 +292,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="two CPU processes, a tiny model")
     parser.add_argument("--out", default="bench/results/distributed.jsonl")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one mode")
+    parser.add_argument("--profile", metavar="DIR", help="a folder for tables of where the time of three steps goes")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if unknown := set(given.modes) - set(MODES):
         parser.error(f"no mode is called {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     if given.inside:
-        row = measure(given.modes[0], TINY if given.tiny else FULL)
+        row = measure(given.modes[0], TINY if given.tiny else FULL, given.profile)
         if row is not None:
             give(row)
         return
@@ -240,7 +309,7 @@ def main() -> None:
         parser.error(f"this takes two GPUs at least; there are {ranks} (--tiny: two CPU processes)")
     table = []
     for mode in given.modes or [m for m in MODES if ranks >= 4 or m != "fsdp2-tensor-parallel"]:
-        row = _torchrun(mode, ranks, given.tiny, given.timeout)
+        row = _torchrun(mode, ranks, given)
         if not given.tiny and "error" not in row:
             with open(given.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
