@@ -5,7 +5,8 @@
     python -m bench.distributed fsdp2 --profile DIR   and where the time of three steps goes, by kernel and by operator
     python -m bench.distributed --tiny                whether all of them run, on CPUs with gloo; no figures
 
-Llama of the 1B shape with 8 layers, bfloat16, fused AdamW, 4 x 2048 tokens a GPU (tensor parallel: 4 x 2048 in all).
+Llama of the 1B shape with 8 layers (experts: a Qwen3-MoE with 4), bfloat16, fused AdamW, 4 x 2048 tokens a GPU (tensor
+parallel: 4 x 2048 in all).
 torchrun is started for each mode. One JSON line a mode: milliseconds a step, timed in turns, and peak memory, of the
 slowest and largest rank, losses of all steps, what was fused.
 """
@@ -19,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -45,17 +47,40 @@ class Sizes:
     length: int = 2048
     steps: int = 50
 
+    @property
+    def dtype(self) -> Any:
+        import torch
+
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
 
 FULL, TINY = Sizes(), Sizes("cpu", 5000, 64, 2, 8, 2, 64, 6)
 
 
-# -- modes: from a model to what is called ----------------------------------------------------------------------------
-def ddp(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+# -- modes: from options of torch.compile to a model and what is called -----------------------------------------------
+Model = tuple[Any, Any]  # the module with the parameters, what is called
+
+
+def _llama(sizes: Sizes) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 4 or 1,
+        head_dim=sizes.hidden // sizes.heads, max_position_embeddings=8192, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device(sizes.device):
+        return LlamaForCausalLM(config).to(sizes.dtype).train()
+
+
+def ddp(compiled: dict[str, Any], sizes: Sizes) -> Model:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     ids = [torch.cuda.current_device()] if sizes.device == "cuda" else None
-    return torch.compile(DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), **compiled)
+    model = _llama(sizes)
+    return model, torch.compile(DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), **compiled)
 
 
 def _sharded(model: Any, mesh: Any) -> Any:
@@ -74,18 +99,20 @@ def _mesh(sizes: Sizes, *names: tuple[str, int]) -> Any:
     return init_device_mesh(sizes.device, tuple(n for _, n in shape), mesh_dim_names=tuple(name for name, _ in shape))
 
 
-def fsdp2(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+def fsdp2(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """A unit a layer, the whole compiled."""
     import torch
 
-    return torch.compile(_sharded(model, _mesh(sizes)), **compiled)
+    model = _sharded(_llama(sizes), _mesh(sizes))
+    return model, torch.compile(model, **compiled)
 
 
-def fsdp2_layers(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+def fsdp2_layers(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """Layers compiled one by one, before they are sharded."""
+    model = _llama(sizes)
     for layer in model.model.layers:
         layer.compile(**compiled)
-    return _sharded(model, _mesh(sizes))
+    return (_sharded(model, _mesh(sizes)),) * 2
 
 
 def _in_parallel(model: Any, mesh: Any) -> Any:
@@ -99,27 +126,50 @@ def _in_parallel(model: Any, mesh: Any) -> Any:
     return parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
 
 
-def tensor_parallel(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+def tensor_parallel(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """Heads, gates and classes on all GPUs; logits gathered, as transformers' plans ask for."""
     import torch
 
-    return torch.compile(_in_parallel(model, _mesh(sizes)), **compiled)
+    model = _in_parallel(_llama(sizes), _mesh(sizes))
+    return model, torch.compile(model, **compiled)
 
 
-def fsdp2_tensor_parallel(model: Any, compiled: dict[str, Any], sizes: Sizes) -> Any:
+def fsdp2_tensor_parallel(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """Two GPUs a tensor-parallel group, the groups sharded: four GPUs at least."""
     import torch
     import torch.distributed as dist
 
     mesh = _mesh(sizes, ("data", dist.get_world_size() // 2), ("tensor", 2))
-    return torch.compile(_sharded(_in_parallel(model, mesh["tensor"]), mesh["data"]), **compiled)
+    model = _sharded(_in_parallel(_llama(sizes), mesh["tensor"]), mesh["data"])
+    return model, torch.compile(model, **compiled)
+
+
+def experts(compiled: dict[str, Any], sizes: Sizes) -> Model:
+    """Qwen3-MoE under transformers' own plan (``tp_plan="auto"``), which lays a part of each expert on every GPU."""
+    import torch
+    import torch.distributed as dist
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = os.path.join(tempfile.gettempdir(), f"experts_{os.environ['MASTER_PORT']}")
+    if dist.get_rank() == 0 and not os.path.exists(folder):  # a plan is applied where a model is loaded
+        config = Qwen3MoeConfig(
+            vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, moe_intermediate_size=sizes.hidden * 3 // 8,
+            num_hidden_layers=max(sizes.layers // 2, 2), num_attention_heads=sizes.heads, num_experts=32,
+            num_key_value_heads=sizes.heads // 4 or 1, head_dim=sizes.hidden // sizes.heads, num_experts_per_tok=4,
+            use_cache=False, tie_word_embeddings=False,
+        )  # fmt: skip
+        with torch.device(sizes.device):
+            Qwen3MoeForCausalLM(config).to(sizes.dtype).save_pretrained(folder)
+    dist.barrier()
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=sizes.dtype, tp_plan="auto").train()
+    return model, torch.compile(model, **compiled)
 
 
 MODES = {
-    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-layers": fsdp2_layers, "tensor-parallel": tensor_parallel,
+    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-layers": fsdp2_layers, "tensor-parallel": tensor_parallel, "experts": experts,
     "fsdp2-tensor-parallel": fsdp2_tensor_parallel,
 }  # fmt: skip
-SAME_BATCH = {"tensor-parallel"}  # on every rank
+SAME_BATCH = {"tensor-parallel", "experts"}  # on every rank
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -129,18 +179,10 @@ class Training:
     def __init__(self, mode: str, variant: str, sizes: Sizes) -> None:
         import torch
         import torch.distributed as dist
-        from transformers import LlamaConfig, LlamaForCausalLM
 
         cuda = sizes.device == "cuda"
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
-            num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 4 or 1,
-            head_dim=sizes.hidden // sizes.heads, max_position_embeddings=8192, use_cache=False, tie_word_embeddings=False,
-        )  # fmt: skip
-        with torch.device(sizes.device):
-            model = LlamaForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).train()
-        self.call = MODES[mode](model, {} if variant == "inductor" else {"backend": "fx_fusion"}, sizes)
+        model, self.call = MODES[mode]({} if variant == "inductor" else {"backend": "fx_fusion"}, sizes)
         fused = cuda and mode not in SAME_BATCH
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused, foreach=False)
         seed = 1 if mode in SAME_BATCH else 1 + dist.get_rank() // (2 if mode == "fsdp2-tensor-parallel" else 1)
