@@ -15,7 +15,7 @@ inside the sum of dW: only then the backward computes the logits again. Rows who
 somebody reads the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the
 least memory, see ``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from
 class ``first`` on, of ``classes``, target counts from the first of all, and dx is to be summed over the ranks
-(``logits/class_part``; no class weights, no smoothing, no logits).
+(``logits/class_part``; logits are not handed out).
 
 Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m);
            logits: (m, v), as x.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
@@ -18,11 +17,10 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
-from fx_fusion.ops.shards import replica, replicated_beside
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.sites.entropy import entropy_of
-from fx_fusion.patterns.sites.head import Head, head_of, operands, why_again, why_small
-from fx_fusion.patterns.sites.loss import LossSite, find_losses
+from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
+from fx_fusion.patterns.sites.loss import find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
 from fx_fusion.rewrite.editor import Editor
@@ -69,16 +67,9 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             },
             deferred=deferred,
             unmade={"logits": head.seen.source},
-            differs=None if head.shards is None else _not_in_parts(site),
             sharded=frozenset() if head.shards is None else frozenset(given),
             reading=(site, head),
         )
-
-
-def _not_in_parts(site: LossSite) -> str | None:
-    """What of a loss the kernel does not do where the classes lie on several ranks."""
-    asked = {"class weights": site.weight is not None, "label smoothing": site.label_smoothing != 0}
-    return next((f"{what} with classes on several ranks is not built" for what, there in asked.items() if there), None)
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -101,7 +92,7 @@ def emit(editor: Editor, match: Match) -> None:
         if site.reduction == "none":
             loss = shaped_as(editor, loss, site, root)
         loss = editor.cast(loss, example(root).dtype, like=root)
-        sources = _plain_sources(editor, head) if match.deferred and head.is_made_of_a_dtensor() else head.sources
+        sources = sources_of_logits(editor, head, match)
         editor.replace(root, loss)
         if computes:
             logits = editor.item(call, 5, like=root)
@@ -109,18 +100,6 @@ def emit(editor: Editor, match: Match) -> None:
             editor.compute(match.deferred, head.sources, seen.source, logits)
     if not computes:
         editor.defer(match.deferred, sources, like=seen.source, can_compute=can_compute)
-
-
-def _plain_sources(editor: Editor, head: Head) -> list[fx.Node]:
-    """What the logits can be made of later, with a plain tensor for x: the linear layer, which makes nothing else now, reads
-    a DTensor that is made of it."""
-    assert head.shards is not None
-    linear, x, weight = head.shards.linear, editor.now(head.x), editor.now(head.lm_head)
-    with editor.graph.inserting_before(linear):
-        own = editor.call(replica, (x,), like=linear)
-        again = editor.call(replicated_beside, (own, weight), like=linear)
-    linear.replace_input_with(x, again)
-    return [own if node is head.x else node for node in head.inputs.values()]
 
 
 def _hands_out_logits(editor: Editor, match: Match) -> bool:

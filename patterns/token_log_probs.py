@@ -14,10 +14,10 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.kernels.token_log_probs import token_log_probs
+from fx_fusion.kernels.token_log_probs import token_log_probs, token_log_probs_of_part
 from fx_fusion.patterns.log_probs_entropy import of_logits
 from fx_fusion.patterns.sites.entropy import first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.sites.head import head_of, operands, why_again, why_small
+from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 
@@ -33,16 +33,17 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if isinstance(head, NearMiss):
             yield head
             continue
-        inside = {*together.nodes, *head.chain}
-        deferred, following = deferrable_outputs(search, head.chain, inside, list(head.inputs.values()))
+        to_logits = [*head.above, *head.chain]
+        deferred, following = deferrable_outputs(search, to_logits, {*together.nodes, *to_logits}, head.sources)
         yield Match(
             fusion="token_log_probs",
             outputs=(site.root, entropy.root),
-            nodes=frozenset((*inside, *following)),
+            nodes=frozenset((*together.nodes, *head.chain, *following)),
             inputs={**head.inputs, "target": site.target},
             statics={"softcap": head.seen.softcap, "scale": head.seen.scale},
             deferred=deferred,
             unmade={"logits": head.seen.source},
+            sharded=frozenset() if head.shards is None else frozenset(head.inputs),
             reading=(site, entropy, head),
         )
 
@@ -51,8 +52,13 @@ def emit(editor: Editor, match: Match) -> None:
     site, entropy, head = match.reading
     with editor.graph.inserting_before(first_root(editor, match)):
         arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
-        replaced(editor, site, entropy, editor.call(token_log_probs.overload, arguments, like=site.root))
-    editor.defer(match.deferred, head.inputs.values(), like=head.seen.source)
+        if head.shards is None:
+            call = editor.call(token_log_probs.overload, arguments, like=site.root)
+        else:
+            call = editor.call(token_log_probs_of_part, (*arguments, *head.shards.part), like=site.root)
+        sources = sources_of_logits(editor, head, match)
+        replaced(editor, site, entropy, call)
+    editor.defer(match.deferred, sources, like=head.seen.source)
 
 
 def guard(x, lm_head, bias, target, softcap, scale):

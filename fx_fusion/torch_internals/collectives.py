@@ -1,4 +1,4 @@
-"""What the ranks of a process group do together: sums, maxima, and waiting for each other."""
+"""What the ranks of a process group do together: gathering, and waiting for each other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def reduced(tensor: Tensor, how: str, group: str) -> Tensor:
-    """The ``"sum"`` or ``"max"`` of a tensor over the ranks of a group, by the group's name. All of them have to call it.
-    Gone: raises AttributeError at the first step, and nothing is computed."""
+def gathered(tensor: Tensor, ranks: int, group: str) -> Tensor:
+    """The tensors of all ranks of a group, by the group's name, one behind the other along the first dim. All ranks have to
+    call it. Gone: raises AttributeError at the first step, and nothing is computed."""
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(tensor, how, group))
+    return ops.wait_tensor(ops.all_gather_into_tensor(tensor, ranks, group))
 
 
 _MEETINGS: Counter[str] = Counter()  # of this rank, by group

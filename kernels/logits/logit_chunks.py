@@ -155,10 +155,8 @@ def each_chunk(
             all_logits[rows].copy_(chunk[:, :v])
         upstream, h, dh = (None if t is None else t[rows] for t in (dloss, entropy, dentropy))
         dlogits = chunk if gradient else None
-        if part is None:
-            _rows(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh)
-        else:
-            part.rows(logits, v, target[rows], options, loss[rows], upstream, dlogits)
+        fill = _rows if part is None else part.rows
+        fill(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh)
         if dx is not None:
             torch.mm(chunk, lm_head, out=dx[rows])
         if needs_dw:

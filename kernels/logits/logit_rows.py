@@ -26,8 +26,11 @@ Traffic    forward m·v read, backward m·v read and m·v written: 94-97 % of th
 Source     Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); label smoothing as torch.nn.functional.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fx_fusion.kernels.lib.device import multiprocessors
 from fx_fusion.kernels.lib.divisibility import multiple, unit_of
@@ -41,8 +44,9 @@ NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argumen
 
 @triton.jit
 def _cross_entropy_rows_kernel(
-    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr, dentropy_ptr,
-    m, v, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale, programs,
+    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, row_weight_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr,
+    dentropy_ptr, m, v, all_classes, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale,
+    programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     READ_STATS: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
@@ -85,8 +89,11 @@ def _cross_entropy_rows_kernel(
             valid = (target >= 0) & (target < v)
             w_target = 1.0
             if HAS_WEIGHT:
-                w_target = tl.load(weight_ptr + target, valid, 0.0).to(tl.float32)
-            w_sum = v * 1.0
+                if ELSEWHERE:
+                    w_target = tl.load(row_weight_ptr + row).to(tl.float32)
+                else:
+                    w_target = tl.load(weight_ptr + target, valid, 0.0).to(tl.float32)
+            w_sum = all_classes * 1.0
             if HAS_WEIGHT and SMOOTH:
                 w_sum = tl.load(weight_sum_ptr)
             wz = 0.0
@@ -128,15 +135,19 @@ def _cross_entropy_rows_kernel(
                     shifted = tl.where(sums > 0, (products + (tops - top) * sums) * exp(tops - top), 0.0)
                     mean = tl.sum(shifted, 0) / total
             if not READ_STATS:
-                z_target, _ = load_z(l_row - head + target, valid, scale, softcap, SCALED, SOFTCAP)
-                loss = w_target * (tl.log(total) + (top - z_target))
-                if SMOOTH:
-                    loss = (1.0 - smoothing) * loss + smoothing / v * ((top + tl.log(total)) * w_sum - wz)
-                tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
                 tl.store(stats_ptr + row, top)
                 tl.store(stats_ptr + m + row, total)
                 if ENTROPY:
                     tl.store(entropy_ptr + row, tl.log(total) - mean)
+            if ELSEWHERE and not READ_STATS:
+                tl.store(loss_ptr + row, wz)
+            elif not READ_STATS:
+                z_target, _ = load_z(l_row - head + target, valid, scale, softcap, SCALED, SOFTCAP)
+                loss = w_target * (tl.log(total) + (top - z_target))
+                if SMOOTH:
+                    over_classes = (top + tl.log(total)) * w_sum - wz
+                    loss = (1.0 - smoothing) * loss + smoothing / all_classes * over_classes
+                tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
             if GRADIENT:
                 dloss = 1.0
                 if HAS_DLOSS:
@@ -151,11 +162,11 @@ def _cross_entropy_rows_kernel(
                 q_target = (1.0 - smoothing) * w_target
                 q_sum = q_target
                 if SMOOTH:
-                    q_sum += smoothing / v * w_sum
+                    q_sum += smoothing / all_classes * w_sum
                 factor = dloss * scale
                 q_sum = q_sum / total * factor
                 q_target *= factor
-                smooth = smoothing / v * factor
+                smooth = smoothing / all_classes * factor
                 dentropy *= scale
                 column = tl.where(valid, target, -1).to(tl.int32)
                 last = (body - 1) // BLOCK * BLOCK
@@ -181,9 +192,19 @@ def _cross_entropy_rows_kernel(
                     tl.store(dl_row - head + end_cols, end_dz.to(dl_ptr.dtype.element_ty), end_live)
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the rows of one rank have to know of all ``classes``, of which other ranks have the rest: of class weights, that
+    of each row's target (m) and the sum of all."""
+
+    classes: int
+    w_target: Tensor | None = None
+    w_sum: Tensor | None = None
+
+
 def launch_rows(
     logits, target, weight, ignore_index, label_smoothing, softcap, scale, *,
-    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None, elsewhere=False,
+    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None, elsewhere=None,
 ):  # fmt: skip
     """Launch the kernel over 2-D ``logits``.
 
@@ -192,7 +213,8 @@ def launch_rows(
     classes    v; columns behind it are padding, with a gradient of zero.
     entropy    (m): H, written with ``loss``, else read; ``dlogits`` then includes the part of ``dentropy`` (m, fp32,
                contiguous).
-    elsewhere  a target that is none of the classes is another rank's: the gradient of its row is that of the others."""
+    elsewhere  other ranks have more classes: a target that is none of these is theirs, ``loss`` gets Σ_c w_c z_c with
+               smoothing and 0 without, and gradients are those of all classes."""
     m, width = logits.shape
     v = width if classes is None else classes
     if m == 0:
@@ -211,13 +233,18 @@ def launch_rows(
         m, width, logits.element_size(), sms, align=align, reads_stats=reads_stats, gradient=gradient
     )  # fmt: skip
     programs = min(m, sms * plan.programs_per_sm)
+    w_sum = w_target = stats  # not read
+    if elsewhere is not None and elsewhere.w_sum is not None:
+        w_sum, w_target = elsewhere.w_sum, elsewhere.w_target
+    elif weight is not None:
+        w_sum = weight.float().sum()
     launch(_cross_entropy_rows_kernel, (programs,),
-        logits, out, target, logits if weight is None else weight, stats if weight is None else weight.float().sum(),
-        stats if reads_stats else loss, stats, stats if dloss is None else dloss,
-        stats if entropy is None else entropy, stats if dentropy is None else dentropy, m, v, width, logits.stride(0),
-        out.stride(0), 0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap),
-        float(scale), programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1,
-        SOFTCAP=softcap > 0, READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None,
-        ENTROPY=entropy is not None, ALIGN=align, PADDED=width > v,
-        UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1, ELSEWHERE=elsewhere, **plan.meta(),
+        logits, out, target, logits if weight is None else weight, w_sum, w_target, stats if reads_stats else loss, stats,
+        stats if dloss is None else dloss, stats if entropy is None else entropy, stats if dentropy is None else dentropy,
+        m, v, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out.stride(0),
+        0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap), float(scale),
+        programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1, SOFTCAP=softcap > 0,
+        READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None, ALIGN=align,
+        PADDED=width > v, UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1,
+        ELSEWHERE=elsewhere is not None, **plan.meta(),
     )  # fmt: skip

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fx_fusion.fusion.match import NearMiss
+from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
 from fx_fusion.graph.size_hints import elements, expected, trained
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
-from fx_fusion.ops.shards import own_part, whole_here
+from fx_fusion.ops.shards import own_part, replica, replicated_beside, whole_here
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
@@ -128,3 +128,16 @@ def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tupl
             bias = editor.method("reshape", (bias, -1), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
     return x, lm_head, bias, one_a_row(editor, target, root)
+
+
+def sources_of_logits(editor: Editor, head: Head, match: Match) -> list[fx.Node]:
+    """What the deferred logits can be made of later, with a plain tensor for x. Where x is a DTensor that the graph makes of
+    another one, the linear layer, which makes nothing else now, reads a DTensor that is made of the plain tensor."""
+    if not match.deferred or head.shards is None or not head.is_made_of_a_dtensor():
+        return head.sources
+    linear, x, weight = head.shards.linear, editor.now(head.x), editor.now(head.lm_head)
+    with editor.graph.inserting_before(linear):
+        own = editor.call(replica, (x,), like=linear)
+        again = editor.call(replicated_beside, (own, weight), like=linear)
+    linear.replace_input_with(x, again)
+    return [own if node is head.x else node for node in head.inputs.values()]

@@ -175,46 +175,87 @@ def test_logits_are_handed_out_beside_the_loss(v, reduction, trained, device, mo
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+def in_parts(monkeypatch, parts, function):
+    """``function(first, last)`` of every part of the columns, each of which sees what the others hand to ``gathered``."""
+    found = {}
+
+    def said(tensor, ranks, group):
+        found[group] = tensor.clone()
+        return torch.cat([found.get(str(first), tensor) for first, _ in parts])
+
+    monkeypatch.setattr(class_part, "gathered", said)
+    for first, last in parts:
+        function(first, last)
+    return [function(first, last) for first, last in parts]
+
+
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize(("softcap", "scale", "padded"), [(0.0, 1.0, 0), (5.0, 0.5, 5)])
-def test_classes_on_several_ranks(kernel, softcap, scale, padded, device, monkeypatch):
-    """Each part of the columns for itself, with the maxima and sums over all parts handed in."""
+@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.0, True), (0.1, False), (0.3, True)])
+def test_classes_on_several_ranks(kernel, softcap, scale, padded, smoothing, weighted, device, monkeypatch):
+    """Each part of the columns for itself, with what the parts found handed in."""
     if not kernel:
         monkeypatch.setattr(class_part, "interpreting", lambda: False)
     if not kernel and device != "cpu":
         pytest.skip("what runs on a CPU")
     m, v = 9, 70
     logits, upstream = torch.randn(m, v, device=device) * 3, torch.randn(m, device=device)
-    logits[3, :20] = logits[0, 35:] = float("-inf")  # the last: all of the second part
+    if not smoothing:
+        logits[3, :20] = logits[0, 35:] = float("-inf")  # the last: all of the second part
+    weight = torch.rand(v, device=device) * 2 if weighted else None
     target = torch.tensor([0, 69, 35, 34, -100, 12, 70, -1, 50], device=device)  # two are none of the classes
     exact = logits.double().requires_grad_()
     z = softcap * torch.tanh(exact * scale / softcap) if softcap else exact * scale
     known = (target >= 0) & (target < v)
-    rows = F.cross_entropy(z, torch.where(known, target, -100), reduction="none")
+    rows = F.cross_entropy(
+        z, torch.where(known, target, -100), None if weight is None else weight.double(), reduction="none",
+        label_smoothing=smoothing,
+    )  # fmt: skip
     (rows * upstream * known).sum().backward()
-    top = z.detach().amax(1)
-    total = (z.detach() - top[:, None]).exp().sum(1)
-    z_target = torch.where(known, z.detach().gather(1, target.clamp(0, v - 1)[:, None])[:, 0], 0)
-    seen = {}
+    wrong = ~known & (target != -100)
 
-    def reduced(tensor, how, group):
-        seen.setdefault(group, []).append(tensor.clone())
-        return top.float() if how == "max" else torch.stack([total, z_target]).float()
-
-    monkeypatch.setattr(class_part, "reduced", reduced)
-    for first, last in ((0, 35), (35, 70)):
+    def computed(first, last):
         own = F.pad(logits[:, first:last], (0, padded)) if padded else logits[:, first:last].clone()
         loss = torch.empty(m, device=device)
-        part = class_part.ClassPart(str(first), first, v, 35)
-        part.rows(own, last - first, target, (-100, 0.0, softcap, scale), loss, upstream, own)
-        wrong = ~known & (target != -100)
+        part = class_part.ClassPart(str(first), first, v, 2)
+        part.rows(own, last - first, target, weight, (-100, smoothing, softcap, scale), loss, upstream, own)
+        return first, last, own, loss
+
+    for first, last, own, loss in in_parts(monkeypatch, [(0, 35), (35, 70)], computed):
         expected = torch.where(wrong, float("nan"), rows.detach())
         torch.testing.assert_close(loss.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-5)
         gradient = torch.where(wrong[:, None], float("nan"), exact.grad[:, first:last])
         torch.testing.assert_close(own[:, : last - first].double(), gradient, equal_nan=True, rtol=1e-4, atol=1e-6)
         assert not padded or not own[:, last - first :].nan_to_num().any()
-    counted = target != -100
-    torch.testing.assert_close(torch.maximum(seen["0"][0], seen["35"][0])[counted], top.float()[counted])
-    (sums, found), (others, more) = seen["0"][1], seen["35"][1]
-    torch.testing.assert_close((sums + others)[counted], total.float()[counted], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found + more, z_target.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize(("softcap", "scale"), [(0.0, 1.0), (5.0, 0.5)])
+def test_the_entropy_of_classes_on_several_ranks(kernel, softcap, scale, device, monkeypatch):
+    if not kernel:
+        monkeypatch.setattr(class_part, "interpreting", lambda: False)
+    if not kernel and device != "cpu":
+        pytest.skip("what runs on a CPU")
+    m, v = 7, 70
+    logits, target = torch.randn(m, v, device=device) * 3, torch.randint(0, v, (m,), device=device)
+    dloss, dentropy = torch.randn(2, m, device=device)
+    exact = logits.double().requires_grad_()
+    z = softcap * torch.tanh(exact * scale / softcap) if softcap else exact * scale
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    loss = F.nll_loss(log_p, target, reduction="none")
+    (loss * dloss + entropy * dentropy).sum().backward()
+
+    def computed(first, last):
+        own = logits[:, first:last].clone()
+        part = class_part.ClassPart(str(first), first, v, 3)
+        given = own, last - first, target, None, (-100, 0.0, softcap, scale)
+        our_loss, stats, our_entropy = part.forward(*given, with_entropy=True)
+        dlogits = torch.empty_like(own)
+        part.backward(*given, stats, dloss, dlogits, our_entropy, dentropy)
+        return first, last, our_loss, our_entropy, dlogits
+
+    for first, last, our_loss, our_entropy, dlogits in in_parts(monkeypatch, [(0, 24), (24, 48), (48, 70)], computed):
+        torch.testing.assert_close(our_loss.double(), loss.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(our_entropy.double(), entropy.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dlogits.double(), exact.grad[:, first:last], rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ from tests.ranks import on_ranks, whole
 
 SETUPS = (
     "columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing",
-    "inductor", "transformers", "dynamic",
+    "weights", "inductor", "transformers", "dynamic",
 )  # fmt: skip
 
 
@@ -40,14 +40,9 @@ OF_ROWS = {
     "sum_of_rows": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
     "each_row": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.linspace(0, 1, len(y))).sum(),
     "smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "weights": lambda z, y: F.cross_entropy(z, y, torch.linspace(0, 2, 256), label_smoothing=0.2),
     "entropy": with_entropy,
 }
-NOT_BUILT = {
-    "smoothing": "label smoothing with classes on several ranks is not built",
-    "entropy": "x is a DTensor; kernels take plain tensors",
-}
-
-
 def build(setup):
     if setup == "transformers":  # its own plan, from a checkpoint
         from transformers import AutoModelForCausalLM
@@ -283,11 +278,12 @@ def found(tmp_path_factory):
     return on_ranks(worker, folder)
 
 
-@pytest.mark.parametrize("setup", [s for s in SETUPS if s not in NOT_BUILT])
+@pytest.mark.parametrize("setup", SETUPS)
 def test_the_loss_over_classes_of_two_ranks(setup, found):
+    fusion = "token_log_probs" if setup == "entropy" else "linear_cross_entropy"
     for rank in (0, 1):
         errors, lazy, sites, fallbacks = found[rank][setup]
-        assert sites == [("linear_cross_entropy", "fused", "")], sites
+        assert sites == [(fusion, "fused", "")], sites
         assert not any(fallbacks)
         assert max(errors.values()) < 2e-5, errors
         assert lazy
@@ -303,15 +299,6 @@ def test_four_ranks():
             assert not any(fallbacks)
             assert max(errors.values()) < 2e-5, errors
             assert lazy
-
-
-@pytest.mark.parametrize("setup", NOT_BUILT)
-def test_what_is_not_built_is_gathered(setup, found):
-    for rank in (0, 1):
-        errors, lazy, sites, _ = found[rank][setup]
-        assert NOT_BUILT[setup] in [reason for _, status, reason in sites if status == "declined"], sites
-        assert max(errors.values()) < 2e-5, errors
-        assert not lazy
 
 
 def test_a_rank_that_reads_alone_is_told_so(found):
