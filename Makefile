@@ -61,10 +61,11 @@ $(VENV)/ready: $(VENV)/ready-demo
 ON_GPU := $(addprefix tests/fusions/test_,every_fusion.py layouts.py group_norm.py group_norm_swish.py evonorm_s0.py evonorm_b0.py) \
 	tests/kernels tests/system/test_training.py tests/gpu
 
-# On a machine with a GPU, in its own environment: nothing is downloaded.
+# On a machine with a GPU, in its own environment: nothing is downloaded. Most of the time goes to compilers, so several
+# processes share the GPU where pytest-xdist is there.
 test-gpu: ## the tests that use a GPU, in the python that is there
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	$(PYTHON) -m pytest $(ON_GPU) -m "gpu or not slow"
+	$(PYTHON) -m pytest $(ON_GPU) -m "gpu or not slow" $$($(PYTHON) -c "import xdist; print('-n 8 --dist loadgroup -v')" 2>&- || true)
 
 bench: ## the benchmarks, on a GPU, in the python that is there
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .

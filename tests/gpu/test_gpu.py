@@ -25,6 +25,7 @@ from tests.system.test_optimizer import train
 from tests.zoo import batch, build
 
 pytestmark = pytest.mark.gpu
+LARGE = pytest.mark.xdist_group("most of a GPU's memory")  # one after the other, in one process
 registry.all_fusions()
 
 
@@ -51,6 +52,7 @@ def test_every_fusion_through_inductor(fusion):
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 
+@LARGE
 def test_more_than_2_to_the_31_elements():
     rows = 2**31 // 8192 + 64
     x = torch.randn(rows, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -105,11 +107,13 @@ def last_rows(name, sizes, order, device):
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 
+@LARGE
 @pytest.mark.parametrize(("name", "sizes", "order"), HUGE, ids=lambda given: given if isinstance(given, str) else "")
 def test_the_last_rows_of_more_than_2_to_the_31_elements(name, sizes, order):
     last_rows(name, sizes, order, "cuda")
 
 
+@LARGE
 def test_an_embedding_of_more_than_2_to_the_31_elements():
     ids = torch.randint(0, 1000, (262147,), device="cuda")
     table = torch.randn(1000, 8192, device="cuda", requires_grad=True)
@@ -119,6 +123,7 @@ def test_an_embedding_of_more_than_2_to_the_31_elements():
     assert torch.equal(gradient, ids.bincount(minlength=1000).float()[:, None].expand_as(gradient))
 
 
+@LARGE
 def test_cross_entropy_of_more_than_2_to_the_31_logits():
     m, v = 17000, 128256
     logits = torch.randn(m, v, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -226,6 +231,7 @@ def test_channels_last_images_are_copied_nowhere(name):
     assert not ReinplaceCounters.get_total_missed()
 
 
+@LARGE
 def test_images_of_more_than_2_to_the_31_elements():
     from fx_fusion.kernels.evonorm_b0 import evonorm_b0
     from fx_fusion.kernels.evonorm_s0 import evonorm_s0
