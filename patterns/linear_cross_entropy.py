@@ -17,6 +17,7 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
+from fx_fusion.ops.shards import replicated_beside
 from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.sites.entropy import entropy_of
 from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
@@ -49,7 +50,9 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             continue
         given, chain = head.inputs, head.chain
         to_logits = [*head.above, *chain]
-        deferred, inside = deferrable_outputs(search, to_logits, {*site.nodes, *to_logits}, head.sources)
+        deferred, inside = (), ()  # a DTensor is not deferred
+        if head.shards is None or not head.shards.scattered:
+            deferred, inside = deferrable_outputs(search, to_logits, {*site.nodes, *to_logits}, head.sources)
         inputs = {**given, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
@@ -92,6 +95,8 @@ def emit(editor: Editor, match: Match) -> None:
         if site.reduction == "none":
             loss = shaped_as(editor, loss, site, root)
         loss = editor.cast(loss, example(root).dtype, like=root)
+        if head.shards is not None and head.shards.scattered:
+            loss = editor.call(replicated_beside, (loss, head.lm_head), like=root)
         sources = sources_of_logits(editor, head, match)
         editor.replace(root, loss)
         if computes:

@@ -13,10 +13,12 @@ from fx_fusion.patterns.sites.linear import Linear
 
 @dataclass(frozen=True)
 class Shards:
-    """``linear``, whose columns lie on several ranks, gathered by ``nodes`` (itself the first) into a plain tensor."""
+    """``linear``, whose columns lie on several ranks, gathered by ``nodes`` (itself the first) into a plain tensor; or
+    ``scattered``: they stay where they are, a DTensor, and the loss is one too (``loss_parallel``)."""
 
     linear: fx.Node
     nodes: tuple[fx.Node, ...]
+    scattered: bool = False
 
     def why_not(self, linear: Linear) -> str | None:
         """Why its operands do not lie as a column-parallel layer's, or None."""
@@ -47,7 +49,10 @@ class Shards:
 
 
 def shards_below(node: fx.Node) -> Shards | None:
-    """What makes a plain tensor of a column-parallel layer's result: ``to_local`` of one that was gathered."""
+    """What hands out a column-parallel layer's result: as a plain tensor, ``to_local`` of one that was gathered; or as a
+    DTensor, its columns where they are."""
+    if is_tensor(node) and placed(node) == example(node).dim() - 1:
+        return _scattered_below(node)
     if not _is(node, "to_local") or not _takes_nothing_else(node):
         return None
     nodes = []
@@ -58,6 +63,14 @@ def shards_below(node: fx.Node) -> Shards | None:
     if not nodes or not isinstance(below, fx.Node) or placed(below) != example(below).dim() - 1:
         return None
     return Shards(below, (below, *reversed(nodes)))
+
+
+def _scattered_below(node: fx.Node) -> Shards:
+    nodes = []
+    while _is(node, "redistribute") and isinstance(node.args[0], fx.Node) and placed(node.args[0]) == placed(node):
+        nodes.append(node)
+        node = node.args[0]
+    return Shards(node, (node, *reversed(nodes)), scattered=True)
 
 
 def made_of(x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

@@ -304,3 +304,71 @@ def test_four_ranks():
 def test_a_rank_that_reads_alone_is_told_so(found):
     assert "Read " in found[0]["alone"]
     assert "on every rank" in found[0]["alone"]
+
+
+class ScatteredHead(torch.nn.Module):
+    """A head whose logits stay a DTensor, for ``loss_parallel``; with the logits as a second output where asked for."""
+
+    def __init__(self, reduction, returns_logits):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reduction, self.returns_logits = reduction, returns_logits
+        self.lm_head = torch.nn.Linear(64, 257, bias=True)
+
+    def forward(self, x, labels):
+        logits = self.lm_head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction=self.reduction)
+        return loss, logits if self.returns_logits else None
+
+
+def parallel_loss(rank, reduction, returns_logits, how):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+    import fx_fusion
+
+    torch._dynamo.reset()
+    given = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    model = parallelize_module(ScatteredHead(reduction, returns_logits), init_device_mesh("cpu", (2,)), given)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 16, 64, generator=generator).requires_grad_()
+    labels = torch.randint(257, (2, 16), generator=generator)
+    labels[0, 5:9] = -100
+    with fx_fusion.recording() as report, loss_parallel():
+        loss, logits = (torch.compile(model, **how) if how else model)(x, labels)
+        (loss if loss.dim() == 0 else (loss * loss).sum()).backward()
+    assert logits is None or logits.placements == (Shard(2),)
+    grads = [x.grad, *(whole(p.grad) for p in model.parameters())]
+    return whole(loss).detach(), grads, (type(loss).__name__, str(getattr(loss, "placements", None))), report
+
+
+def loss_parallel_worker(rank):
+    from fx_fusion.testing import rewriting_backend
+
+    found = {}
+    for reduction, returns_logits, backend in (
+        ("mean", False, "rewrite"), ("sum", False, "rewrite"), ("none", False, "rewrite"), ("mean", True, "rewrite"),
+        ("mean", False, "inductor"),
+    ):  # fmt: skip
+        options = {"select": "always", "strict": True}
+        how = {"backend": "fx_fusion", "options": options} if backend == "inductor" else {"backend": rewriting_backend()}
+        loss, grads, kind, _ = parallel_loss(rank, reduction, returns_logits, None)
+        our_loss, our_grads, our_kind, report = parallel_loss(rank, reduction, returns_logits, how)
+        error = max((a - b).abs().max().item() for a, b in zip([loss, *grads], [our_loss, *our_grads], strict=True))
+        sites = [(s.status, s.reason) for s in report.sites if s.fusion == "linear_cross_entropy"]
+        found[reduction, returns_logits, backend] = error, kind, our_kind, sites, [g.fallback for g in report.graphs]
+    return found
+
+
+def test_loss_parallel():
+    """The loss of logits that stay on their ranks: fused, and what comes out is the DTensor that eager returns."""
+    for results in on_ranks(loss_parallel_worker).values():
+        for (_, returns_logits, _), (error, kind, our_kind, sites, fallbacks) in results.items():
+            assert error < 2e-5
+            assert our_kind == kind
+            assert not any(fallbacks)
+            if returns_logits:
+                assert [status for status, _ in sites] == ["declined"], sites
+            else:
+                assert sites == [("fused", "")], sites
