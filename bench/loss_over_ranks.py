@@ -71,6 +71,7 @@ def main() -> None:
             with open(out, "a") as file:
                 file.write(json.dumps(row | {"environment": environment()}) + "\n")
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def _now(tiny: bool) -> float:

@@ -12,7 +12,7 @@ from tests.ranks import on_ranks, whole
 
 SETUPS = (
     "columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing",
-    "weights", "inductor", "transformers", "dynamic",
+    "weights", "inductor", "transformers", "transformers, experts", "dynamic",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ def with_entropy(logits, labels):
     return -taken.mean() - 0.01 * -(log_p.exp() * log_p).sum(-1).mean()
 
 
+CHECKPOINTS = {"transformers": "llama", "transformers, experts": "qwen3_moe"}
 OF_ROWS = {
     "sum_of_rows": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
     "each_row": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.linspace(0, 1, len(y))).sum(),
@@ -44,10 +45,11 @@ OF_ROWS = {
     "entropy": with_entropy,
 }
 def build(setup):
-    if setup == "transformers":  # its own plan, from a checkpoint
+    if setup in CHECKPOINTS:  # under its own plan
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(os.environ["CHECKPOINT"], tp_plan="auto").train()
+        folder = os.path.join(os.environ["CHECKPOINTS"], CHECKPOINTS[setup])
+        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     if setup == "softcap":
         from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -254,7 +256,7 @@ def read_alone(rank):
 
 
 def worker(rank, folder, setups=SETUPS):
-    os.environ["CHECKPOINT"] = folder
+    os.environ["CHECKPOINTS"] = folder
     found = {}
     for setup in setups:
         loss, grads, logits, _, _ = run(setup, rank, False)
@@ -273,9 +275,17 @@ def worker(rank, folder, setups=SETUPS):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What both processes found, by rank."""
-    folder = str(tmp_path_factory.mktemp("llama"))
-    tiny_llama().save_pretrained(folder)
-    return on_ranks(worker, folder)
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    tiny_llama().save_pretrained(folder / "llama")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "qwen3_moe")
+    return on_ranks(worker, str(folder))
 
 
 @pytest.mark.parametrize("setup", SETUPS)
