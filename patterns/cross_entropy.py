@@ -60,8 +60,8 @@ def unread(view: View) -> Iterator[NearMiss]:
     known = {node for site in find_losses(view) for node in site.nodes}
     for node in view.graph.nodes:
         name = view.name(node)
-        if is_indexed(view, node):
-            reason = "an index below 0 counts from the end; write gather(-1, classes[:, None])"
+        if node not in known and is_indexed(view, node):
+            reason = "rows and classes are picked in pairs; the kernel takes arange(rows) and int64 classes, one a row"
             yield NearMiss("cross_entropy", node, node, reason)
         if node in known or name not in ("cross_entropy", "nll_loss", "kl_div", "log"):
             continue
@@ -89,7 +89,7 @@ def emit(editor: Editor, match: Match) -> None:
     site: LossSite = match.reading
     root = site.root
     with editor.graph.inserting_before(root):
-        logits, target = rows_of(editor, match.inputs["logits"], match.inputs["target"], root)
+        logits, target = rows_of(editor, match.inputs["logits"], match.reading)
         statics = {**match.statics, "weight": site.weight}
         arguments = (logits, target, *(statics[name] for name in cross_entropy.parameters[2:]))
         op = editor.call(cross_entropy.overload, arguments, like=root)

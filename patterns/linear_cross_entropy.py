@@ -83,7 +83,7 @@ def emit(editor: Editor, match: Match) -> None:
     can_compute = _hands_out_logits(editor, match)
     computes = can_compute and editor.outputs_are_read
     with editor.graph.inserting_before(root):
-        x, lm_head, bias, target = operands(editor, head, site.target, root)
+        x, lm_head, bias, target = operands(editor, head, site)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
             editor.saves_memory, *(() if head.shards is None else head.shards.part),

@@ -48,7 +48,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 def emit(editor: Editor, match: Match) -> None:
     site, entropy = match.reading
     with editor.graph.inserting_before(first_root(editor, match)):
-        rows = rows_of(editor, match.inputs["logits"], match.inputs["target"], site.root)
+        rows = rows_of(editor, match.inputs["logits"], site)
         arguments = (*rows, match.statics["softcap"], match.statics["scale"])
         replaced(editor, site, entropy, editor.call(log_probs_entropy.overload, arguments, like=site.root))
 

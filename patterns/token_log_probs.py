@@ -51,7 +51,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 def emit(editor: Editor, match: Match) -> None:
     site, entropy, head = match.reading
     with editor.graph.inserting_before(first_root(editor, match)):
-        arguments = (*operands(editor, head, site.target, site.root), head.seen.softcap, head.seen.scale)
+        arguments = (*operands(editor, head, site), head.seen.softcap, head.seen.scale)
         if head.shards is None:
             call = editor.call(token_log_probs.overload, arguments, like=site.root)
         else:

@@ -107,7 +107,7 @@ def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None)
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
 
 
-def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tuple[Any, Any, Any, Any]:
+def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any, Any]:
     """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
     linear = head.seen.source
     dtype = example(linear).dtype  # under autocast not the dtype of its inputs
@@ -117,7 +117,9 @@ def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tupl
         weight = editor.call(own_part, (weight,), like=linear)
         bias = None if bias is None else editor.call(own_part, (bias,), like=linear)
     for choice in reversed(head.seen.row_slices):
-        if choice.op == "call_method":
+        if editor.view.name(choice) in ("view", "reshape", "flatten"):  # of all rows
+            x = editor.method("reshape", (x, -1, example(head.lm_head).shape[1]), like=linear)
+        elif choice.op == "call_method":
             x = editor.method(str(choice.target), (x, *choice.args[1:]), like=linear)
         else:
             x = editor.call(choice.target, (x, *choice.args[1:]), dict(choice.kwargs), like=linear)
@@ -127,7 +129,7 @@ def operands(editor: Editor, head: Head, target: fx.Node, root: fx.Node) -> tupl
         if example(bias).dim() != 1:
             bias = editor.method("reshape", (bias, -1), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
-    return x, lm_head, bias, one_a_row(editor, target, root)
+    return x, lm_head, bias, one_a_row(editor, site)
 
 
 def sources_of_logits(editor: Editor, head: Head, match: Match) -> list[fx.Node]:

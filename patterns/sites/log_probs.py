@@ -1,10 +1,9 @@
 """Log-probabilities and the class that is picked of each row, however they are spelled.
 
     log p  =  log_softmax(z)  =  z − logsumexp(z)           of logits z, over the last dim
-    picked =  gather(log p, y)  =  take_along_dim  =  Σ_c one_hot(y)_c · log p_c
+    picked =  gather(log p, y)  =  take_along_dim  =  Σ_c one_hot(y)_c · log p_c  =  log p[arange(n), y]
 
-A view that keeps the last dim changes nothing of either. ``log p[arange(n), y]`` is something else where y is below 0:
-there it counts from the end.
+A view that keeps the last dim changes nothing of either. In ``log p[arange(n), y]`` a y below 0 counts from the end.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from fx_fusion.graph.walk import NotThis, binary, source_of
 @dataclass(frozen=True)
 class Picked:
     """One number a row, of one class: ``source[.., target]`` at ``root`` (which may have a trailing dim of 1, or be the sum
-    over all rows); ``nodes`` make it."""
+    over all rows); ``nodes`` make it. ``from_end``: a target below 0 counts from the end."""
 
     root: fx.Node
     source: fx.Node
     target: fx.Node
     nodes: frozenset[fx.Node]
     summed: bool = False
+    from_end: bool = False
 
 
 def logits_of(view: View, log_probs: Any) -> tuple[fx.Node, set[fx.Node]] | None:
@@ -93,6 +93,8 @@ def picked(view: View, node: fx.Node) -> Picked | None:
     name = view.name(node)
     if name in ("gather", "take_along_dim"):
         return _gathered(view, node)
+    if name == "getitem":
+        return _indexed(view, node)
     return _one_hot_product(view, node) if name == "sum" else None
 
 
@@ -144,11 +146,44 @@ def _first_column(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def is_indexed(view: View, node: fx.Node) -> bool:
-    """Whether ``node`` is ``log p[rows, classes]``."""
+    """Whether ``node`` is ``log p[rows, classes]``, whatever the rows are."""
+    return _pairs(view, node) is not None and logits_of(view, node.args[0]) is not None
+
+
+def _pairs(view: View, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors of ``source[rows, columns]``, of a source of two dims."""
     source = node.args[0] if view.name(node) == "getitem" else None
     index = index_of(node.args[1], 2) if is_tensor(source) and example(source).dim() == 2 else None  # type: ignore[arg-type]
     pairs = index is not None and len(index.items) == 2 and all(map(is_tensor, index.items))
-    return pairs and logits_of(view, source) is not None
+    return index.items if pairs and index is not None else None  # type: ignore[return-value]
+
+
+def _indexed(view: View, node: fx.Node) -> Picked | None:
+    """``source[arange(rows), target]``."""
+    source, pairs = node.args[0], _pairs(view, node)
+    if pairs is None:
+        return None
+    rows, target = pairs
+    count, classes = example(source).shape  # type: ignore[arg-type]
+    if example(target).dtype != torch.int64 or example(target).dim() != 1 or not isinstance(classes, int):
+        return None
+    if not statically_known_true(example(target).shape[0] == count) or not _counts_to(view, rows, count):
+        return None
+    return Picked(node, source, target, frozenset([node]), from_end=True)  # type: ignore[arg-type]
+
+
+def _counts_to(view: View, node: fx.Node, count: Any) -> bool:
+    """Whether a node is ``arange(count)``, of integers."""
+    bound = view.arguments_of(node, "arange")
+    if bound is None or example(node).dtype not in (torch.int64, torch.int32) or example(node).dim() != 1:
+        return False
+    if view.effects.written_after(view.order[node], [node]) is not None:
+        return False
+    start, step = 0, 1
+    if len(bounds := bound["bounds"]) > 1:
+        start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
+    known = {"start": start, "step": step, **bound["keywords"]}
+    return known["start"] == 0 and known["step"] == 1 and statically_known_true(example(node).shape[0] == count)
 
 
 def _one_hot_product(view: View, node: fx.Node) -> Picked | None:

@@ -44,6 +44,7 @@ class LossSite:
     sign: int = 1
     gathered: bool = False
     unreduced: LossSite | None = None  # the log-probabilities that a mean or sum is of
+    from_end: bool = False  # a target below 0 counts from the end
 
 
 @dataclass
@@ -128,7 +129,8 @@ def _of_picked(view: View, node: fx.Node) -> LossSite | None:
     if chosen.summed:
         site = LossSite(node, inner[0], chosen.target, None, "sum", NO_IGNORE, 0.0, nodes, -1)
         return _negated(view, site)
-    return _reduced(view, LossSite(node, inner[0], chosen.target, None, "none", NO_IGNORE, 0.0, nodes, -1, True))
+    site = LossSite(node, inner[0], chosen.target, None, "none", NO_IGNORE, 0.0, nodes, -1, True, from_end=chosen.from_end)
+    return _reduced(view, site)
 
 
 def _reduced(view: View, site: LossSite) -> LossSite:
@@ -176,7 +178,8 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
         if not same_shape(example(node), example(squeezed)) or not same_shape(example(node), example(total)):
             continue
         nodes = {node, squeezed, *found.nodes, total}
-        return _reduced(view, LossSite(node, found.source, found.target, None, "none", NO_IGNORE, 0.0, nodes, sign, True))
+        site = LossSite(node, found.source, found.target, None, "none", NO_IGNORE, 0.0, nodes, sign, True)
+        return _reduced(view, replace(site, from_end=found.from_end))
     return None
 
 
@@ -225,6 +228,9 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
             seen.stopped = f"{node.name} changes the vocabulary dim"
             return None
         if seen.row_slices and not same_shape(example(below), example(node)):
+            if example(node).dim() == 2:  # all rows, one behind the other: the input's rows can be laid out alike
+                seen.row_slices.append(node)
+                return below, [node]
             seen.stopped = f"{node.name} lays out the rows anew below {seen.row_slices[-1].name}, which takes some of them"
             return None
         return below, [node]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -21,14 +22,22 @@ def below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
     name, rank = view.name(node), example(below).dim()
     if name == "getitem":
         index = index_of(bound["index"], rank)
-        plain = index is not None and all(isinstance(item, (slice, int)) for item in index.items)
-        return below if plain and index is not None and index.items[-1] == WHOLE else None
+        plain = index is not None and all(isinstance(item, (slice, int)) or _picks_rows(item) for item in index.items)
+        if not plain or index is None or index.items[-1] != WHOLE:
+            return None
+        # It is read again where the loss stands.
+        return below if view.effects.written_after(view.order[node], index.tensors) is None else None
     if name == "permute":
         dims = bound["dims"][0] if len(bound["dims"]) == 1 else bound["dims"]
         return below if not bound["keywords"] and dims[-1] in (-1, rank - 1) else None
     dims = (bound["dim0"], bound["dim1"]) if name == "transpose" else (bound["dim"],)
     others = all(isinstance(dim, int) and dim % rank != rank - 1 for dim in dims)
     return below if others else None
+
+
+def _picks_rows(item: object) -> bool:
+    """Whether an item of an index is a tensor of row numbers; a mask of booleans has a result of unknown size."""
+    return is_tensor(item) and example(item).dtype in (torch.int64, torch.int32)  # type: ignore[arg-type]
 
 
 def with_one_class(view: View, node: fx.Node) -> fx.Node:

@@ -69,6 +69,15 @@ ONE_LOSS = {
         torch.permute(F.linear(x, w), (1, 0, 2)).reshape(-1, V), y.t().reshape(-1)
     ),
     "einsum": lambda x, w, y: F.cross_entropy(torch.einsum("bsd,vd->bsv", x, w).reshape(-1, V), y.view(-1)),
+    "indexed": lambda x, w, y: -log_p(x, w).view(-1, V)[torch.arange(B * S), y.view(-1)].mean(),
+    "indexed_from_the_end": lambda x, w, y: -log_p(x, w).view(-1, V)[torch.arange(0, B * S), y.view(-1) - V].sum(),
+    "lse_minus_indexed": lambda x, w, y: (
+        lambda z: (z.logsumexp(-1) - z[torch.arange(z.shape[0], device=z.device), y.view(-1)]).mean()
+    )(F.linear(x, w).view(-1, V)),
+    "some_rows": lambda x, w, y: F.cross_entropy(
+        *(lambda rows: (F.linear(x, w).view(-1, V)[rows], y.view(-1)[rows]))(torch.tensor([3, 1, 1, -1]))
+    ),
+    "some_tokens": lambda x, w, y: F.cross_entropy(F.linear(x, w)[:, torch.arange(5)].reshape(-1, V), y[:, 1:].reshape(-1)),
 }
 
 
@@ -89,7 +98,38 @@ def test_a_loss_of_symbolic_sizes(name):
     torch.testing.assert_close(result, function(x, w, y), rtol=1e-5, atol=1e-5)
 
 
+def before_a_write(x, w, y):
+    rows = torch.tensor([3, 1, 1, 0])
+    logits = F.linear(x, w).view(-1, V)[rows]
+    rows.add_(1)
+    return F.cross_entropy(logits, y.view(-1)[rows])
+
+
+def behind_a_write(x, w, y):
+    rows = torch.arange(B * S)
+    rows.copy_(torch.arange(B * S - 1, -1, -1))
+    return -log_p(x, w).view(-1, V)[rows, y.view(-1)].mean()
+
+
+@pytest.mark.parametrize("function", [before_a_write, behind_a_write])
+def test_row_numbers_that_are_written(function):
+    """They are what they were where the logits were indexed."""
+    result, report = rewritten(function, x, w, y)
+    assert report.count("linear_cross_entropy") == 0, str(report)
+    torch.testing.assert_close(result, function(x, w, y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [V, -V - 1])
+def test_a_class_out_of_range_is_not_another_class(wrong):
+    """As in eager, an error; on a GPU NaN."""
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        rewritten(ONE_LOSS["indexed"], x, w, y.clone().fill_(wrong))
+
+
 WITH_ENTROPY = {
+    "indexed": lambda z, y: (lambda lp: (
+        lp[torch.arange(B * S), y.view(-1)], -(lp.exp() * lp).sum(-1)
+    ))(z.view(-1, V).log_softmax(-1)),
     "einsum": lambda z, y: (lambda lp: (
         lp.gather(-1, y[..., None]).squeeze(-1), -torch.einsum("bsv,bsv->bs", lp.exp(), lp)
     ))(z.log_softmax(-1)),
@@ -147,7 +187,9 @@ def test_what_picks_no_class_of_every_row(name):
 
 
 UNREAD = {
-    "indexed": (lambda z, y: -z.view(-1, V).log_softmax(-1)[torch.arange(B * S), y.view(-1) - V].mean(), "counts from the end"),
+    "in_pairs": (
+        lambda z, y: -z.view(-1, V).log_softmax(-1)[torch.arange(B * S - 1, -1, -1), y.view(-1)].mean(), "picked in pairs",
+    ),
     "soft_targets": (lambda z, y: F.cross_entropy(z, z.detach().softmax(-1)), "targets that are probabilities"),
     "kl": (lambda z, y: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"), "divergence"),
     "log_of_softmax": (lambda z, y: -z.softmax(-1).log().gather(-1, y[..., None]).mean(), "write log_softmax"),
