@@ -113,7 +113,8 @@ def _hands_out_logits(editor: Editor, match: Match) -> bool:
     site, head = match.reading
     region = editor.view.effects.region
     apart = len(sharing_memory(match.deferred)) == len(match.deferred)
-    plain = head.seen.bias is None and not head.seen.row_slices and head.shards is None
+    seen = head.seen
+    plain = seen.bias is None and seen.classes is None and not seen.row_slices and head.shards is None
     return bool(match.deferred) and apart and plain and region[head.seen.source] == region[site.root]
 
 

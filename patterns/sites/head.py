@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,8 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
         return NearMiss(fusion, site.root, node, reason)
     if linear.bias is not None and seen.bias is not None:
         return NearMiss(fusion, site.root, node, "two biases follow each other")
+    if seen.classes is not None and shards is not None:
+        return NearMiss(fusion, site.root, node, "some of the classes are taken, and these lie on several ranks")
     if seen.bias is not None and shards is not None:
         return NearMiss(fusion, site.root, node, "a bias is added to classes of several ranks")
     return Head(linear.x, linear.weight, linear.bias if seen.bias is None else seen.bias, seen, shards)
@@ -124,10 +127,14 @@ def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any,
         else:
             x = editor.call(choice.target, (x, *choice.args[1:]), dict(choice.kwargs), like=linear)
     x = editor.method("reshape", (x, -1, example(head.lm_head).shape[1]), like=linear)
+    if head.seen.classes is not None:
+        weight = editor.call(operator.getitem, (weight, slice(0, head.seen.classes)), like=linear)
     x, lm_head = (editor.cast(n, dtype, like=linear) for n in (x, weight))
     if bias is not None:
         if example(bias).dim() != 1:
             bias = editor.method("reshape", (bias, -1), like=linear)
+        if head.seen.classes is not None:
+            bias = editor.call(operator.getitem, (bias, slice(0, head.seen.classes)), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
     return x, lm_head, bias, one_a_row(editor, site)
 

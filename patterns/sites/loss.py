@@ -22,7 +22,7 @@ from fx_fusion.graph.walk import source_of
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.log_probs import logits_of, one_hot_of, over_classes, picked
-from fx_fusion.patterns.sites.row_choices import below_a_choice_of_rows, with_one_class
+from fx_fusion.patterns.sites.row_choices import below_a_choice_of_rows, below_a_slice_of_classes, with_one_class
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Logits:
     softcap: float = 0.0
     scale: float = 1.0
     bias: fx.Node | None = None
+    classes: int | None = None  # the first so many alone, of a vocabulary that was padded
     stopped: str = ""  # why it goes no deeper
 
 
@@ -241,6 +242,9 @@ def _step(view: View, node: fx.Node, seen: Logits, to_linear: bool) -> tuple[fx.
     if (rows := below_a_choice_of_rows(view, node)) is not None:
         seen.row_slices.append(node)
         return rows, [node]
+    if (cut := below_a_slice_of_classes(view, node)) is not None and seen.bias is None:
+        seen.classes = cut[1] if seen.classes is None else seen.classes
+        return cut[0], [node]
     if term.op == "add" and seen.bias is None and seen.softcap == 0 and seen.scale == 1:
         return _bias_step(view, node, term, seen)
     return None

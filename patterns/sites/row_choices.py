@@ -35,6 +35,21 @@ def below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
     return below if others else None
 
 
+def below_a_slice_of_classes(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
+    """What ``node`` takes the first classes of, ``logits[..., :n]``, and how many: a vocabulary that was padded."""
+    bound = view.arguments_of(node, "getitem")
+    below = None if bound is None else bound["input"]
+    if bound is None or not is_tensor(below):
+        return None
+    index = index_of(bound["index"], example(below).dim())
+    if index is None or not index.only_slices or index.new_axes or len(index.cuts) != 1:
+        return None
+    ((dim, cut),) = index.cuts
+    classes = example(node).shape[-1]
+    first = cut.start in (None, 0) and cut.step in (None, 1) and dim == example(below).dim() - 1
+    return (below, classes) if first and isinstance(classes, int) and classes > 0 else None
+
+
 def _picks_rows(item: object) -> bool:
     """Whether an item of an index is a tensor of row numbers; a mask of booleans has a result of unknown size."""
     return is_tensor(item) and example(item).dtype in (torch.int64, torch.int32)  # type: ignore[arg-type]

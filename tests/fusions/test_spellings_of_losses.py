@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from tests.helpers import reasons, rewritten
 from tests.losses import compare
 
@@ -79,6 +80,52 @@ ONE_LOSS = {
     ),
     "some_tokens": lambda x, w, y: F.cross_entropy(F.linear(x, w)[:, torch.arange(5)].reshape(-1, V), y[:, 1:].reshape(-1)),
 }
+
+
+PADDED = V - 5  # classes, in a head that has more
+PADDED_VOCABULARY = {
+    "cut": lambda x, w, b, y: F.cross_entropy(F.linear(x, w)[..., :PADDED].reshape(-1, PADDED), y.view(-1)),
+    "cut_from_the_end": lambda x, w, b, y: F.cross_entropy(F.linear(x, w, b)[:, :, :-5].flatten(0, 1), y.flatten()),
+    "cut_twice": lambda x, w, b, y: F.cross_entropy(F.linear(x, w, b)[..., :-2][..., :PADDED].mT, y),
+    "cut_behind_a_bias": lambda x, w, b, y: F.cross_entropy((F.linear(x, w) + b)[..., :PADDED].flatten(0, 1), y.flatten()),
+    "cut_behind_a_softcap": lambda x, w, b, y: F.cross_entropy(
+        (5 * torch.tanh(F.linear(x, w, b) / 5))[..., :PADDED].flatten(0, 1), y.flatten(), label_smoothing=0.1
+    ),
+    "cut_and_shifted": lambda x, w, b, y: F.cross_entropy(
+        F.linear(x, w)[..., :PADDED][:, :-1].reshape(-1, PADDED), y[:, 1:].reshape(-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PADDED_VOCABULARY)
+def test_the_first_classes_of_a_head(name):
+    compare(PADDED_VOCABULARY[name], x, w, torch.linspace(-1, 1, V), y % PADDED)
+
+
+@pytest.mark.parametrize("cut", [slice(2, 30), slice(None, None, 2), slice(0, 0)])
+def test_other_classes_of_a_head(cut):
+    """Not the first ones: no vocabulary that was padded."""
+
+    def function(x, w, y):
+        z = F.linear(x, w)[..., cut].flatten(0, 1)
+        return F.cross_entropy(z, y.flatten() % max(z.shape[-1], 1)) if z.shape[-1] else z.sum()
+
+    result, report = rewritten(function, x, w, y)
+    assert report.count("linear_cross_entropy") == 0, str(report)
+    torch.testing.assert_close(result, function(x, w, y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("returned", ["all", "cut"])
+def test_logits_of_a_padded_vocabulary_wait(returned):
+    def function(x, w, y):
+        z = F.linear(x, w)
+        cut = z[..., :PADDED]
+        return F.cross_entropy(cut.flatten(0, 1), y.flatten()), z if returned == "all" else cut
+
+    (loss, logits), report = rewritten(function, x, w, y % PADDED)
+    report.assert_fused(linear_cross_entropy=1)
+    assert isinstance(logits, DeferredTensor)
+    torch.testing.assert_close((loss, logits + 0), function(x, w, y % PADDED), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ONE_LOSS)
