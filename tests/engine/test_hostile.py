@@ -36,7 +36,7 @@ LOSSES = {
 
 
 FIRES = {
-    "slice_of_rows_of_a_view": ["cross_entropy"], "two_slices": ["linear_cross_entropy"], "part_of_the_rows": ["linear_cross_entropy"],
+    "slice_of_rows_of_a_view": ["linear_cross_entropy"], "two_slices": ["linear_cross_entropy"], "part_of_the_rows": ["linear_cross_entropy"],
     "narrowed_rows": ["linear_cross_entropy"], "small_ints": ["linear_cross_entropy"], "wide_bias": ["cross_entropy"],
     "softmax_dtype": [], "key_written_between": ["rope", "rope"], "table_written_between": ["rope", "rope"],
     "rotated_twice": ["rope", "rope"], "other_length": ["rope"], "other_heads": ["rope"], "keyword_arange": ["causal_mask"],

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fx_fusion.checking import calls_of, keeps_its_promises
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
 from fx_fusion.ops.layouts import any_layout, channels_last, copied
 
@@ -24,7 +27,8 @@ REST = {  # ops that are no fusion's
 
 def test_every_op_is_checked_here():
     of_fusions = {name for f in WITH_OPS for name in (f.name, f"{f.name}_bwd")}
-    assert OPS - of_fusions == {*REST, "linear_cross_entropy_rows_bwd"}, "an op that no fusion is named as goes into REST"
+    elsewhere = {"linear_cross_entropy_rows_bwd", "token_log_probs_of_part", "token_log_probs_of_part_bwd"}  # below
+    assert OPS - of_fusions == {*REST, *elsewhere}, "an op that no fusion is named as goes into REST"
 
 
 @pytest.mark.parametrize("fusion", WITH_OPS, ids=lambda fusion: fusion.name)
@@ -53,3 +57,24 @@ def test_the_backward_of_a_loss_a_row():
     variant = next(i for i, v in enumerate(fusion.variants) if v.get("reduction") == "none")
     calls = calls_of(fusion, variant, "cpu", m=3)
     assert "linear_cross_entropy_rows_bwd" in {op._opname for op, _ in calls}
+
+
+@pytest.fixture
+def group():
+    """The name of a group of this process alone."""
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_ops_of_a_part_of_the_classes(group):
+    x, head, bias = (torch.randn(*shape) for shape in ((3, 8), (5, 8), (5,)))
+    target, part = torch.tensor([0, 4, 2]), (group, 0, 5, 1)
+    keeps_its_promises(token_log_probs_of_part, (x, head, bias, target, 5.0, 0.5, *part))
+    dlogp, dentropy = torch.randn(2, 3)
+    for needs in ([True, True, True], [False, True, False]):
+        keeps_its_promises(token_log_probs_of_part_bwd, (dlogp, dentropy, x, head, bias, target, 0.0, 1.0, *part, needs))
+    options = (-100, 0.1, 0.0, 1.0, [True, True, False], False, False)
+    keeps_its_promises(linear_cross_entropy, (x, head, None, target, None, "mean", *options, *part))

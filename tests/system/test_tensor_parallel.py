@@ -44,12 +44,14 @@ OF_ROWS = {
     "weights": lambda z, y: F.cross_entropy(z, y, torch.linspace(0, 2, 256), label_smoothing=0.2),
     "entropy": with_entropy,
 }
-def build(setup):
+def build(setup, parallel=True):
+    """The model of a set-up, over the ranks or, not ``parallel``, whole on each."""
+    planned = plan if parallel else lambda model: model
     if setup in CHECKPOINTS:  # under its own plan
         from transformers import AutoModelForCausalLM
 
         folder = os.path.join(os.environ["CHECKPOINTS"], CHECKPOINTS[setup])
-        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+        return AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": "auto"} if parallel else {})).train()
     if setup == "softcap":
         from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -58,9 +60,9 @@ def build(setup):
             vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, final_logit_softcapping=5.0, use_cache=False, tie_word_embeddings=False,
         )  # fmt: skip
-        return plan(Gemma2ForCausalLM(config))
+        return planned(Gemma2ForCausalLM(config))
     model = tiny_llama(vocab_size=259 if setup == "odd_vocabulary" else 256, num_key_value_heads=dist.get_world_size())
-    if setup == "sharded too":
+    if setup == "sharded too" and parallel:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -69,7 +71,7 @@ def build(setup):
         for unit in (*model.model.layers, model):
             fully_shard(unit, mesh=mesh["data"])
         return model
-    return plan(model)
+    return planned(model)
 
 
 class HalfRows(torch.nn.Module):
@@ -190,7 +192,7 @@ def test_rows_that_lie_on_two_ranks_are_normalised_where_they_lie():
             assert alike, "gradients lie as in eager"
 
 
-def run(setup, rank, compiled):
+def run(setup, rank, compiled, parallel=True):
     """Loss, gradients and logits of a padded batch; what was fused, and whether the logits waited."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -220,9 +222,9 @@ def run(setup, rank, compiled):
             loss, logits = call(x.requires_grad_(), labels)
             inputs = {"x": x}
         else:
-            model = build(setup)
+            model = build(setup, parallel)
             call = torch.compile(model, **how) if compiled else model
-            assert hasattr(model.lm_head.weight, "placements")
+            assert hasattr(model.lm_head.weight, "placements") == parallel
             if setup in OF_ROWS:
 
                 def of_logits(ids, labels):
@@ -263,6 +265,10 @@ def worker(rank, folder, setups=SETUPS):
         our_loss, our_grads, our_logits, lazy, report = run(setup, rank, True)
         errors = {name: (grads[name] - our_grads[name]).abs().max().item() for name in grads}
         errors |= {"loss": abs(loss - our_loss).item(), "logits": (logits - our_logits).abs().max().item()}
+        if setup != "sequence":  # the same model and batch in one process
+            loss, grads, logits, _, _ = run(setup, rank, False, parallel=False)
+            errors |= {f"{name}, alone": (grads[name] - our_grads[name]).abs().max().item() for name in grads}
+            errors |= {"loss, alone": abs(loss - our_loss).item(), "logits, alone": (logits - our_logits).abs().max().item()}
         sites = [
             (s.fusion, s.status, s.reason) for s in report.sites if "cross_entropy" in s.fusion or "log_probs" in s.fusion
         ]
