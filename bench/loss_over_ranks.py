@@ -52,7 +52,7 @@ def main() -> None:
         if part:
             dist.all_reduce(dx)
 
-    group = dist.distributed_c10d._get_default_group().group_name
+    group = dist.group.WORLD.group_name
     variants = {"alone": (target % own,), "over_ranks": (target, group, rank * own, own * ranks, ranks)}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(ROUNDS + 1):
