@@ -108,6 +108,7 @@ def quantise_transposed_kernel(
     tl.store(q_ptr + cols[:, None] * m + rows[None, :], q, (cols < n)[:, None] & (rows < m)[None, :])
 
 
+@torch.no_grad()  # the ops have no gradient, their references neither
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.device.type == "cpu" and not interpreting():
         return quantise_rows_inline(x)
@@ -124,6 +125,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale
 
 
+@torch.no_grad()
 def _columns(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     m, n = x.shape
     if x.device.type == "cpu" and not interpreting():

@@ -11,6 +11,7 @@ from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
 from fx_fusion.ops.layouts import any_layout, channels_last, copied
+from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu
 
 pytestmark = pytest.mark.kernel
 
@@ -46,9 +47,12 @@ def test_ops_of_a_fusion(fusion, device):
         keeps_its_promises(op, args)
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("name", REST)
-def test_ops_of_no_fusion(name):
-    keeps_its_promises(*REST[name]())
+def test_ops_of_no_fusion(name, kernels):
+    """The reference is what a CPU runs, the kernels what CI checks in Triton's interpreter."""
+    with kernels_on_cpu(kernels and interpreting()):
+        keeps_its_promises(*REST[name]())
 
 
 def test_the_backward_of_a_loss_a_row():
