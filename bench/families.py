@@ -118,6 +118,15 @@ _GEMMA3 = {  # the 1B text model
     "use_cache": False, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
 }  # fmt: skip
+_GEMMA2 = {  # 13 of the 26 layers of 2B, whose scores have a softcap
+    "use_cache": False, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 13, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096,
+}  # fmt: skip
+_GPT_OSS = {  # 4 of the 24 layers of 20B, whose scores have a sink
+    "use_cache": False, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128, "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
 _QWEN3 = {  # 0.6B
     "use_cache": False, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
@@ -132,6 +141,8 @@ FAMILIES = {
         _transformers("LlamaForCausalLM", "LlamaConfig", documents=8, **_LLAMA_1B), 2, 8192, liger="llama"
     ),
     "gemma3": Family(_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **_GEMMA3), 2, 4096, liger="gemma3_text"),
+    "gemma2": Family(_transformers("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA2), 2, 4096, liger="gemma2"),
+    "gpt-oss": Family(_transformers("GptOssForCausalLM", "GptOssConfig", **_GPT_OSS), 2, 2048),
     "qwen3": Family(_transformers("Qwen3ForCausalLM", "Qwen3Config", **_QWEN3), 8, 2048, liger="qwen3"),
     "modernbert": Family(_transformers("ModernBertForMaskedLM", "ModernBertConfig"), 8, 4096),
     "mixtral": Family(_transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL), 4, 2048, liger="mixtral"),

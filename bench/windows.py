@@ -1,6 +1,7 @@
-"""Attention under windows, packed documents and chunks, FlexAttention against the mask: ``python -m bench.windows``.
+"""Attention under windows, packed documents and chunks, or written out with a softcap or a sink, FlexAttention against
+Inductor's code: ``python -m bench.windows``.
 
-Each mask at some sizes, bfloat16, forward and forward + backward, Inductor and fx_fusion, as CUDA graphs with the L2
+Each at some sizes, bfloat16, forward and forward + backward, Inductor and fx_fusion, as CUDA graphs with the L2
 cleared. Results are compared with each other before they are timed.
 """
 
@@ -23,6 +24,7 @@ from bench.process import environment
 from fx_fusion.cost.timing import device_ms
 
 Mask = Callable[[Tensor], Tensor]  # of position ids (b, s)
+SOFTCAP, SINK = "softcap, ", "sink, "  # in the name of a case
 
 
 def positions(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,6 +71,11 @@ CASES: tuple[tuple[str, int, int, int, int, int, Mask, int], ...] = (
     ("chunks of 2048", 1, 32, 8, 8192, 128, chunks(2048), 1),
     ("4 documents", 2, 32, 8, 4096, 128, documents, 4),
     ("8 documents", 1, 32, 8, 8192, 128, documents, 8),
+    *((SOFTCAP + "causal", 1, 8, 4, s, 256, band(0, s), 1) for s in (256, 512, 1024, 2048, 4096)),
+    (SOFTCAP + "window 1024", 1, 8, 4, 4096, 256, band(0, 1023), 1),
+    *((SINK + "causal", 1, 64, 8, s, 64, band(0, s), 1) for s in (128, 256, 512, 1024, 2048)),
+    *((SINK + "window 128", 1, 64, 8, s, 64, band(0, 127), 1) for s in (512, 2048)),
+    ("written out, window 1024", 2, 32, 8, 2048, 128, band(0, 1023), 1),
 )
 
 
@@ -82,12 +89,28 @@ def measure(name: str, b: int, h: int, g: int, s: int, d: int, mask: Mask, packe
         k, v = (t.repeat_interleave(h // g, dim=1) if g < h else t for t in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(ids))
 
+    def write_out(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        """As transformers does, for what scaled_dot_product_attention has not."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t[:, :, None].expand(-1, -1, h // g, -1, -1).reshape(b, h, s, d) for t in (k, v))
+        scores = torch.matmul(q, k.transpose(2, 3)) * d**-0.5
+        if name.startswith(SOFTCAP):
+            scores = torch.tanh(scores / 50.0) * 50.0
+        scores = scores + torch.where(mask(ids), 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+        if not name.startswith(SINK):
+            return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(b, -1, s, -1)], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return torch.matmul(torch.softmax(scores, -1)[..., :-1], v)
+
+    sinks = torch.randn(h, device="cuda", dtype=torch.bfloat16)
+    written = name.startswith((SOFTCAP, SINK, "written out"))
     row = {"mask": name, "b": b, "h": h, "g": g, "s": s, "d": d}
     results = {}
     for provider in ("inductor", "fx_fusion"):
         torch._dynamo.reset()
         options = {"select": "always", "speculate": False} if provider == "fx_fusion" else None
-        compiled = torch.compile(attend, backend=provider, dynamic=False, options=options)
+        compiled = torch.compile(write_out if written else attend, backend=provider, dynamic=False, options=options)
 
         def both_ways(given: list[Tensor], compiled: Callable[..., Tensor] = compiled) -> list[Tensor]:
             out = compiled(*given, ids)
@@ -102,7 +125,7 @@ def measure(name: str, b: int, h: int, g: int, s: int, d: int, mask: Mask, packe
         with fx_fusion.recording() as report:
             results[provider] = both_ways(checked)
         if provider == "fx_fusion":
-            report.assert_fused(block_sparse_attention=1)
+            report.assert_fused(**{"flex_attention" if written else "block_sparse_attention": 1})
             for ours, theirs in zip(*results.values(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
         modes = {"forward": forward, "forward+backward": functools.partial(both_ways, timed)}

@@ -2,7 +2,12 @@
 
     mask[q, k] = low <= q − k <= high  and  label[q] == label[k] for every label
                  and  shown[k] for all of ``keys``  and  shown[q] for all of ``queries``     (``fx_fusion.graph.masks``)
-    out = softmax(query · keyᵀ · scale, where mask) · value;  0 for a query that sees nothing, as PyTorch's attention
+    score[q, k] = query · keyᵀ · scale,  or  softcap · tanh(query · keyᵀ · scale / softcap)
+    out = softmax(score, where mask) · value;  0 for a query that sees nothing, as PyTorch's attention
+
+A *sink* is one more score of each row, which is in the sum of its softmax and has no value: it makes of out
+
+    out · exp(lse) / (exp(lse) + exp(sink))  =  out · sigmoid(lse − sink),    lse = log Σ_k exp(score), where mask
 
 A block of 128 queries and 128 keys is *empty*, *partial* or *full* (no, some, every pair is visible). That follows from its
 first and last positions, from its smallest and largest labels, and from whether any and all of its keys are shown: some
@@ -10,9 +15,10 @@ first and last positions, from its smallest and largest labels, and from whether
 are tested one by one, so the bound need not be tight.
 
 Shapes     query: (b, h, s, d); key, value: (b, g, t, d), g divides h; labels: (s) or (b, s) of integers, where t = s;
-           keys, of booleans: (t) or (b, t); queries: (s) or (b, s). out: as query.
+           keys, of booleans: (t) or (b, t); queries: (s) or (b, s); sink: (b or 1, h or 1, s or 1, 1). out: as query.
 Dtypes     bf16 | fp16 (fp32 where it is run eagerly).
-Source     Dong et al. 2024, arXiv:2412.05496, behind torch.nn.attention.flex_attention.
+Source     Dong et al. 2024, arXiv:2412.05496, behind torch.nn.attention.flex_attention; sinks: Xiao et al. 2023,
+           arXiv:2309.17453, learned ones as in gpt-oss; softcap: Gemma 2, arXiv:2408.00118.
 """
 
 from __future__ import annotations
@@ -100,9 +106,11 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 @plain_function
 def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], keys: Sequence[Tensor],
-    queries: Sequence[Tensor], low: int | None, high: int | None, scale: float,
+    queries: Sequence[Tensor], low: int | None, high: int | None, scale: float, softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns softmax(query · keyᵀ · scale, where visible) · value, from the ``blocks`` of ``visible_blocks``."""
+    """Returns softmax(score, where visible) · value, from the ``blocks`` of ``visible_blocks``, with the sink if there is
+    one."""
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *data: Tensor) -> Tensor:
         conditions = [] if low is None else [q - k >= low]
@@ -112,10 +120,18 @@ def block_sparse_attention(
                 conditions.append(_at(values, b, q) == _at(values, b, k))
             else:
                 conditions.append(_at(values, b, k if i < len(labels) + len(keys) else q))
-        return functools.reduce(torch.logical_and, conditions)
+        return functools.reduce(torch.logical_and, conditions) if conditions else q >= 0
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     mask = BlockMask((query.shape[-2], key.shape[-2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
-    return flex_attention(query, key, value, _score, mask.as_tuple(), scale, (*labels, *keys, *queries), tiles_for(query))
+    operands, tiles = (*labels, *keys, *queries), tiles_for(query)
+    with_lse = sink is not None
+    out, lse = flex_attention(query, key, value, score, mask.as_tuple(), scale, operands, tiles, with_lse=with_lse)
+    if sink is None:
+        return out
+    return (out * torch.sigmoid(lse[..., None] - sink)).to(out.dtype)
 
 
 def tiles_for(query: Tensor) -> dict[str, int]:
@@ -126,10 +142,6 @@ def tiles_for(query: Tensor) -> dict[str, int]:
         return {}
     forward, backward = _TILES.get(int(query.shape[-1]), ((), ()))
     return dict([*zip(_FORWARD, forward, strict=False), *zip(_BACKWARD, backward, strict=False)])
-
-
-def _score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score
 
 
 def _at(values: Tensor, b: Tensor, position: Tensor) -> Any:

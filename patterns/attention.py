@@ -2,15 +2,14 @@
 
     matmul(q, kᵀ) · scale [+ bias] [masked] -> softmax [in float32] -> [dropout] -> matmul(·, v)
 
-Read from the softmax, down to the first product and up to the second: the steps between are too many, and too freely
-ordered, for one function an order. A mask that is proved causal becomes ``is_causal`` (on Hopper torch then takes
+A mask that is proved causal becomes ``is_causal`` (on Hopper torch then takes
 cuDNN's kernel), one that hides nothing is dropped, a learned bias is handed on. A mask that is not proved stays with the
 written-out form: where it hides a whole row, that form and the fused kernels differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.dtypes import computed_in, keeps_values
+from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.terms import example, is_tensor, same_shape, same_sizes
 from fx_fusion.graph.view import View
-from fx_fusion.graph.walk import NotThis
-from fx_fusion.patterns.sites.products import permuted, product_of, rows_of_keys
-from fx_fusion.patterns.sites.scores import Scores, has_product, read_scores, regrouped
+from fx_fusion.patterns.sites.products import permuted, rows_of_keys
+from fx_fusion.patterns.sites.scores import has_product
+from fx_fusion.patterns.sites.softmax_attention import written_out
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
@@ -40,17 +39,9 @@ def masked_softmax_attention(q, k, v):
 
 
 def find(search: Search) -> Iterator[Match | NearMiss]:
-    view = search.view
-    for node in view.graph.nodes:
-        bound = view.arguments_of(node, "softmax")
-        if bound is None or not is_tensor(node) or not is_tensor(bound["input"]) or not has_product(view, bound["input"]):
-            continue
-        scores = Scores(nodes={node})
-        try:
-            read_scores(search, bound["input"], scores)
-            yield _read(view, node, bound, scores)
-        except NotThis as why:
-            yield NearMiss("attention", node, why.node if isinstance(why.node, fx.Node) else node, str(why))
+    for found in written_out(search):
+        if isinstance(found, NearMiss) or found.reading.plain:  # the rest: flex_attention
+            yield found
 
 
 def unread(view: View) -> Iterator[NearMiss]:
@@ -65,104 +56,6 @@ def unread(view: View) -> Iterator[NearMiss]:
         if is_tensor(power.operands[0]) and has_product(view, power.operands[0]):
             reason = "exp(x) / sum(exp(x)) overflows where softmax(x) does not; write softmax"
             yield NearMiss("attention", node, node, reason)
-
-
-def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores) -> Match:
-    if bound["dim"] not in (-1, example(softmax).dim() - 1):
-        raise NotThis(softmax, f"the softmax is over dim {bound['dim']}, not over keys")
-    if not keeps_values(example(bound["input"]).dtype, example(softmax).dtype):
-        raise NotThis(softmax, f"the softmax rounds the scores to {example(softmax).dtype}")
-    probabilities, dropout, nodes, rounded = softmax, 0.0, scores.nodes, set()
-    seen = [example(softmax).dtype]
-    while True:
-        user = next(iter(probabilities.users), None)
-        if len(probabilities.users) != 1 or user is None:
-            raise NotThis(probabilities, f"{probabilities.name} is used {len(probabilities.users)} times")
-        if view.name(user) == "dropout" and view.transparent(user) is None:
-            args = view.arguments(user)
-            if args is None or dropout or args["inplace"] or not isinstance(args["p"], float):
-                raise NotThis(user, "an unusual dropout")
-            dropout = args["p"]
-        elif regrouped(view, user) is probabilities:
-            nodes.add(user)
-            scores.levels.append(user)
-            probabilities = user
-            continue
-        elif view.transparent(user) is not probabilities:
-            break
-        nodes.add(user)
-        rounded.add(user)
-        seen.append(example(user).dtype)
-        probabilities = user
-    values = product_of(view, user)
-    if values is None or values.left is not probabilities or values.left_order is not None or values.added is not None:
-        raise NotThis(user, f"expected a product of {probabilities.name} and values, found {view.name(user) or user.name}")
-    v = values.right
-    if values.alpha != 1:
-        raise NotThis(user, f"{user.name} scales its result by {values.alpha}")
-    if any(dtype not in (seen[0], example(v).dtype) for dtype in seen):
-        raise NotThis(probabilities, f"the probabilities are rounded on the way to {probabilities.name}")
-    if (write := view.effects.written_after(view.order[user], [user])) is not None:
-        raise NotThis(write, f"{write.name} changes the result in place; fused attention keeps it for its backward")
-    q, keys, first = scores.q, scores.keys, scores.product
-    assert first is not None
-    scores.levels.append(probabilities)
-    scores.heads = _common_heads(scores)
-    orders = first.left_order, first.right_order, values.right_order
-    of_q, of_keys, of_v = (
-        [example(t).shape[d] for d in (order or range(example(t).dim()))[:-2]]
-        for t, order in zip((q, keys, v), orders, strict=True)
-    )
-    of_scores = example(probabilities).shape[:-2]
-    if not _broadcasts(of_keys, of_q) or not _broadcasts(of_v, of_scores):
-        raise NotThis(user, "batch and heads of queries, keys and values differ")
-    scores.dropout, scores.values = dropout, values
-    # Inputs lie as the kernel takes them; what is grouped anew, in another order, or one head for all, does not.
-    one_level = scores.heads is None
-    as_they_are = [
-        one_level and order is None and same_sizes(own, whole)
-        for order, own, whole in zip(orders, (of_q, of_keys, of_v), (of_q, of_q, of_scores), strict=True)
-    ]
-    inputs: dict[str, fx.Node] = {}
-    others = {f"bias_{i}": bias for i, (bias, _) in enumerate(scores.biases)}
-    others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
-    for name, node, as_it_is in (("q", q, as_they_are[0]), ("v", v, as_they_are[2])):
-        (inputs if as_it_is else others)[name if as_it_is else f"{name}_otherwise"] = node
-    if as_they_are[1] and view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
-        inputs["k"] = view.term(keys).operands[0]
-    else:
-        others["keys"] = keys
-    dtypes = [example(t).dtype for t in (q, keys, v)]
-    if len(inputs) < 3 and len(set(dtypes)) > 1:  # the guard sees those that lie as a kernel takes them
-        raise NotThis(keys, f"q, k and v are {', '.join(map(str, dtypes))}; attention takes one dtype")
-    everything = frozenset((*nodes, user))
-    return Match(
-        "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores,
-        unmade={"scores": softmax},
-    )  # fmt: skip
-
-
-def _common_heads(scores: Scores) -> Any:
-    """The number of heads where batch and heads are grouped in several ways on the way, or in three dims; None where they
-    are the same one or two dims everywhere."""
-    leading = [example(level).shape[:-2] for level in scores.levels]
-    if all(same_sizes(leading[0], other) for other in leading) and len(leading[0]) < 3:
-        return None
-    heads = [sizes[-1] for sizes in leading if len(sizes) > 1]
-    if not heads:
-        return None
-    if not isinstance(heads[0], int):
-        raise NotThis(scores.levels[0], "the number of heads changes between calls, and they are grouped in several ways")
-    if not all(statically_known_true(n == heads[0]) for n in heads):
-        raise NotThis(scores.levels[0], f"batch and heads are grouped as {' and '.join(map(str, map(tuple, leading)))}")
-    return heads[0]
-
-
-def _broadcasts(sizes: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether batch and heads are those of the queries, or 1."""
-    return len(sizes) == len(wanted) and all(
-        statically_known_true(a == b) or statically_known_true(a == 1) for a, b in zip(sizes, wanted, strict=True)
-    )
 
 
 def emit(editor: Editor, match: Match) -> None:

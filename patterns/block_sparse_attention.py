@@ -8,7 +8,6 @@ quarters.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import torch
@@ -21,17 +20,14 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.masks.prover import MaskProof
-from fx_fusion.graph.masks.structure import Label, Shown, Structure
-from fx_fusion.graph.outside import carried_in
-from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import attention_calls
-from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, visible_blocks
+from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
 from fx_fusion.patterns.repeat_kv import chain, repeated
+from fx_fusion.patterns.sites.blocks import data_and_blocks, read_when_it_runs, too_few_scores
 from fx_fusion.rewrite.editor import Editor, Mismatch, differs
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_SCORES = 2**25  # 0.88 of Inductor's speed at 2^19 and 2^21, 1.09 at 2^25, more from there on
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attention_in_a_window(query, key, value):
@@ -66,16 +62,11 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             outputs=(node,),
             nodes=frozenset([node]),
             inputs=inputs,
-            others={f"label_{i}": node for i, node in enumerate(_read_when_it_runs(proof.structure))},
+            others={f"label_{i}": node for i, node in enumerate(read_when_it_runs(proof.structure))},
             crossed=crossed,
             reading=(proof, bound["scale"]),
             note=f"mask: {proof.reason}",
         )
-
-
-def _read_when_it_runs(structure: Structure) -> list[fx.Node]:
-    shown = [shown.label for shown in (*structure.keys, *structure.queries)]
-    return [label.node for label in (*structure.labels, *shown) if isinstance(label, Label)]
 
 
 def guard(query, key, value):
@@ -100,12 +91,7 @@ def guard(query, key, value):
 
 
 def why_keep(query, key, value):
-    if query.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
-        return "the kernels of FlexAttention are made for compute capability 8.0 and up"
-    b, h, s, _ = query.shape
-    if expected(b) * expected(h) * expected(s) * expected(key.shape[2]) < _SCORES:
-        return f"Inductor is as fast below {_SCORES} scores (measured on an H200)"
-    return None
+    return too_few_scores(query, key, 2**25)  # 0.88 of Inductor's speed at 2^19 and 2^21, 1.09 at 2^25, more from there on
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -113,14 +99,11 @@ def emit(editor: Editor, match: Match) -> None:
     root, structure, scale = match.root, proof.structure, match.reading[1]
     assert structure is not None
     dtype = example(root).dtype  # under autocast the inputs may have another
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
     with editor.graph.inserting_before(root):
         query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
-        data, blocks = editor.once(  # the layers of a model share them
-            (structure, str(example(query).shape[2]), str(example(key).shape[2]), example(query).device),
-            lambda: _data_and_blocks(editor, query, key, structure, root),
-        )
+        data, blocks = data_and_blocks(editor, query, key, structure, root)
         scale = example(query).shape[-1] ** -0.5 if scale is None else scale
         given = query, key, value, blocks, *data, structure.low, structure.high, float(scale)
         call = editor.call(block_sparse_attention, given, like=root)
@@ -130,53 +113,6 @@ def emit(editor: Editor, match: Match) -> None:
     editor.replace(root, call)
     editor.assume(proof.assumes)
     editor.erase([root, *match.crossed, *proof.nodes])
-
-
-def _data_and_blocks(
-    editor: Editor, query: fx.Node, key: fx.Node, structure: Structure, root: fx.Node
-) -> tuple[tuple[tuple[fx.Node, ...], ...], fx.Node]:  # fmt: skip
-    """What is read when the model runs, labels, keys and queries, and the blocks that follow from it."""
-    data = (
-        tuple(_label(editor, query, key, label, root) for label in structure.labels),
-        tuple(_shown(editor, key, shown, root) for shown in structure.keys),
-        tuple(_shown(editor, query, shown, root) for shown in structure.queries),
-    )
-    return data, editor.call(visible_blocks, (query, key, *data, structure.low, structure.high), like=root)
-
-
-def _label(editor: Editor, query: fx.Node, key: fx.Node, label: Label | int, root: fx.Node) -> fx.Node:
-    """(s), or (b, s) with a row for each row of the query: what the kernel indexes."""
-    if not statically_known_true(example(query).shape[2] == example(key).shape[2]):
-        raise Mismatch("a label belongs to a query and to a key, and there must be as many keys as queries")
-    if isinstance(label, Label):
-        return _by_position(editor, query, label, root)
-    length = editor.method("size", (query, 2), like=root)
-    positions = editor.call(torch.arange, (length,), {"device": example(query).device}, like=root)
-    return editor.call(torch.floor_divide, (positions, label), like=root)
-
-
-def _shown(editor: Editor, positions: fx.Node, shown: Shown, root: fx.Node) -> fx.Node:
-    """Booleans (s) or (b, s): which positions of ``positions``, query or key, are not padding."""
-    values = _by_position(editor, positions, shown.label, root)
-    return editor.call(getattr(torch, shown.compare), (values, shown.value), like=root)
-
-
-def _by_position(editor: Editor, positions: fx.Node, label: Label, root: fx.Node) -> fx.Node:
-    if example(label.node).dim() == 4:
-        return _shown_by(editor, label.node, root)
-    given, (b, _, s, _) = example(label.node).shape, example(positions).shape
-    rows = () if label.row is not None or len(given) == 1 else (b,)
-    if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
-        raise Mismatch(f"{label} has shape {tuple(given)}, the mask reads a part of it")
-    node = carried_in(editor.view, label.node)
-    return node if label.row is None else editor.call(operator.getitem, (node, label.row), like=root)
-
-
-def _shown_by(editor: Editor, mask: fx.Node, root: fx.Node) -> fx.Node:
-    """Which keys a mask (batch or 1, 1, queries, keys) shows to any query: (batch, keys), or (keys)."""
-    of_rows = editor.call(torch.any, (mask, 2), like=root)
-    first = 0 if statically_known_true(example(mask).shape[0] == 1) else slice(None)
-    return editor.call(operator.getitem, (of_rows, (first, 0)), like=root)
 
 
 FUSION = Fusion(

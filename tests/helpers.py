@@ -10,6 +10,8 @@ from fx_fusion import pipeline
 from fx_fusion.testing import rewriting_backend
 from fx_fusion.torch_internals.nodes import take_name
 
+OF_INDUCTOR = ("block_sparse_attention", "flex_attention")  # fusions whose kernels are Inductor's own
+
 
 def rewritten(function, *args, dynamic=False, options=None, **kwargs):
     """Call ``function`` through the backend (rewritten graphs run eagerly): the result and the report."""

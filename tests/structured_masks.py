@@ -1,9 +1,14 @@
 """Masks with a structure for tests, and the kernel's way to attend under them, on a CPU."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
 from fx_fusion.kernels.block_sparse_attention import BLOCK
+from fx_fusion.patterns import block_sparse_attention, flex_attention
 
 S = 600  # not a multiple of a block
 
@@ -64,7 +69,7 @@ def attend(mask_of):
     return function
 
 
-def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale):
+def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale, softcap=None, sink=None):
     """As the GPU's kernels do it, which eager FlexAttention does not: only listed blocks are visited, in whole ones the mask
     is not asked, and both lists, of a query's and of a key's blocks, have to say the same."""
     b, s, t = query.shape[0], query.shape[2], key.shape[2]
@@ -98,9 +103,41 @@ def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale
         visible = visible & shown.view(-1, 1, s, 1)
     partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :t] for x in (partly, wholly))
     mask = (wholly | (partly & visible)).expand(b, -1, s, t)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    if softcap is None and sink is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    columns = [scores] if sink is None else [scores, sink.expand(*scores.shape[:-1], 1)]
+    return torch.softmax(torch.cat(columns, -1), -1)[..., :t] @ value
+
+
+@contextlib.contextmanager
+def structures_on_cpu(dtypes=(torch.float32, torch.bfloat16, torch.float16)) -> Iterator[None]:
+    """The fusions onto FlexAttention fire on CPU too, which has no backward of it: what they read off a graph is the same
+    everywhere."""
+    patterns = block_sparse_attention, flex_attention
+    guards = [pattern.FUSION.guard for pattern in patterns]
+    before = block_sparse_attention.DTYPES, block_sparse_attention.block_sparse_attention
+
+    def lenient(guard, query, key, value):
+        why = guard(query, key, value)
+        return None if why is not None and "no backward" in why else why
+
+    block_sparse_attention.DTYPES = dtypes
+    for pattern, guard in zip(patterns, guards, strict=True):
+        pattern.block_sparse_attention = by_blocks
+        object.__setattr__(pattern.FUSION, "guard", functools.partial(lenient, guard))
+    try:
+        yield
+    finally:
+        block_sparse_attention.DTYPES = before[0]
+        for pattern, guard in zip(patterns, guards, strict=True):
+            pattern.block_sparse_attention = before[1]
+            object.__setattr__(pattern.FUSION, "guard", guard)
 
 
 def tensors(h=4, g=4, s=S, d=16, t=None):

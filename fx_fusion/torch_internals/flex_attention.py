@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,17 @@ _OPTIONS = {
 
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Tensor], blocks: tuple[Any, ...], scale: float,
-    mask_operands: Sequence[Tensor], tiles: Mapping[str, int],
-) -> Tensor:  # fmt: skip
+    mask_operands: Sequence[Tensor], tiles: Mapping[str, int], *, with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a block mask, by the operator that AOTAutograd and Inductor know; the public function compiles itself
     where nothing is being compiled. Gone: raises when the replacement is made, and the graph goes to Inductor unchanged.
+    Returns the result, and the logarithm of the sum of exponentials of each row, (b, h, s), float32: of use ``with_lse``.
 
     tiles: how its kernels are tiled, by the names of ``kernel_options``; empty: Inductor decides."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
-    options: dict[str, Any] = {**_OPTIONS, "OUTPUT_LOGSUMEXP": torch.is_grad_enabled(), **tiles}
+    options: dict[str, Any] = {**_OPTIONS, "OUTPUT_LOGSUMEXP": with_lse or torch.is_grad_enabled(), **tiles}
     if tiles:
         options["FORCE_USE_FLEX_ATTENTION"] = True  # the other kernel, for short queries, tiles in another way
-    return operator(query, key, value, score, blocks, scale, options, (), tuple(mask_operands))[0]
+    out, lse, *_ = operator(query, key, value, score, blocks, scale, options, (), tuple(mask_operands))
+    return out, lse * math.log(2)  # its own is to the base of 2

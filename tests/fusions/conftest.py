@@ -3,21 +3,11 @@
 import pytest
 import torch
 
-from fx_fusion.patterns import block_sparse_attention as pattern
-from tests.structured_masks import by_blocks
+from tests.structured_masks import structures_on_cpu
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
+def on_cpu():
     """Without Inductor FlexAttention differentiates on CPU too."""
-    guard = pattern.FUSION.guard
-
-    def lenient(query, key, value):
-        why = guard(query, key, value)
-        return None if why is not None and "no backward" in why else why
-
-    monkeypatch.setattr(pattern, "_DTYPES", (torch.float32,))
-    monkeypatch.setattr(pattern, "block_sparse_attention", by_blocks)
-    object.__setattr__(pattern.FUSION, "guard", lenient)
-    yield
-    object.__setattr__(pattern.FUSION, "guard", guard)
+    with structures_on_cpu((torch.float32,)):
+        yield

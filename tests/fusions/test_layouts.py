@@ -1,8 +1,8 @@
 """Fusions with operands and upstream gradients that lie in memory in other ways, and with nothing in them.
+from tests.helpers import OF_INDUCTOR
 
 A site may be declined where the kernel does not take what it is given; the numbers are eager's either way. Runs the kernels.
 """
-
 
 import pytest
 import torch
@@ -11,17 +11,18 @@ import fx_fusion
 from fx_fusion.checking import LAYOUTS, compiled, of_layout, of_nothing, setting
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.testing import eager_nearby, gradients_for, run, run_oracle, worst_excess
+from tests.helpers import OF_INDUCTOR
 
 pytestmark = pytest.mark.kernel
 
 FUSIONS = pytest.mark.parametrize(
     "fusion",
-    [f for f in all_fusions() if f.name != "block_sparse_attention"],  # its kernels are Inductor's own
+    [f for f in all_fusions() if f.name not in OF_INDUCTOR],
     ids=lambda fusion: fusion.name,
 )
 VARIANTS = pytest.mark.parametrize(
     ("fusion", "variant"),
-    [(f, i) for f in all_fusions() if f.name != "block_sparse_attention" for i in range(len(f.variants))],
+    [(f, i) for f in all_fusions() if f.name not in OF_INDUCTOR for i in range(len(f.variants))],
     ids=lambda given: str(getattr(given, "name", given)),
 )
 
@@ -86,7 +87,7 @@ def test_a_gradient_that_is_one_number_expanded(fusion, device):
 
 @pytest.mark.parametrize(
     ("fusion", "dim"),
-    [(f, dim) for f in all_fusions() if f.name != "block_sparse_attention" for dim in ("m", "b") if dim in f.dims],
+    [(f, dim) for f in all_fusions() if f.name not in OF_INDUCTOR for dim in ("m", "b") if dim in f.dims],
     ids=lambda given: str(getattr(given, "name", given)),
 )
 def test_nothing(fusion, dim, device):

@@ -23,11 +23,11 @@ from fx_fusion.backend import compile_graph, inductor
 from fx_fusion.memory import candidates
 from fx_fusion.options import parse
 from fx_fusion.testing import eager_rest
-from tests.fuzz.blocks import structures_on_cpu
 from tests.fuzz.compare import Call, Verdict, compare, largest
 from tests.fuzz.oracle import in_double
 from tests.fuzz.program import CALLS, Program, functions
 from tests.partitioned import Partitioned, partitioning
+from tests.structured_masks import structures_on_cpu
 
 RESTS: dict[str, Callable[..., Any]] = {
     "eager": eager_rest,

@@ -161,7 +161,7 @@ import math, torch, torch.nn as nn, torch.nn.functional as F
 from torch import autocast
 from torch.utils.checkpoint import checkpoint
 import fx_fusion
-from tests.fuzz.blocks import structures_on_cpu
+from tests.structured_masks import structures_on_cpu
 from tests.fuzz.judge import ours, plain
 from tests.fuzz.program import randomised
 

@@ -21,6 +21,7 @@ from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.testing import Run, make_inputs, rewriting_backend, run, run_oracle, worst_excess
+from tests.helpers import OF_INDUCTOR
 from tests.system.test_optimizer import train
 from tests.zoo import batch, build
 
@@ -31,7 +32,7 @@ registry.all_fusions()
 
 @pytest.mark.parametrize(
     "fusion",
-    [f for f in registry.all_fusions() if f.name != "block_sparse_attention"],  # its kernels are Inductor's own
+    [f for f in registry.all_fusions() if f.name not in OF_INDUCTOR],
     ids=lambda fusion: fusion.name,
 )
 def test_every_fusion_through_inductor(fusion):

@@ -37,6 +37,9 @@ class MaskProof:
 
     ``kind``: ``causal``, ``none`` (hides nothing), ``structured`` (a window, documents, chunks: ``structure``), ``learned``
     (a bias with a gradient), ``input`` (it depends on what the caller gives: padding), or ``unknown``.
+
+    ``or_hides_rows``: the structure of an unknown mask that may hide a row entirely by adding a number to it, for those to
+    whom that makes no difference.
     """
 
     kind: str
@@ -45,6 +48,7 @@ class MaskProof:
     assumes: tuple[Assumed, ...] = ()
     nodes: tuple[fx.Node, ...] = field(default=(), repr=False)  # everything that builds the mask
     structure: Structure | None = None
+    or_hides_rows: Structure | None = None
 
 
 class MaskProver:
@@ -106,7 +110,7 @@ class MaskProver:
             if structure is not None and not structure.shows_every_query_itself and example(mask).is_floating_point():
                 # Where a number hides a whole row, SDPA shows all of it (or NaN, for -inf); FlexAttention gives zeros.
                 reason = f"{structure}: {mask.name} may hide a row entirely by adding a number to it"
-                return MaskProof("unknown", reason, mask, assumes, nodes)
+                return MaskProof("unknown", reason, mask, assumes, nodes, or_hides_rows=structure)
             if structure is not None:
                 return MaskProof("structured", str(structure), mask, assumes, nodes, structure)
         for applied in left.atoms(sympy.core.function.AppliedUndef):

@@ -61,6 +61,15 @@ class Structure:
         """Whether no query is without a key, if there are as many keys as queries. Padding may hide all that one sees."""
         return not self.keys and not self.queries
 
+    def __and__(self, other: Structure) -> Structure:
+        """What both show."""
+        low, high = (
+            pick((n for n in pair if n is not None), default=None)
+            for pick, pair in ((max, (self.low, other.low)), (min, (self.high, other.high)))
+        )
+        both = ((*getattr(self, name), *getattr(other, name)) for name in ("labels", "keys", "queries"))
+        return Structure(low, high, *(tuple(dict.fromkeys(values)) for values in both))
+
     def __str__(self) -> str:
         parts = [f"documents of {n}" if isinstance(n, Label) else f"chunks of {n}" for n in self.labels]
         if (self.low, self.high) == (0, None):

@@ -1,0 +1,136 @@
+"""Attention written out, with a window, a softcap or a sink -> FlexAttention: no scores in memory, no hidden block computed.
+
+    matmul(q, kᵀ) · scale -> [softcap · tanh(· / softcap)] -> [masked] -> [cat(·, sink)]
+        -> softmax -> [without the sink's] -> matmul(·, v)
+
+Models with softcaps (Gemma 2) and sinks (gpt-oss and those after it) write attention out, since scaled_dot_product_attention
+has neither; with a window alone that is ``attn_implementation="eager"``. A query that sees nothing has zeros here and equal
+probabilities there: only beside a sink, which takes them all, is a mask read that may hide a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.masks.structure import Structure
+from fx_fusion.graph.terms import example
+from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
+from fx_fusion.patterns import block_sparse_attention as under_a_mask
+from fx_fusion.patterns.repeat_kv import chain, repeated
+from fx_fusion.patterns.sites.blocks import data_and_blocks, read_when_it_runs, too_few_scores
+from fx_fusion.patterns.sites.scores import Scores
+from fx_fusion.patterns.sites.softmax_attention import written_out
+from fx_fusion.rewrite.editor import Editor, Mismatch, differs
+
+_CAUSAL = Structure(low=0)
+
+
+def capped_attention_in_a_window(query, key, value):
+    length, softcap = query.shape[-2], 50.0
+    q = torch.arange(length, device=query.device)[:, None]
+    k = torch.arange(length, device=key.device)[None, :]
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~((k <= q) & (k > q - max(1, length // 4))), float("-inf"))
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
+    for found in written_out(search):
+        if isinstance(found, NearMiss) or found.reading.plain:  # of attention
+            continue
+        scores: Scores = found.reading
+        what = _described(scores)
+        if why := _beyond(found, scores):
+            yield NearMiss("flex_attention", found.root, found.root, f"{why} ({what})")
+            continue
+        inputs = {"query": found.inputs["q"], "key": found.inputs["k"], "value": found.inputs["v"]}
+        key, value = (repeated(view, inputs[name]) for name in ("key", "value"))
+        crossed = frozenset([scores.keys])
+        if key is not None and value is not None and statically_known_true(key[1] == value[1]):
+            crossed |= {*chain(view, inputs["key"]), *chain(view, inputs["value"])}
+            inputs.update(key=key[0], value=value[0])
+        others = {} if scores.sink is None else {"sink": scores.sink}
+        data = read_when_it_runs(_shown(scores))
+        others.update({f"label_{i}": node for i, node in enumerate(data)})
+        yield dataclasses.replace(
+            found, fusion="flex_attention", inputs=inputs, others=others, crossed=crossed, note=f"with {what}"
+        )
+
+
+def _beyond(found: Match, scores: Scores) -> str | None:
+    """What FlexAttention could not do as it is called here."""
+    if scores.dropout:
+        return "FlexAttention has no dropout"
+    if scores.biases:
+        return f"{scores.biases[0][0].name}, a learned bias, is added to the scores"
+    if scores.factors:
+        return f"{scores.factors[0][1].name}, a tensor, scales the scores"
+    assert scores.values is not None
+    if set(found.inputs) != {"q", "k", "v"} or scores.values.out_order is not None:
+        return "queries, keys and values lie in another order than (batch, heads, length, head dim)"
+    return None
+
+
+def _shown(scores: Scores) -> Structure:
+    causal = any(proof.kind == "causal" for proof in scores.proofs)
+    return (scores.structure or Structure()) & (_CAUSAL if causal else Structure())
+
+
+def _described(scores: Scores) -> str:
+    parts = [] if scores.structure is None else [f"a mask: {scores.structure}"]
+    parts += [] if scores.softcap is None else [f"a softcap of {scores.softcap:g}"]
+    parts += [] if scores.sink is None else ["a sink"]
+    return ", ".join(parts)
+
+
+def why_keep(query, key, value):
+    return too_few_scores(query, key, 2**22)
+
+
+def emit(editor: Editor, match: Match) -> None:
+    scores: Scores = match.reading
+    root, structure = match.root, _shown(scores)
+    dtype = example(root).dtype  # under autocast the inputs may have another
+    if dtype not in under_a_mask.DTYPES:
+        raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
+    with editor.graph.inserting_before(root):
+        query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
+        data, blocks = data_and_blocks(editor, query, key, structure, root)
+        sink = None if scores.sink is None else editor.now(scores.sink)
+        bounds = structure.low, structure.high
+        given = query, key, value, blocks, *data, *bounds, float(scores.scale), scores.softcap, sink
+        call = editor.call(block_sparse_attention, given, like=root)
+        if differs(example(root), example(call)) is not None:
+            call = editor.restride(call, example(root), like=root)
+        editor.check([root], [call])
+    for proof in scores.proofs:
+        editor.assume(proof.assumes)
+    editor.replace(root, call)
+    editor.erase([*match.nodes, *match.crossed, *(node for proof in scores.proofs for node in proof.nodes)])
+
+
+FUSION = Fusion(
+    name="flex_attention",
+    instead="torch.nn.attention.flex_attention(query, key, value, score_mod, block_mask)",
+    pattern=capped_attention_in_a_window,
+    inputs={"query": "b h s d", "key": "b g=h t=s d", "value": "b g=h t=s e=d"},
+    find=find,
+    emit=emit,
+    guard=under_a_mask.guard,
+    why_keep=why_keep,
+    before=("attention", "repeat_kv"),
+    cases=(
+        case("gemma2", b=4, h=8, s=2048, d=256),
+        case("gpt_oss", b=2, h=64, s=2048, d=64),
+    ),
+    source="Dong et al. 2024, arXiv:2412.05496; softcap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, arXiv:2508.10925",
+)

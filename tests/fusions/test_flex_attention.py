@@ -1,0 +1,220 @@
+"""Attention written out with a window, a softcap or a sink: what is read, and what is left alone."""
+
+import pytest
+import torch
+import transformers
+
+import fx_fusion
+from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
+from tests.helpers import reasons
+from tests.structured_masks import IDS, S, documents, tensors, window
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def written_out(query, key, value, *, mask=None, softcap=None, sink=None, groups=1, first=False, dtype=None):
+    """As transformers writes it."""
+    key, value = (
+        t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) if groups > 1 else t
+        for t in (key, value)
+    )
+    scores = torch.matmul(query, key.transpose(2, 3)) * 0.3
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sink is not None:
+        sink = sink.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[-2], -1)
+        scores = torch.cat([scores, sink], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+    probabilities = torch.softmax(scores, dim=-1, dtype=dtype or scores.dtype)
+    if sink is not None:
+        probabilities = probabilities[..., :-1]
+    return torch.matmul(probabilities.to(value.dtype), value).transpose(1, 2).contiguous()
+
+
+def added(visible):
+    return torch.zeros(visible.shape).masked_fill(~visible, LOWEST)
+
+
+WINDOW = added(window(S, 37))
+SINKS = torch.randn(4)
+HOW = {
+    "window": lambda **t: written_out(**t, mask=added(window(S, 37))),
+    "window_in_double": lambda **t: written_out(**t, mask=added(window(S, 37)), dtype=torch.float32),
+    "softcap": lambda **t: written_out(**t, softcap=5.0),
+    "softcap_causal": lambda **t: written_out(**t, mask=added(window(S, S)), softcap=5.0),
+    "softcap_window": lambda **t: written_out(**t, mask=added(window(S, 37)), softcap=5.0),
+    "documents": lambda **t: written_out(**t, mask=added(documents(IDS)), softcap=5.0),
+}
+WITH_SINK = {
+    "sink": lambda sink, **t: written_out(**t, sink=sink),
+    "sink_causal": lambda sink, **t: written_out(**t, mask=added(window(S, S)), sink=sink),
+    "sink_window": lambda sink, **t: written_out(**t, mask=added(window(S, 37)), sink=sink),
+    "sink_softcap_window": lambda sink, **t: written_out(**t, mask=added(window(S, 37)), sink=sink, softcap=5.0),
+}
+
+
+def check(function, inputs, *, count=1):
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False), inputs)
+    assert report.count("flex_attention") == count, str(report)
+    assert "softmax" not in report.graphs[0].after
+    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)
+    assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
+    return report
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_fires_and_is_as_accurate(how, on_cpu):
+    check(lambda query, key, value: HOW[how](query=query, key=key, value=value), tensors())
+
+
+@pytest.mark.parametrize("how", WITH_SINK)
+def test_with_a_sink_that_learns(how, on_cpu):
+    def function(query, key, value, sink):
+        return WITH_SINK[how](query=query, key=key, value=value, sink=sink)
+
+    check(function, {**tensors(), "sink": SINKS.clone()})
+
+
+def test_grouped_heads_are_not_copied(on_cpu):
+    def function(query, key, value):
+        return written_out(query, key, value, mask=added(window(S, 37)), softcap=5.0, groups=2)
+
+    report = check(function, tensors(h=4, g=2))
+    assert "expand" not in report.graphs[0].after
+
+
+def test_layers_share_the_blocks(on_cpu):
+    def function(query, key, value):
+        mask = added(window(S, 37))
+        for _ in range(3):
+            query = written_out(query, key, value, mask=mask, softcap=5.0).transpose(1, 2)
+        return query
+
+    assert check(function, tensors(), count=3).graphs[0].after.count("visible_blocks(") == 1
+
+
+@pytest.mark.parametrize("padded", ["left", "right", "a row"])
+def test_beside_a_sink_padding_may_hide_a_row(padded, on_cpu):
+    """The sink takes all of a hidden row: zeros in both."""
+
+    def function(query, key, value, sink, shown):
+        visible = window(S, S) & (shown[:, None, None, :] != 0)
+        return written_out(query, key, value, mask=added(visible), sink=sink)
+
+    shown = torch.ones(2, S, dtype=torch.long)
+    shown[1, {"left": slice(0, 111), "right": slice(S - 111, S), "a row": slice(None)}[padded]] = 0
+    inputs = {**tensors(), "sink": SINKS.clone(), "shown": shown}
+    with fx_fusion.recording() as report:
+        compiled = torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False)
+        fused = run(compiled, inputs)
+    assert report.count("flex_attention") == 1, str(report)
+    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)
+    assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
+
+
+def hidden_row(query, key, value):
+    q, k = torch.arange(S)[:, None], torch.arange(S)[None]
+    return written_out(query, key, value, mask=added((k < q) & (k > q - 9)))
+
+
+def masked_and_then_capped(query, key, value):
+    scores = query @ key.transpose(2, 3) + added(window(S, 37))
+    return torch.softmax(5.0 * torch.tanh(scores / 5.0), -1) @ value
+
+
+def with_the_probability_of_the_sink(query, key, value):
+    scores = torch.cat([query @ key.transpose(2, 3), torch.zeros(2, 4, S, 1)], -1)
+    return torch.softmax(scores, -1) @ torch.cat([value, value[:, :, :1]], 2)
+
+
+def sink_first(query, key, value):
+    scores = torch.cat([torch.zeros(2, 4, S, 1), query @ key.transpose(2, 3)], -1)
+    return torch.softmax(scores, -1)[..., 1:] @ value
+
+
+def first_key_dropped(query, key, value):
+    scores = torch.cat([query @ key.transpose(2, 3), torch.zeros(2, 4, S, 1)], -1)
+    return torch.softmax(scores, -1)[..., 1:] @ value
+
+
+def masked_sink(query, key, value):
+    scores = torch.cat([query @ key.transpose(2, 3), torch.zeros(2, 4, S, 1)], -1)
+    mask = torch.cat([added(window(S, 37)), torch.full((S, 1), LOWEST)], -1)
+    return torch.softmax(scores + mask, -1)[..., :-1] @ value
+
+
+def probabilities_returned(query, key, value):
+    probabilities = torch.softmax(query @ key.transpose(2, 3) + added(window(S, 37)), -1)
+    return probabilities @ value, probabilities
+
+
+def dropped_out(query, key, value):
+    probabilities = torch.softmax(query @ key.transpose(2, 3) + added(window(S, 37)), -1)
+    return torch.nn.functional.dropout(probabilities, 0.0 if query.shape[0] > 2 else 0.5) @ value
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (hidden_row, "is not proved"),
+        (masked_and_then_capped, "capped after that"),
+        (with_the_probability_of_the_sink, "the probability of the sink"),
+        (sink_first, "between the product and the softmax"),
+        (first_key_dropped, "probability of the sink"),
+        (masked_sink, "is not proved"),
+        (probabilities_returned, "is used 2 times"),
+        (dropped_out, "no dropout"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_what_is_left_alone_and_why(function, why, on_cpu):
+    with fx_fusion.recording() as report:
+        torch.compile(function, backend=rewriting_backend(), dynamic=False)(**tensors())
+    assert report.count("flex_attention") == 0
+    assert why in reasons(report, "flex_attention") + reasons(report, "attention"), str(report)
+
+
+def tiny(kind, **options):
+    config = {
+        "gpt_oss": lambda: transformers.GptOssConfig(num_local_experts=2, num_experts_per_tok=1, **options),
+        "gemma2": lambda: transformers.Gemma2Config(query_pre_attn_scalar=16, **options),
+    }[kind]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 37, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_models_whose_attention_is_written_out(kind, on_cpu):
+    """Both layers, one in a window: values, and the gradient of every parameter."""
+    model = tiny(kind, **SIZES)
+    ids = torch.randint(1, 128, (2, 300))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    with fx_fusion.recording() as report:
+        compiled = torch.compile(model, backend=rewriting_backend(), dynamic=False)
+        found = _step(compiled, model, batch)
+    assert report.count("flex_attention") == 2, str(report)
+    expected = _step(model, model, batch)
+    model.config._experts_implementation = "eager"  # torch has no grouped products in float64
+    exact = _step(model.double(), model, batch)
+    for name, value in found.items():
+        allowed = 2 * (expected[name].double() - exact[name]).abs().max() + 1e-5 * exact[name].abs().max()
+        assert (value.double() - exact[name]).abs().max() <= allowed, name
+
+
+def _step(model, parameters, batch):
+    parameters.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in parameters.named_parameters() if p.grad is not None}}

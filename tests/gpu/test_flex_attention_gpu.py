@@ -1,0 +1,81 @@
+"""Attention written out with a window, a softcap or a sink, on a GPU: Inductor's kernels, forward and backward."""
+
+import pytest
+import torch
+
+import fx_fusion
+from fx_fusion.testing import run, run_oracle, worst_excess
+
+pytestmark = pytest.mark.gpu
+
+
+def attend(query, key, value, sink, shown, *, window, softcap, with_sink):
+    groups, s = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)) * 0.2
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    at = torch.arange(s, device=query.device)
+    distance = at[:, None] - at[None, :]
+    visible = (distance >= 0) & (distance < window)
+    if shown is not None:
+        visible = visible & (shown[:, None, None, :] != 0)
+    scores = scores + torch.where(visible, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+    if with_sink:
+        scores = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(query.shape[0], -1, s, -1)], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    if with_sink:
+        probabilities = probabilities[..., :-1]
+    return torch.matmul(probabilities.to(value.dtype), value).transpose(1, 2).contiguous()
+
+
+def inputs_of(s, d, dtype, padded):
+    made = {n: torch.randn(2, h, s, d, device="cuda", dtype=dtype) for n, h in (("query", 8), ("key", 2), ("value", 2))}
+    made["sink"] = torch.randn(8, device="cuda", dtype=dtype)
+    if padded:
+        made["shown"] = torch.ones(2, s, dtype=torch.long, device="cuda")
+        made["shown"][1, {"left": slice(0, s // 3), "right": slice(s - s // 3, s), "a row": slice(None)}[padded]] = 0
+    return made
+
+
+def check(s, d, dtype, how, padded=None):
+    inputs = inputs_of(s, d, dtype, padded)
+    if not how["with_sink"]:
+        del inputs["sink"]
+
+    def function(query, key, value, sink=None, shown=None):
+        return attend(query, key, value, sink, shown, **how)
+
+    options = {"select": "always", "strict": True, "speculate": False}
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend="fx_fusion", options=options), inputs)
+    assert report.count("flex_attention") == 1, str(report)
+    name, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), dtype)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+@pytest.mark.parametrize("s", [128, 300, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
+def test_values_and_gradients(softcap, with_sink, dtype, s):
+    if softcap is None and not with_sink:
+        pytest.skip("a window alone: below")
+    for window in (s, 100):
+        check(s, 64, dtype, {"window": window, "softcap": softcap, "with_sink": with_sink})
+
+
+@pytest.mark.parametrize("d", [16, 128, 256])
+def test_head_dims(d):
+    for how in (
+        {"window": 100, "softcap": None, "with_sink": False},
+        {"window": 100, "softcap": 5.0, "with_sink": False},
+        {"window": 100, "softcap": None, "with_sink": True},
+    ):
+        check(515, d, torch.bfloat16, how)
+
+
+@pytest.mark.parametrize("padded", ["left", "right", "a row"])
+def test_padding_beside_a_sink(padded):
+    check(515, 64, torch.bfloat16, {"window": 100, "softcap": None, "with_sink": True}, padded)
