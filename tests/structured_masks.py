@@ -116,9 +116,9 @@ def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale
 
 
 @contextlib.contextmanager
-def structures_on_cpu(dtypes=(torch.float32, torch.bfloat16, torch.float16)) -> Iterator[None]:
-    """The fusions onto FlexAttention fire on CPU too, which has no backward of it: what they read off a graph is the same
-    everywhere."""
+def structures_on_cpu(dtypes=(torch.float32, torch.bfloat16, torch.float16), op=by_blocks) -> Iterator[None]:
+    """The fusions onto FlexAttention fire on CPU too, where Inductor has no backward of it: what they read off a graph is
+    the same everywhere. ``op``: what they call."""
     patterns = block_sparse_attention, flex_attention
     guards = [pattern.FUSION.guard for pattern in patterns]
     before = block_sparse_attention.DTYPES, block_sparse_attention.block_sparse_attention
@@ -129,7 +129,7 @@ def structures_on_cpu(dtypes=(torch.float32, torch.bfloat16, torch.float16)) -> 
 
     block_sparse_attention.DTYPES = dtypes
     for pattern, guard in zip(patterns, guards, strict=True):
-        pattern.block_sparse_attention = by_blocks
+        pattern.block_sparse_attention = op
         object.__setattr__(pattern.FUSION, "guard", functools.partial(lenient, guard))
     try:
         yield

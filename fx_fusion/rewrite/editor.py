@@ -25,7 +25,7 @@ from fx_fusion.graph.view import View
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import Deferral, cut_off, sharing_memory
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map_only
-from fx_fusion.torch_internals.fakes import fake_mode_of, set_example, without_guards
+from fx_fusion.torch_internals.fakes import fake_mode_of, set_example, without_guards, without_tracing_context
 from fx_fusion.torch_internals.nodes import is_erased, take_name
 
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
@@ -123,7 +123,8 @@ class Editor:
         args, kwargs = map_nodes(example, (node.args, node.kwargs))
         if self.fake_mode is None:
             raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
-        with self.fake_mode, without_guards(self.fake_mode), entered(self.view.effects.region[like]):
+        region = self.view.effects.region[like]
+        with self.fake_mode, without_guards(self.fake_mode), without_tracing_context(), entered(region):
             try:
                 set_example(node, target(*args, **kwargs))
             except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:

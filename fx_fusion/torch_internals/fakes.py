@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 __all__ = [
     "NO_VALUES", "FakeTensor", "FakeTensorMode", "example_of", "fake_mode_of", "hint_of", "lower_bound", "set_example",
     "storage_of", "unset_fake_temporarily", "without_guards",
+    "without_tracing_context",
 ]  # fmt: skip
 
 _EXAMPLE = "example_value"
@@ -49,6 +50,14 @@ def without_guards(mode: FakeTensorMode | None) -> contextlib.AbstractContextMan
     Gone: guards are added, and a graph may be compiled again where it need not be."""
     suppress = getattr(getattr(mode, "shape_env", None), "suppress_guards", None)
     return contextlib.nullcontext() if suppress is None else suppress()
+
+
+def without_tracing_context() -> contextlib.AbstractContextManager[Any]:
+    """A context in which fake tensors are of the mode that is entered: while a backend runs, the tracing context may already
+    hold another, and FlexAttention's operator asks that one first.
+    Gone: a graph with a softcap goes to Inductor unchanged."""
+    tracing = getattr(torch._guards, "tracing", None)
+    return contextlib.nullcontext() if tracing is None else tracing(None)
 
 
 def storage_of(tensor: Tensor) -> int | None:

@@ -117,6 +117,13 @@ def test_without_guards_a_comparison_adds_none():
         pass
 
 
+def test_without_tracing_context_the_entered_mode_counts():
+    tensor = torch.empty(3)
+    with torch._guards.tracing(torch._guards.TracingContext(fakes.FakeTensorMode())):
+        with (mode := fakes.FakeTensorMode()), fakes.without_tracing_context():
+            assert torch._guards.detect_fake_mode([mode.from_tensor(tensor)]) is mode
+
+
 def test_checkpointed_functions_are_calls_of_one_operator():
     graph = captured(lambda x: checkpoint(torch.sin, x, use_reentrant=False), torch.randn(3, requires_grad=True)).graph
     calls = [n for n in graph.nodes if n.target is nodes.checkpoint_operator()]

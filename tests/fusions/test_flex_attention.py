@@ -5,9 +5,10 @@ import torch
 import transformers
 
 import fx_fusion
+from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import reasons
-from tests.structured_masks import IDS, S, documents, tensors, window
+from tests.structured_masks import IDS, S, documents, structures_on_cpu, tensors, window
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -76,6 +77,16 @@ def test_with_a_sink_that_learns(how, on_cpu):
         return WITH_SINK[how](query=query, key=key, value=value, sink=sink)
 
     check(function, {**tensors(), "sink": SINKS.clone()})
+
+
+def test_the_operator_itself_in_the_graph():
+    """Not its likeness for CPUs: FlexAttention's operator traces the softcap, within another's trace."""
+
+    def function(query, key, value, sink):
+        return written_out(query, key, value, mask=added(window(S, 37)), softcap=5.0, sink=sink, groups=2)
+
+    with structures_on_cpu(op=block_sparse_attention):
+        check(function, {**tensors(h=4, g=2), "sink": SINKS.clone()})
 
 
 def test_grouped_heads_are_not_copied(on_cpu):

@@ -20,7 +20,8 @@ def attend(query, key, value, sink, shown, *, window, softcap, with_sink):
     visible = (distance >= 0) & (distance < window)
     if shown is not None:
         visible = visible & (shown[:, None, None, :] != 0)
-    scores = scores + torch.where(visible, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+    lowest = torch.finfo(query.dtype).min
+    scores = scores + torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, lowest)
     if with_sink:
         scores = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(query.shape[0], -1, s, -1)], dim=-1)
         scores = scores - scores.max(dim=-1, keepdim=True).values
