@@ -71,9 +71,10 @@ CASES: tuple[tuple[str, int, int, int, int, int, Mask, int], ...] = (
     ("chunks of 2048", 1, 32, 8, 8192, 128, chunks(2048), 1),
     ("4 documents", 2, 32, 8, 4096, 128, documents, 4),
     ("8 documents", 1, 32, 8, 8192, 128, documents, 8),
-    *((SOFTCAP + "causal", 1, 8, 4, s, 256, band(0, s), 1) for s in (256, 512, 1024, 2048, 4096)),
+    *((SOFTCAP + "causal", b, 8, 4, s, 256, band(0, s), 1) for b, s in ((1, 1024), (1, 4096), (4, 4096))),
+    *((SOFTCAP + "causal", 1, 32, 16, s, 128, band(0, s), 1) for s in (1024, 4096)),
     (SOFTCAP + "window 1024", 1, 8, 4, 4096, 256, band(0, 1023), 1),
-    *((SINK + "causal", 1, 64, 8, s, 64, band(0, s), 1) for s in (128, 256, 512, 1024, 2048)),
+    *((SINK + "causal", 1, 64, 8, s, 64, band(0, s), 1) for s in (256, 512, 1024, 2048)),
     *((SINK + "window 128", 1, 64, 8, s, 64, band(0, 127), 1) for s in (512, 2048)),
     ("written out, window 1024", 2, 32, 8, 2048, 128, band(0, 1023), 1),
 )

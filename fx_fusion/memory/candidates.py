@@ -83,19 +83,24 @@ def _reduces(node: fx.Node) -> bool:
 
 def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
     for node in joint.forward:
-        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node) and not _is_bias(joint, node):
+        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node) and not _is_laid_out(joint, node):
             candidate = _from_what_is_there(joint, node)
             if candidate is not None:
                 yield candidate
 
 
-def _is_bias(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether attention adds it to its scores: in the backward Inductor does not see to the dense rows that kernels need."""
+def _is_laid_out(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether a kernel of the backward needs it in memory as the forward laid it out, which Inductor does not see to there.
+    What attention adds to its scores has dense rows. Of a grouped product's operands (experts) the dim that is cut into
+    groups must not be the innermost: a transposed value that is computed again comes out contiguous, and sizes of groups
+    that are no multiples of 16 bytes end in an assertion on the GPU."""
     views = joint.with_views(node)
-    return any(bias in views for reader in joint.readers(node) for bias in _biases(reader))
+    return any(operand in views for reader in joint.readers(node) for operand in _laid_out_for(reader))
 
 
-def _biases(reader: fx.Node) -> list[object]:
+def _laid_out_for(reader: fx.Node) -> Collection[object]:
+    if "grouped_mm" in str(reader.target):
+        return reader.all_input_nodes
     if "attention" not in str(reader.target) or not callable(reader.target):
         return []
     given = normalize_function(reader.target, reader.args, reader.kwargs, normalize_to_only_use_kwargs=True)

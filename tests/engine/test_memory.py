@@ -138,6 +138,24 @@ def test_the_bias_of_attention_is_saved():
     assert not [v for v in found.decisions.values if v.bytes == 4 * 8 * 8 * 4], found.again()
 
 
+def test_what_a_grouped_product_of_the_backward_reads_is_saved():
+    """Experts: computed again, a transposed operand would come out contiguous on a GPU, and groups of any size then end in
+    an assertion of the kernel (gpt-oss, sizes of groups that are no multiples of 8)."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = (nn.Parameter(torch.randn(4, *s).bfloat16()) for s in ((16, 64), (32, 16)))
+
+        def forward(self, x, ends):
+            gate, up = torch._grouped_mm(x, self.up, offs=ends).chunk(2, -1)
+            return torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends).float().square().mean()
+
+    given = {"x": torch.randn(48, 16).bfloat16(), "ends": torch.tensor([13, 14, 30, 48], dtype=torch.int32)}
+    found = partitioned(Experts(), given, "min", fusions=["-swiglu", "-swish"])
+    assert not [v for v in found.decisions.values if v.bytes == 2 * 48 * 32], found.again()
+
+
 def test_sums_are_saved():
     """What is small beside what it is made of."""
 

@@ -119,9 +119,9 @@ def test_without_guards_a_comparison_adds_none():
 
 def test_without_tracing_context_the_entered_mode_counts():
     tensor = torch.empty(3)
-    with torch._guards.tracing(torch._guards.TracingContext(fakes.FakeTensorMode())):
-        with (mode := fakes.FakeTensorMode()), fakes.without_tracing_context():
-            assert torch._guards.detect_fake_mode([mode.from_tensor(tensor)]) is mode
+    other = torch._guards.TracingContext(fakes.FakeTensorMode())
+    with torch._guards.tracing(other), (mode := fakes.FakeTensorMode()), fakes.without_tracing_context():
+        assert torch._guards.detect_fake_mode([mode.from_tensor(tensor)]) is mode
 
 
 def test_checkpointed_functions_are_calls_of_one_operator():
@@ -233,8 +233,10 @@ def test_the_operator_below_flex_attention():
     def score(s, b, h, q, k):
         return s
 
-    ours = flex_attention.flex_attention(q, q, q, score, mask.as_tuple(), 0.25, (), {})
+    ours, lse = flex_attention.flex_attention(q, q, q, score, mask.as_tuple(), 0.25, (), {}, with_lse=True)
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.25))
+    hidden = ~torch.ones(128, 128, dtype=torch.bool).tril()
+    torch.testing.assert_close(lse, (q @ q.mT * 0.25).masked_fill(hidden, float("-inf")).logsumexp(-1))
 
 
 def test_dispatch():
@@ -370,6 +372,7 @@ def test_without_a_bisector_or_a_store(monkeypatch):
 
     from fx_fusion.torch_internals import bisector, collectives
 
+    bisector.make_known()
     assert "fx_fusion" in torchs.BACKENDS
     assert not bisector.is_switched_off(lambda: "")
     monkeypatch.delattr(torchs, "CompilerBisector")
@@ -391,6 +394,7 @@ def test_without_dynamos_loggers(monkeypatch):
     from fx_fusion.torch_internals import loggers
 
     known = misc.LoggingLoggerVariable
+    loggers.warn_while_compiling()
     assert known.call_method.warns_once
     monkeypatch.delattr(misc, "LoggingLoggerVariable")
     loggers.warn_while_compiling()
