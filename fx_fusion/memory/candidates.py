@@ -18,6 +18,7 @@ from torch.fx.operator_schemas import normalize_function
 from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of
 from fx_fusion.memory.norms import have_again, is_handed_out, norms
 from fx_fusion.ops.launch import CHEAP_KERNELS, qualified_name
+from fx_fusion.ops.layouts import in_memory
 from fx_fusion.ops.library import CHEAP_OPS
 from fx_fusion.torch_internals.partitioner import (
     compute_again,
@@ -83,28 +84,38 @@ def _reduces(node: fx.Node) -> bool:
 
 def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
     for node in joint.forward:
-        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node) and not _is_laid_out(joint, node):
+        if _is_cheap(node) and not is_view(node) and _is_saved(joint, node) and not _is_bias(joint, node):
             candidate = _from_what_is_there(joint, node)
             if candidate is not None:
                 yield candidate
 
 
-def _is_laid_out(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether a kernel of the backward needs it in memory as the forward laid it out, which Inductor does not see to there.
-    What attention adds to its scores has dense rows. Of a grouped product's operands (experts) the dim that is cut into
-    groups must not be the innermost: a transposed value that is computed again comes out contiguous, and sizes of groups
-    that are no multiples of 16 bytes end in an assertion on the GPU."""
+def _is_bias(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether attention adds it to its scores: in the backward Inductor does not see to the dense rows that kernels need."""
     views = joint.with_views(node)
-    return any(operand in views for reader in joint.readers(node) for operand in _laid_out_for(reader))
+    return any(bias in views for reader in joint.readers(node) for bias in _biases(reader))
 
 
-def _laid_out_for(reader: fx.Node) -> Collection[object]:
-    if "grouped_mm" in str(reader.target):
-        return reader.all_input_nodes
+def _biases(reader: fx.Node) -> list[object]:
     if "attention" not in str(reader.target) or not callable(reader.target):
         return []
     given = normalize_function(reader.target, reader.args, reader.kwargs, normalize_to_only_use_kwargs=True)
     return [] if given is None else [given.kwargs.get(name) for name in ("attn_bias", "attn_mask")]
+
+
+def _is_grouped(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether a grouped product of the backward (experts) reads it. The dim that is cut into groups must not be innermost in
+    memory: where the sizes of groups are no multiples of 16 bytes the kernel ends in an assertion. Computed again in one
+    with its transposition, the value would lie so."""
+    return any("grouped_mm" in str(reader.target) for reader in joint.readers(node))
+
+
+def _in_memory(joint: JointGraph, node: fx.Node) -> None:
+    """Let the backward read a value as the forward laid it out, not fused with a view of it."""
+    with joint.graph.inserting_after(node):
+        again = joint.graph.call_function(in_memory, (node,))
+    again.meta = {name: value for name, value in node.meta.items() if name in ("val", "tensor_meta")}
+    joint.read_instead(node, again)
 
 
 def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
@@ -135,6 +146,8 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
     def apply() -> None:
         for n in (*members, *views):
             compute_again(n)
+        if _is_grouped(joint, node):
+            _in_memory(joint, node)
 
     return Candidate(node, _kind(members), saved, traffic, launches, apply)
 

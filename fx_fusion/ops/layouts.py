@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from fx_fusion.ops.library import plain_op, register_autograd
 from fx_fusion.torch_internals.inductor import without_donated_buffers as no_donations
-from fx_fusion.torch_internals.lowerings import lower_channels_last
+from fx_fusion.torch_internals.lowerings import lower_channels_last, lower_in_memory
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -47,8 +47,11 @@ channels_last = plain_op(
 any_layout = plain_op("any_layout", "(Tensor x) -> Tensor", _any_layout, _any_layout, lowering=lambda x: x)
 # A copy that no pass takes for one that can be left out.
 copied = plain_op("copied", "(Tensor x) -> Tensor", torch.clone, torch.clone)
+# The values of x, in memory as the graph lays x out: what Inductor fuses with a view of it may lie otherwise. Inductor: x.
+in_memory = plain_op("in_memory", "(Tensor x) -> Tensor", torch.clone, torch.clone, lowering=lower_in_memory)
 LAYOUT_OPS = frozenset((channels_last, any_layout))
 register_autograd("copied", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
+register_autograd("in_memory", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
 register_autograd("channels_last", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
 register_autograd("any_layout", lambda ctx, dy: channels_last(dy), lambda ctx, inputs, output: None, twice=True)
 

@@ -138,22 +138,44 @@ def test_the_bias_of_attention_is_saved():
     assert not [v for v in found.decisions.values if v.bytes == 4 * 8 * 8 * 4], found.again()
 
 
-def test_what_a_grouped_product_of_the_backward_reads_is_saved():
-    """Experts: computed again, a transposed operand would come out contiguous on a GPU, and groups of any size then end in
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, *s).bfloat16()) for s in ((16, 64), (32, 16)))
+
+    def forward(self, x, ends):
+        gate, up = torch._grouped_mm(x, self.up, offs=ends).chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends).float().square().mean()
+
+
+EXPERTS = {"x": torch.randn(48, 16).bfloat16(), "ends": torch.tensor([13, 14, 30, 48], dtype=torch.int32)}
+
+
+def test_what_a_grouped_product_reads_stays_as_it_lies():
+    """Computed again in one with its transposition it would come out contiguous on a GPU, and groups of any size then end in
     an assertion of the kernel (gpt-oss, sizes of groups that are no multiples of 8)."""
+    model = Experts()
+    before, after = (partitioned(model, EXPERTS, memory, fusions=["-swiglu", "-swish"]) for memory in ("speed", "min"))
+    assert [v for v in after.decisions.values if v.bytes == 2 * 48 * 32 and v.again], after.again()
+    assert after.bytes < before.bytes
+    assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
 
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = (nn.Parameter(torch.randn(4, *s).bfloat16()) for s in ((16, 64), (32, 16)))
 
-        def forward(self, x, ends):
-            gate, up = torch._grouped_mm(x, self.up, offs=ends).chunk(2, -1)
-            return torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends).float().square().mean()
+def test_inductor_leaves_it_in_memory():
+    """What its code hands to the products of the backward: rows of x, transposed as a view. The gradients are those of a
+    saved value, to the last bit."""
+    from torch._inductor.utils import run_and_get_code
 
-    given = {"x": torch.randn(48, 16).bfloat16(), "ends": torch.tensor([13, 14, 30, 48], dtype=torch.int32)}
-    found = partitioned(Experts(), given, "min", fusions=["-swiglu", "-swish"])
-    assert not [v for v in found.decisions.values if v.bytes == 2 * 48 * 32], found.again()
+    model, found = Experts(), {}
+    for memory in ("speed", "min"):
+        model.zero_grad()
+        options = {"memory": memory, "fusions": ["-swiglu", "-swish"], "select": "always"}
+        compiled = torch.compile(model, backend="fx_fusion", options=options)
+        _, code = run_and_get_code(lambda compiled=compiled: compiled(**EXPERTS).backward())
+        found[memory] = [p.grad.clone() for p in model.parameters()]
+        torch._dynamo.reset()
+    assert any("_grouped_mm(reinterpret_tensor(buf" in line for line in code[-1].splitlines())
+    assert all(map(torch.equal, *found.values()))
 
 
 def test_sums_are_saved():

@@ -10,7 +10,7 @@ from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
-from fx_fusion.ops.layouts import any_layout, channels_last, copied
+from fx_fusion.ops.layouts import any_layout, channels_last, copied, in_memory
 from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu
 
 pytestmark = pytest.mark.kernel
@@ -22,6 +22,7 @@ REST = {  # ops that are no fusion's
     "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
     "quantise_columns": lambda: (quantise_columns, (torch.randn(48, 33, dtype=torch.bfloat16),)),
     "quantise_rows": lambda: (quantise_rows, (torch.randn(48, 33, dtype=torch.bfloat16),)),
+    "in_memory": lambda: (in_memory, (torch.randn(3, 4).mT,)),
     "copied": lambda: (copied, (torch.randn(3, 4).mT,)),
 }
 
