@@ -19,6 +19,7 @@ MODELS: tuple[tuple[str, Row], ...] = (
     ("Llama 3.2 1B, packed documents", {"model": "llama-1b-packed"}),
     ("Llama 3.1 8B", {"model": "llama-8b"}),
     ("Gemma 3 1B", {"model": "gemma3"}),
+    ("gpt-oss, 4 layers", {"model": "gpt-oss", "mask": "ones"}),
     ("BERT base", {"model": "bert"}),
     ("GPT-2", {"model": "gpt2"}),
     ("Stable Diffusion's UNet", {"model": "unet"}),

@@ -95,7 +95,7 @@ def _described(scores: Scores) -> str:
 def why_keep(query, key, value):
     # An H200, forward and backward, written out under Inductor: at a head dim of 64 1.73 times as fast at 2^22 scores and
     # 7 at 2^28 (a sink, causal); at 128 0.98 at 2^25, 2.5 at 2^29; at 256 0.90 at 2^27, 1.09 at 2^29 (a softcap, causal).
-    return too_few_scores(query, key, 2**22 if query.shape[3] <= 64 else 2**26 if query.shape[3] <= 128 else 2**28)
+    return too_few_scores(query, key, 2**22 if query.shape[3] <= 64 else 2**26 if query.shape[3] <= 128 else 2**29)
 
 
 def emit(editor: Editor, match: Match) -> None:
