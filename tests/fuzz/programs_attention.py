@@ -169,7 +169,7 @@ def grouped(m: Maker) -> None:
 
 
 def written_out(m: Maker) -> None:
-    """A product, a scale, a mask or bias, a softmax, a dropout, a product."""
+    """A product, a scale, a softcap, a mask or bias, a sink, a softmax, a dropout, a product."""
     q, k, v = (m.activation(n, f"B, 2, S, {D}") for n in "qkv")
     s = m.let(
         "s",
@@ -179,6 +179,9 @@ def written_out(m: Maker) -> None:
     )
     if m.chance(0.8):
         s = m.let("s", m.pick(f"{s} / math.sqrt({D})", f"{s} * {D}**-0.5", f"{s} * 0.3", f"{s} / {q}.shape[-1] ** 0.5"))
+    if m.chance(0.25):
+        cap = m.pick("5.0", "30", "0.5")
+        s = m.let("s", m.pick(f"torch.tanh({s} / {cap}) * {cap}", f"{cap} * ({s} / {cap}).tanh()", f"torch.tanh({s})"))
     if m.chance(0.15):
         s = m.let("s", f"{s} + {m.given('bias', 'torch.randn(1, 2, S, S, generator=g)', m.pick('leaf', ''))}")
     if m.chance(0.6):
@@ -188,6 +191,15 @@ def written_out(m: Maker) -> None:
         else:
             low = m.pick("float('-inf')", f"torch.finfo({s}.dtype).min", "-1e4")
             s = m.let("s", m.pick(f"{s}.masked_fill(~{visible}, {low})", f"torch.where({visible}, {s}, {low})"))
+    sink = m.chance(0.3)
+    if sink:
+        rows = m.let("sink", m.pick(
+            f"{m.weight('sinks', '2')}.view(1, 2, 1, 1).expand({s}.shape[0], -1, {s}.shape[-2], -1).to({s}.dtype)",
+            f"torch.zeros(*{s}.shape[:-1], 1, dtype={s}.dtype)", f"{s}[..., :1]", f"{q}.mean(-1, keepdim=True)",
+        ))  # fmt: skip
+        s = m.let("s", m.pick(f"torch.cat([{s}, {rows}], dim=-1)", f"torch.cat(({s}, {rows}), 3)"))
+        if m.chance(0.5):
+            s = m.let("s", f"{s} - {s}.{m.pick('amax(-1, keepdim=True)', 'max(dim=-1, keepdim=True).values')}")
     p = m.let(
         "p",
         m.pick(
@@ -196,6 +208,8 @@ def written_out(m: Maker) -> None:
             f"{s}.float().softmax(-1).type_as({v})",
         ),
     )
+    if sink:
+        p = m.let("p", m.pick(f"{p}[..., :-1]", f"{p}[:, :, :, :{v}.shape[2]]", f"{p}[..., 1:]"))
     if m.chance(0.3):
         p = m.let("p", m.pick(f"F.dropout({p}, p=0.0)", f"F.dropout({p}, 0.5, training=False)"))
     m.out(m.let("o", m.pick(f"{p} @ {v}", f"torch.matmul({p}, {v})")))
