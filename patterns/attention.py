@@ -23,11 +23,11 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.forms import inner_term
-from fx_fusion.graph.terms import example, is_tensor, same_shape, same_sizes
+from fx_fusion.graph.terms import example, is_tensor, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.patterns.sites.products import permuted, rows_of_keys
 from fx_fusion.patterns.sites.scores import has_product
-from fx_fusion.patterns.sites.softmax_attention import written_out
+from fx_fusion.patterns.sites.softmax_attention import times, written_out
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
@@ -70,7 +70,7 @@ def emit(editor: Editor, match: Match) -> None:
             k = permuted(editor, scores.keys, rows_of_keys(scores.product), root)
         k = _for_all_heads(editor, k, example(q).shape[:-2], root)
         v = _for_all_heads(editor, v, example(scores.values.left).shape[:-2], root)
-        q = _times(editor, q, scores.factors, root)
+        q = times(editor, q, scores.factors, root)
         q, k, v = (_grouped(editor, t, scores.heads, root) for t in (q, k, v))
         bias = None
         for added, level in scores.biases:
@@ -102,16 +102,6 @@ def emit(editor: Editor, match: Match) -> None:
         editor.assume(proof.assumes)
     editor.replace(root, call)
     editor.erase([*match.nodes, *(node for proof in scores.proofs for node in proof.nodes)])
-
-
-def _times(editor: Editor, q: Any, factors: Sequence[tuple[str, fx.Node]], like: fx.Node) -> Any:
-    """The queries scaled as their scores are."""
-    for name, factor in factors:
-        scaled = editor.call(getattr(torch, name), (q, factor), like=like)
-        if example(scaled).dtype != example(q).dtype or not same_shape(example(scaled), example(q)):
-            raise Mismatch(f"{factor.name} is no number for each query, in the dtype of the queries")
-        q = scaled
-    return q
 
 
 def _grouped(editor: Editor, node: Any, heads: Any, like: fx.Node) -> Any:

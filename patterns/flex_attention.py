@@ -26,7 +26,7 @@ from fx_fusion.patterns import block_sparse_attention as under_a_mask
 from fx_fusion.patterns.repeat_kv import chain, repeated
 from fx_fusion.patterns.sites.blocks import data_and_blocks, read_when_it_runs, too_few_scores
 from fx_fusion.patterns.sites.scores import Scores
-from fx_fusion.patterns.sites.softmax_attention import written_out
+from fx_fusion.patterns.sites.softmax_attention import times, written_out
 from fx_fusion.rewrite.editor import Editor, Mismatch, differs
 
 _CAUSAL = Structure(low=0)
@@ -59,6 +59,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             crossed |= {*chain(view, inputs["key"]), *chain(view, inputs["value"])}
             inputs.update(key=key[0], value=value[0])
         others = {} if scores.sink is None else {"sink": scores.sink}
+        others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
         data = read_when_it_runs(_shown(scores))
         others.update({f"label_{i}": node for i, node in enumerate(data)})
         yield dataclasses.replace(
@@ -72,8 +73,6 @@ def _beyond(found: Match, scores: Scores) -> str | None:
         return "FlexAttention has no dropout"
     if scores.biases:
         return f"{scores.biases[0][0].name}, a learned bias, is added to the scores"
-    if scores.factors:
-        return f"{scores.factors[0][1].name}, a tensor, scales the scores"
     assert scores.values is not None
     if set(found.inputs) != {"q", "k", "v"} or scores.values.out_order is not None:
         return "queries, keys and values lie in another order than (batch, heads, length, head dim)"
@@ -106,6 +105,7 @@ def emit(editor: Editor, match: Match) -> None:
         raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
     with editor.graph.inserting_before(root):
         query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
+        query = times(editor, query, scores.factors, root)
         data, blocks = data_and_blocks(editor, query, key, structure, root)
         sink = None if scores.sink is None else editor.now(scores.sink)
         bounds = structure.low, structure.high

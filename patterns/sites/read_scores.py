@@ -34,7 +34,7 @@ def read_scores(search: Search, node: Any, scores: Scores) -> None:
                 raise NotThis(node, f"{node.name} scales the scores by {product.alpha}")
             if not same_shape(example(top), example(node)):
                 raise NotThis(top, f"a mask or bias makes scores of shape {tuple(example(top).shape)} of {node.name}")
-            if any(example(factor).dim() > example(node).dim() for _, factor in scores.factors):
+            if any(is_tensor(factor) and example(factor).dim() > example(node).dim() for _, factor in scores.factors):
                 raise NotThis(node, f"{node.name} has fewer dims than what scales it")
             scores.levels.append(node)
             scores.q, scores.keys, scores.product = product.left, product.right, product
@@ -147,6 +147,8 @@ def _scaled(view: View, node: fx.Node, name: str, scores: Scores) -> fx.Node:
     if is_tensor(a) and is_tensor(b):
         return _scaled_by_a_tensor(view, node, name, scores)
     tensor, number = (a, b) if is_tensor(a) else (b, a)
+    if isinstance(number, fx.Node) and isinstance(example(number), torch.SymFloat) and not (name == "div" and number is a):
+        return _scaled_queries(node, name, tensor, number, scores)
     if not isinstance(number, (int, float)) or not is_tensor(tensor) or (name == "div" and number is a) or not number > 0:
         raise NotThis(node, f"{node.name} scales the scores by something that is not a positive constant")
     scores.scale *= number if name == "mul" else 1 / number
@@ -162,10 +164,15 @@ def _scaled_by_a_tensor(view: View, node: fx.Node, name: str, scores: Scores) ->
     for_all_keys = not shape or (statically_known_true(shape[-1] == 1) and example(factor).dtype == example(inside).dtype)
     if has_product(view, factor) or not for_all_keys or not example(factor).dtype.is_floating_point:
         raise NotThis(node, f"{node.name} scales the scores by what is not one number for all keys, in their dtype")
-    if example(inside).dtype == torch.float16:
-        raise NotThis(node, f"{node.name} scales float16 scores by a tensor: queries that are scaled by it may overflow")
     if view.effects.written_after(view.order[factor], [factor]) is not None:
         raise NotThis(node, f"{node.name} scales the scores by {factor.name}, which is written to")
+    return _scaled_queries(node, name, inside, factor, scores)
+
+
+def _scaled_queries(node: fx.Node, name: str, inside: fx.Node, factor: fx.Node, scores: Scores) -> fx.Node:
+    """The queries are to be scaled, not the scores: by a tensor, or a number that may be another one in the next call."""
+    if example(inside).dtype == torch.float16:
+        raise NotThis(node, f"{node.name} scales float16 scores by {factor.name}: queries times it may overflow")
     scores.factors.append((name, factor))
     return inside
 
@@ -194,7 +201,8 @@ def _maximum(view: View, node: Any) -> tuple[fx.Node, list[fx.Node]] | None:
         return None
     dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
     over_keys = tuple(dims) in ((-1,), (example(bound["input"]).dim() - 1,))
-    source, nodes = bound["input"], list(dict.fromkeys([*nodes, node]))
+    unread = [user for user in node.users if not user.users]  # where it is, in a checkpointed body
+    source, nodes = bound["input"], list(dict.fromkeys([*unread, *nodes, node]))
     if view.name(source) == "detach":
         nodes.append(source)
         source = source.args[0]

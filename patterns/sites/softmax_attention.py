@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.terms import example, is_tensor, same_sizes
+from fx_fusion.graph.terms import example, is_tensor, same_shape, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis
 from fx_fusion.patterns.sites.products import product_of
 from fx_fusion.patterns.sites.read_scores import read_scores, regrouped, without_sink
 from fx_fusion.patterns.sites.scores import Scores, has_product
+from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
 def written_out(search: Search) -> Iterator[Match | NearMiss]:
@@ -138,3 +140,13 @@ def _broadcasts(sizes: Sequence[Any], wanted: Sequence[Any]) -> bool:
     return len(sizes) == len(wanted) and all(
         statically_known_true(a == b) or statically_known_true(a == 1) for a, b in zip(sizes, wanted, strict=True)
     )
+
+
+def times(editor: Editor, q: Any, factors: Sequence[tuple[str, fx.Node]], like: fx.Node) -> Any:
+    """The queries scaled as their scores are."""
+    for name, factor in factors:
+        scaled = editor.call(getattr(torch, name), (q, factor), like=like)
+        if example(scaled).dtype != example(q).dtype or not same_shape(example(scaled), example(q)):
+            raise Mismatch(f"{factor.name} is no number for each query, in the dtype of the queries")
+        q = scaled
+    return q

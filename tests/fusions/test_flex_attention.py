@@ -97,6 +97,23 @@ def test_grouped_heads_are_not_copied(on_cpu):
     assert "expand" not in report.graphs[0].after
 
 
+def test_a_scale_that_changes_between_calls(on_cpu):
+    """A number by which the scores are multiplied or divided: the queries are, then."""
+
+    def function(query, key, value, scale):
+        scores = query @ key.transpose(2, 3) * scale / (2 * scale)
+        return torch.softmax(scores + added(window(S, 37)), -1) @ value
+
+    compiled = torch.compile(function, backend=rewriting_backend(speculate=False))
+    with fx_fusion.recording() as report:
+        for scale in (0.5, 0.25, 0.125):
+            inputs = {**tensors(), "scale": scale}
+            fused = run(compiled, inputs)
+            assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
+    assert len(report.graphs) == 2, "the second graph takes any scale"
+    assert report.count("flex_attention") == 2, str(report)
+
+
 def test_layers_share_the_blocks(on_cpu):
     def function(query, key, value):
         mask = added(window(S, 37))
@@ -206,10 +223,13 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
-def test_models_whose_attention_is_written_out(kind, on_cpu):
+def test_models_whose_attention_is_written_out(kind, checkpointed, on_cpu):
     """Both layers, one in a window: values, and the gradient of every parameter."""
     model = tiny(kind, **SIZES)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(1, 128, (2, 300))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     with fx_fusion.recording() as report:
@@ -222,6 +242,20 @@ def test_models_whose_attention_is_written_out(kind, on_cpu):
     for name, value in found.items():
         allowed = 2 * (expected[name].double() - exact[name]).abs().max() + 1e-5 * exact[name].abs().max()
         assert (value.double() - exact[name]).abs().max() <= allowed, name
+
+
+def test_a_padded_batch_of_gpt_oss(on_cpu):
+    """Right padding: the graph that was compiled for a mask of ones, and the one for padding."""
+    model = tiny("gpt_oss", **SIZES)
+    ids = torch.randint(1, 128, (2, 100))
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][1, 60:] = 0
+    batch["labels"][1, 60:] = -100
+    with fx_fusion.recording() as report:
+        found = _step(torch.compile(model, backend=rewriting_backend(), dynamic=False), model, batch)
+    assert report.count("flex_attention") == 4, str(report)
+    for name, value in _step(model, model, batch).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def _step(model, parameters, batch):
