@@ -116,16 +116,20 @@ def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale
 
 
 @contextlib.contextmanager
-def structures_on_cpu(dtypes=(torch.float32, torch.bfloat16, torch.float16), op=by_blocks) -> Iterator[None]:
+def structures_on_cpu(
+    dtypes=(torch.float32, torch.bfloat16, torch.float16), op=by_blocks, any_head_dim=False
+) -> Iterator[None]:  # fmt: skip
     """The fusions onto FlexAttention fire on CPU too, where Inductor has no backward of it: what they read off a graph is
-    the same everywhere. ``op``: what they call."""
+    the same everywhere. ``op``: what they call; ``any_head_dim``: also that of a tiny model, 8."""
     patterns = block_sparse_attention, flex_attention
     guards = [pattern.FUSION.guard for pattern in patterns]
     before = block_sparse_attention.DTYPES, block_sparse_attention.block_sparse_attention
 
+    lifted = ("no backward", "head dim must") if any_head_dim else ("no backward",)
+
     def lenient(guard, query, key, value):
         why = guard(query, key, value)
-        return None if why is not None and "no backward" in why else why
+        return None if why is not None and any(reason in why for reason in lifted) else why
 
     block_sparse_attention.DTYPES = dtypes
     for pattern, guard in zip(patterns, guards, strict=True):

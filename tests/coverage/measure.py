@@ -27,6 +27,7 @@ from fx_fusion.tiny_configs import shrunk
 from tests.coverage.inputs import inputs_of
 from tests.coverage.others import diffusers_model, timm_model
 from tests.coverage.places import Place, modules_of_a_kind, places, written_out_norm
+from tests.structured_masks import structures_on_cpu
 
 # The fusions that speak for a kind of place. Those of the second table show in no single call.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "loss": ("linear_cross_entropy", "cross_entropy"),
     "masked attention": ("causal_mask", "block_sparse_attention"),
     "dense_mask": ("dense_mask", "causal_mask", "block_sparse_attention"),
-    "attention": ("attention",),
+    "attention": ("attention", "flex_attention"),
     "repeat_kv": ("repeat_kv", "block_sparse_attention"),
     "swish": ("swish", "swiglu", "gated_rms_norm", "group_norm_swish", "evonorm_s0", "evonorm_b0"),
 }
@@ -193,7 +194,7 @@ def measure(class_name: str, kind: str, dtype: torch.dtype = torch.float32) -> d
         return {**row, "status": "not captured", "error": f"{type(error).__name__}: {error}"[:300]}
     torch._dynamo.reset()
     try:
-        with fx_fusion.recording() as report:
+        with fx_fusion.recording() as report, structures_on_cpu(any_head_dim=True):
             ours = Counted(report, classes_of_a_kind(model))
             found = step(model, torch.compile(model, backend=ours, dynamic=False), inputs)
     except Exception as error:  # a crash of ours is what the suite looks for
