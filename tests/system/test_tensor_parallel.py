@@ -192,6 +192,54 @@ def test_rows_that_lie_on_two_ranks_are_normalised_where_they_lie():
             assert alike, "gradients lie as in eager"
 
 
+class Stream(torch.nn.Module):
+    """Norms and a gate of a residual stream whose batch and length lie on a mesh of two dims."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = Norm(), Norm(), torch.nn.LayerNorm(64)
+
+    def forward(self, x):
+        x = x + F.silu(self.first(x)) * x
+        x = x + self.second(x).sin()
+        return self.third(x).square().mean()
+
+
+def on_a_mesh_of_two_dims(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    import fx_fusion
+    from fx_fusion.testing import rewriting_backend
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    x = torch.randn(4, 10, 64, generator=torch.Generator().manual_seed(2))
+
+    def step(backend):
+        torch._dynamo.reset()
+        model = distribute_module(Stream(), mesh)
+        rows = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+        with fx_fusion.recording() as report:
+            loss = (torch.compile(model, backend=backend) if backend else model)(rows)
+            loss.full_tensor().backward()
+        grads = {n: t.grad for n, t in [("x", rows), *model.named_parameters()]}
+        return whole(loss), {n: whole(g) for n, g in grads.items()}, {n: str(g.placements) for n, g in grads.items()}, report
+
+    loss, grads, placements, _ = step(None)
+    our_loss, our_grads, our_placements, report = step(rewriting_backend())
+    errors = {n: (grads[n] - our_grads[n]).abs().max().item() for n in grads} | {"loss": abs(loss - our_loss).item()}
+    return errors, placements == our_placements, sorted(s.fusion for s in report.sites if s.status == "fused"), str(report)
+
+
+@pytest.mark.slow
+def test_rows_on_a_mesh_of_two_dims():
+    for errors, alike, fused, said in on_ranks(on_a_mesh_of_two_dims, ranks=4).values():
+        assert fused == ["add_layer_norm", "add_rms_norm", "rms_norm", "swiglu"], said
+        assert max(errors.values()) < 2e-5, errors
+        assert alike, "gradients lie as in eager"
+
+
 def run(setup, rank, compiled, parallel=True):
     """Loss, gradients and logits of a padded batch; what was fused, and whether the logits waited."""
     from torch.distributed.device_mesh import init_device_mesh
