@@ -25,7 +25,9 @@ def of_logits(logits, target, softcap, scale):
     z = logits.float() * scale
     z = softcap * torch.tanh(z / softcap) if softcap else z
     log_p = torch.log_softmax(z, dim=-1)
-    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    # As torch.distributions.Categorical: a class whose logit is -inf has no part in the entropy.
+    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * finite).sum(-1)
 
 
 def find(search: Search) -> Iterator[Match | NearMiss]:

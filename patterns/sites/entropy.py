@@ -139,6 +139,11 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
         nodes.update(negative.nodes)
         yield from ("-log_p" for kind in kinds if kind == "log_p")
         return
+    if (bounded := _above_the_lowest(view, factor)) is not None:
+        kinds = list(_kind(view, bounded, logits, nodes))
+        nodes.add(factor)
+        yield from (kind for kind in kinds if kind == "log_p")
+        return
     for op in ("softmax", "exp"):
         term = inner_term(view, factor, op)
         if term is None or (op == "softmax" and term.attrs != (-1,)):
@@ -155,6 +160,15 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
     if found is not None and _same_rows(view, found[0], logits, nodes):
         nodes.update(found[1])
         yield "log_p"
+
+
+def _above_the_lowest(view: View, node: fx.Node) -> fx.Node | None:
+    """Below ``clamp(log p, min=lowest number)``, by which torch.distributions has p · log p = 0 where a logit is -inf, as the
+    kernels have."""
+    bound = view.arguments_of(node, "clamp", "clamp_min")
+    if bound is None or bound.get("max") is not None or not is_tensor(bound["input"]):
+        return None
+    return bound["input"] if bound["min"] == torch.finfo(example(node).dtype).min else None
 
 
 def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -> bool:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
+from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from tests.helpers import reasons, rewritten
 from tests.losses import compare
@@ -186,6 +187,7 @@ WITH_ENTROPY = {
     "negated_before": lambda z, y: (lambda lp: (
         lp.gather(-1, y[..., None]).squeeze(-1), (-lp * z.softmax(-1)).sum(-1)
     ))(z.log_softmax(-1)),
+    "categorical": lambda z, y: (lambda d: (d.log_prob(y), d.entropy()))(Categorical(logits=z, validate_args=False)),
     "reduced": lambda z, y: (lambda lp: (
         -lp.gather(-1, y[..., None]).squeeze(-1).mean(), -(lp.exp() * lp).sum(-1).mean()
     ))(z.log_softmax(-1)),
@@ -256,12 +258,28 @@ def test_a_loss_that_is_not_read_is_named(name):
 
 MASKED = torch.zeros(V).index_fill_(0, torch.tensor([7]), -torch.inf)
 LEFT_ALONE = {
-    "entropy_of_a_masked_class": lambda z, y: (lambda d: d.log_prob(y % 7).sum() + d.entropy().sum())(
-        Categorical(logits=z + MASKED, validate_args=False)
-    ),
     "float64": lambda z, y: F.nll_loss(z.log_softmax(-1, dtype=torch.float64).view(-1, V), y.view(-1)),
     "gathered_float64": lambda z, y: F.log_softmax(z, -1, dtype=torch.float64).gather(-1, y[..., None]).sum(),
 }
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_entropy_beside_a_masked_class(kernels):
+    """Categorical's: p · log p is 0 where a logit is -inf."""
+
+    def function(z):
+        policy = Categorical(logits=z + MASKED, validate_args=False)
+        return policy.log_prob(y % 7).sum() + (policy.entropy() * 0.3).square().sum()
+
+    leaves = [torch.randn(B, S, V, generator=torch.Generator().manual_seed(3)).requires_grad_()]
+    leaves.append(leaves[0].detach().clone().requires_grad_())
+    with kernels_on_cpu(kernels and interpreting()):
+        ours, report = rewritten(function, leaves[0])
+        found = torch.autograd.grad(ours, leaves[0])[0]
+    report.assert_fused(log_probs_entropy=1)
+    theirs = function(leaves[1])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, torch.autograd.grad(theirs, leaves[1])[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
