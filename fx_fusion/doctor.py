@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -77,7 +78,7 @@ def _gpu() -> Iterator[Fact]:
     properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
     memory, others = properties.total_memory / 2**30, f", {count} of them" if count > 1 else ""
     kind = f"compute capability {properties.major}.{properties.minor}"
-    yield Fact("GPU", True, f"{properties.name}, {memory:.0f} GiB, {kind}, CUDA {torch.version.cuda}{others}")
+    yield Fact("GPU", True, f"{properties.name}, {memory:.0f} GiB, {kind}, CUDA {torch.version.cuda}{driver()}{others}")
     compiles = triton_compiles()
     yield Fact("Triton", compiles, f"Triton {'can' if compiles else 'cannot'} compile for it")
     measured = {cell.fusion for fusion in all_fusions() for cell in table.cells_of(properties.name, fusion.name)}
@@ -85,6 +86,18 @@ def _gpu() -> Iterator[Fact]:
         'no table: formulas decide; options={"select": "measure"} times both on the spot'
     )  # fmt: skip
     yield Fact("table", bool(measured), says)
+
+
+def driver() -> str:
+    """``, driver 580.65.06``, as nvidia-smi says it; empty where it says nothing."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f", driver {said[0]}" if said else ""
 
 
 def _folders() -> Iterator[tuple[str, Path]]:

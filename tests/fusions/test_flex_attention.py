@@ -258,6 +258,22 @@ def test_a_padded_batch_of_gpt_oss(on_cpu):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_lengths_that_change(kind):
+    """As in training without packing, with FlexAttention's operator in the graph: two graphs for any length."""
+    model = tiny(kind, **SIZES)
+    with structures_on_cpu(op=block_sparse_attention), fx_fusion.recording() as report:
+        compiled = torch.compile(model, backend=rewriting_backend())
+        for length in (100, 130, 77):
+            ids = torch.randint(1, 128, (2, length))
+            batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+            found = _step(compiled, model, batch)
+            for name, value in _step(model, model, batch).items():
+                torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item())
+    assert len(report.graphs) == 2
+    assert report.count("flex_attention") == 4, str(report)
+
+
 def _step(model, parameters, batch):
     parameters.zero_grad()
     loss = model(**batch, use_cache=False).loss

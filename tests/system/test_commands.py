@@ -211,6 +211,22 @@ def test_doctor(monkeypatch, tmp_path, capsys):
     assert "missing, install g++" in said
 
 
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [("echo 580.65.06; echo 580.65.06", ", driver 580.65.06"), ("exit 9", ""), ("true", "")],
+    ids=["two GPUs", "it fails", "it says nothing"],
+)
+def test_the_driver_is_nvidia_smis_to_say(script, says, monkeypatch, tmp_path):
+    from fx_fusion import doctor
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.driver() == "", "there is no nvidia-smi"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    assert doctor.driver() == says
+
+
 def test_doctor_of_a_gpu(monkeypatch):
     """Which table decides, or that none does."""
     from fx_fusion import doctor
