@@ -54,7 +54,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             continue
         inputs = {"query": found.inputs["q"], "key": found.inputs["k"], "value": found.inputs["v"]}
         key, value = (repeated(view, inputs[name]) for name in ("key", "value"))
-        crossed = frozenset([scores.keys])
+        crossed = frozenset([scores.keys, *found.crossed])
         if key is not None and value is not None and statically_known_true(key[1] == value[1]):
             crossed |= {*chain(view, inputs["key"]), *chain(view, inputs["value"])}
             inputs.update(key=key[0], value=value[0])

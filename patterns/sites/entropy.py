@@ -163,8 +163,8 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
 
 
 def _above_the_lowest(view: View, node: fx.Node) -> fx.Node | None:
-    """Below ``clamp(log p, min=lowest number)``, by which torch.distributions has p · log p = 0 where a logit is -inf, as the
-    kernels have."""
+    """Below ``clamp(log p, min=lowest number)``: torch.distributions has p · log p = 0 where a logit is -inf, as the kernels
+    do."""
     bound = view.arguments_of(node, "clamp", "clamp_min")
     if bound is None or bound.get("max") is not None or not is_tensor(bound["input"]):
         return None

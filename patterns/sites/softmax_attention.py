@@ -101,6 +101,7 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
         for order, own, whole in zip(orders, (of_q, of_keys, of_v), (of_q, of_q, of_scores), strict=True)
     ]
     inputs: dict[str, fx.Node] = {}
+    crossed: set[fx.Node] = set()
     others = {f"bias_{i}": bias for i, (bias, _) in enumerate(scores.biases)}
     others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
     for name, node, as_it_is in (("q", q, as_they_are[0]), ("v", v, as_they_are[2])):
@@ -109,14 +110,31 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
         inputs["k"] = view.term(keys).operands[0]
     else:
         others["keys"] = keys
+    if {"q", "k"} <= inputs.keys():
+        casts: set[fx.Node] = set()
+        below = [_before_it_was_widened(view, inputs[name], example(v).dtype, casts) for name in ("q", "k")]
+        if None not in below and casts:  # products of 16 bits are added in float32 anyway
+            q = keys = scores.q = inputs["q"] = below[0]
+            inputs["k"], crossed = below[1], casts | {scores.keys}
     dtypes = [example(t).dtype for t in (q, keys, v)]
     if len(inputs) < 3 and len(set(dtypes)) > 1:  # the guard sees those that lie as a kernel takes them
         raise NotThis(keys, f"q, k and v are {', '.join(map(str, dtypes))}; attention takes one dtype")
     everything = frozenset((*nodes, user))
     return Match(
         "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores,
-        unmade={"scores": softmax},
+        unmade={"scores": softmax}, crossed=frozenset(crossed),
     )  # fmt: skip
+
+
+def _before_it_was_widened(view: View, node: Any, dtype: torch.dtype, casts: set[fx.Node]) -> Any:
+    """What a node is a cast of, in a narrower dtype; None where it is none. ``casts`` gets what is between."""
+    while is_tensor(node) and example(node).dtype != dtype:
+        below = view.transparent(node)
+        if below is None or not keeps_values(example(below).dtype, example(node).dtype):
+            return None
+        casts.add(node)
+        node = below
+    return node
 
 
 def _common_heads(scores: Scores) -> Any:

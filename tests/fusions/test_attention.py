@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+import fx_fusion
+from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import check_rewritten, reasons, rewritten, statuses
 
 B, H, S, D = 2, 3, 7, 8
@@ -54,6 +56,43 @@ def test_spellings(name, dtype):
     ours, report = rewritten(SPELLINGS[name], *qkv)
     assert statuses(report, "attention") == ["fused"], str(report)
     close(ours, SPELLINGS[name](*qkv), qkv, dtype)
+
+
+def in_float32(query, key, value):
+    """The first product of what was widened for it, as models with large scores do."""
+    scores = torch.matmul(query.float(), key.float().transpose(2, 3)) * 0.3
+    return torch.softmax(scores.masked_fill(hidden(), float("-inf")), -1).to(value.dtype) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_of_widened_queries_and_keys(dtype):
+    inputs = dict(zip(("query", "key", "value"), tensors(dtype), strict=True))
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(in_float32, backend=rewriting_backend(), dynamic=False), inputs)
+    report.assert_fused(attention=1)
+    assert "float()" not in report.graphs[0].after
+    name, used = worst_excess(fused, run(in_float32, inputs), run_oracle(in_float32, inputs), dtype)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
+def written_after_it_was_widened(query, key, value):
+    query = query * 1
+    wide = query.float()
+    query.mul_(2)
+    return torch.softmax(wide @ key.float().mT, -1).to(value.dtype) @ value + query
+
+
+def one_of_them_in_float32(query, key, value):
+    return torch.softmax(query.float() @ (key.float() + 1e-6).mT, -1).to(value.dtype) @ value
+
+
+@pytest.mark.parametrize("function", [written_after_it_was_widened, one_of_them_in_float32])
+def test_what_was_not_only_widened(function):
+    qkv = tensors(torch.bfloat16)
+    ours, report = rewritten(function, *qkv)
+    assert report.count("attention") == 0
+    assert "takes one dtype" in reasons(report, "attention")
+    close(ours, function(*qkv), qkv, torch.bfloat16)
 
 
 def test_a_learned_bias_is_handed_on_and_learns():

@@ -174,7 +174,8 @@ def written_out(m: Maker) -> None:
     s = m.let(
         "s",
         m.pick(
-            f"{q} @ {k}.transpose(-1, -2)", f"torch.matmul({q}, {k}.mT)", f"torch.matmul({q} * 0.25, {k}.transpose(2, 3))"
+            f"{q} @ {k}.transpose(-1, -2)", f"torch.matmul({q}, {k}.mT)", f"torch.matmul({q} * 0.25, {k}.transpose(2, 3))",
+            f"{q}.float() @ {k}.float().mT",
         ),
     )
     if m.chance(0.8):
