@@ -85,14 +85,28 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def unread(view: View) -> Iterator[NearMiss]:
-    """Heads that are picked one by one."""
+    """Heads that are picked one by one, or all of them repeated in a row."""
     for node, bound in attention_calls(view):
+        tiled = next((bound[name] for name in ("key", "value") if _is_tiled(view, bound[name])), None)
+        if tiled is not None:
+            reason = f"{tiled.name} repeats all heads in a row, grouped heads each one; use repeat_interleave"
+            yield NearMiss("repeat_kv", node, tiled, reason)
+            continue
         picked = view.arguments_of(bound["key"], "getitem", "index_select")
         index = None if picked is None else picked["index"]
         chosen = index if isinstance(index, tuple) else (index,)
         if any(is_tensor(i) for i in chosen):
             reason = f"{bound['key'].name} picks heads by a tensor of indices; use repeat_interleave, or enable_gqa=True"
             yield NearMiss("repeat_kv", node, bound["key"], reason)
+
+
+def _is_tiled(view: View, node: fx.Node) -> bool:
+    """Whether a node is ``x.repeat(1, n, 1, 1)`` of several heads."""
+    bound = view.arguments_of(node, "repeat")
+    if bound is None or not is_tensor(bound["input"]) or example(node).dim() != 4 or example(bound["input"]).dim() != 4:
+        return False
+    (_, h, s, d), (_, heads, t, e) = example(bound["input"]).shape, example(node).shape
+    return not statically_known_true(h == heads) and same_sizes((s, d), (t, e))
 
 
 def _of_one_head(node: fx.Node) -> tuple[fx.Node, int] | None:

@@ -92,7 +92,6 @@ repeat(input, *sizes)
 repeat_interleave(input, repeats, dim=None, output_size=None)
 contiguous(input, memory_format=torch.contiguous_format)
 clone(input, memory_format=torch.preserve_format)
-view_as(input, other)
 expand_as(input, other)
 type_as(input, other)
 float(input)
@@ -185,6 +184,8 @@ _ALIASES = {
     "neg": ("negative",),
     "linalg_vector_norm": (),
     "cat": ("concat", "concatenate"),
+    "view": ("view_as",),
+    "reshape": ("reshape_as",),
     "transpose": ("swapaxes", "swapdims"),
     "le": ("less_equal",),
     "lt": ("less",),

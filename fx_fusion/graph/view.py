@@ -239,4 +239,4 @@ class View:
 
 
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool"}
-_MAY_BE_NO_OP = {"view", "reshape", "view_as", "expand", "expand_as", "contiguous", "clone", "flatten", "squeeze"}
+_MAY_BE_NO_OP = {"view", "reshape", "expand", "expand_as", "contiguous", "clone", "flatten", "squeeze"}

@@ -22,7 +22,7 @@ from fx_fusion.graph.terms import example, is_scalar, is_tensor, same_shape, sam
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 
-_SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "view_as", "squeeze")
+_SHAPES = ("view", "reshape", "unsqueeze", "getitem", "expand", "expand_as", "flatten", "squeeze")
 
 
 @dataclass

@@ -40,7 +40,7 @@ COMPARISONS = {"le": "less_equal", "lt": "less", "ge": "greater_equal", "gt": "g
 SPELLINGS = {
     **{n: unary(n) for n in ("sqrt", "rsqrt", "square", "reciprocal", "sigmoid", "tanh", "erf", "exp", "log", "relu", "clone", "detach", "logical_not")},
     **{n: [lambda x, n=n: method(x, n)] for n in ("float", "half", "bfloat16", "double", "int", "long", "bool", "contiguous")},
-    **{n: [lambda x, y, n=n: method(x, n, y), lambda x, y, n=n: method(x, n, other=y)] for n in ("view_as", "expand_as", "type_as")},
+    **{n: [lambda x, y, n=n: method(x, n, y), lambda x, y, n=n: method(x, n, other=y)] for n in ("expand_as", "type_as")},
     **{n: binary(n, by(getattr(operator, n)), by(getattr(torch, o)), dunder(n)) for n, o in COMPARISONS.items()},
     "neg": unary("neg", lambda x: -x, lambda x: torch.negative(x), lambda x: method(x, "__neg__")),
     "abs": unary("abs", lambda x: abs(x), lambda x: method(x, "__abs__")),

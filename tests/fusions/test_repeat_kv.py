@@ -36,6 +36,15 @@ def test_heads_in_another_order_are_not_grouped_heads():
     check_rewritten(function, wide, few, few, repeat_kv=0)
 
 
+def test_all_heads_repeated_in_a_row_are_named():
+    few, wide = k[:, :2], q[:, :2].repeat(1, 3, 1, 1)
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))  # noqa: E731
+    result, report = rewritten(function, wide, few, few)
+    report.assert_fused(repeat_kv=0)
+    assert "repeats all heads in a row" in reasons(report, "repeat_kv")
+    torch.testing.assert_close(result, function(wide, few, few))
+
+
 def test_only_keys_repeated():
     function = lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(3, dim=1), v)  # noqa: E731
     result, report = rewritten(function, q, k[:, :1], v)

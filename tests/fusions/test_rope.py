@@ -29,6 +29,15 @@ def every_two_reshaped(x):
     return torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
 
 
+def every_two_as(x):
+    """As RoFormer writes it."""
+    return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).reshape_as(x)
+
+
+def every_two_viewed_as(x):
+    return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).view_as(x)
+
+
 def tables_of_positions_alone(q, k, cos, sin):
     """As timm writes it: (s, d), broadcast over batch and heads."""
     c, s = cos[0], sin[0]
@@ -71,6 +80,7 @@ def even_odd(q, k, cos, sin):
 
 ROPES = {
     "slices": with_rotation(rotate_half), "chunks": with_rotation(rotate_half_chunked), "every_two": with_rotation(every_two),
+    "every_two_as": with_rotation(every_two_as), "every_two_viewed_as": with_rotation(every_two_viewed_as),
     "reversed": with_rotation(lambda x: torch.cat((x[..., D // 2 :], -x[..., : D // 2]), dim=-1)),
     "explicit_halves": explicit_halves, "even_odd_to_halves": even_odd,
     "indexed_axis": lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(q) * sin[:, None], k * cos[:, None] + rotate_half(k) * sin[:, None]),
