@@ -108,7 +108,7 @@ def _with_sink(view: View, node: fx.Node, scores: Scores) -> Any:
     inside, sink = bound["tensors"] if last and len(bound["tensors"]) == 2 else (None, None)
     if not is_tensor(inside) or not is_tensor(sink) or not statically_known_true(example(sink).shape[-1] == 1):
         raise NotThis(node, f"{node.name} is between the product and the softmax")
-    if scores.sink is not None or scores.scale != 1 or scores.factors or scores.proofs or scores.structure:
+    if scores.sink is not None or scores.scale != 1 or scores.factors or scores.proofs or scores.biases:
         raise NotThis(node, f"the sink of {node.name} is scaled, or masked, with the scores")
     if view.effects.written_after(view.order[sink], [sink]) is not None:
         raise NotThis(node, "the sink is written to")
@@ -184,6 +184,8 @@ def _without_maximum(view: View, node: fx.Node, scores: Scores) -> fx.Node:
     found = _maximum(view, largest) if is_tensor(inside) else None
     if found is None or found[0] is not inside:
         raise NotThis(node, f"{node.name} is between the product and the softmax")
+    if scores.sink is not None or scores.softcap is not None:  # which are not shifted with the scores
+        raise NotThis(node, f"{node.name} shifts the scores below their {'sink' if scores.sink else 'softcap'}")
     scores.nodes.update(found[1])
     return inside  # type: ignore[return-value]
 

@@ -168,6 +168,18 @@ def first_key_dropped(query, key, value):
     return torch.softmax(scores, -1)[..., 1:] @ value
 
 
+def shifted_below_the_sink(query, key, value):
+    scores = query @ key.transpose(2, 3)
+    scores = scores - scores.amax(-1, keepdim=True)
+    return torch.softmax(torch.cat([scores, torch.zeros(2, 4, S, 1)], -1), -1)[..., :-1] @ value
+
+
+def shifted_below_the_softcap(query, key, value):
+    scores = query @ key.transpose(2, 3)
+    scores = torch.tanh((scores - scores.amax(-1, keepdim=True)) / 5.0) * 5.0
+    return torch.softmax(scores, -1) @ value
+
+
 def masked_sink(query, key, value):
     scores = torch.cat([query @ key.transpose(2, 3), torch.zeros(2, 4, S, 1)], -1)
     mask = torch.cat([added(window(S, 37)), torch.full((S, 1), LOWEST)], -1)
@@ -192,6 +204,8 @@ def dropped_out(query, key, value):
         (with_the_probability_of_the_sink, "the probability of the sink"),
         (sink_first, "between the product and the softmax"),
         (first_key_dropped, "probability of the sink"),
+        (shifted_below_the_sink, "shifts the scores below their sink"),
+        (shifted_below_the_softcap, "shifts the scores below their softcap"),
         (masked_sink, "is not proved"),
         (probabilities_returned, "is used 2 times"),
         (dropped_out, "no dropout"),
@@ -200,7 +214,10 @@ def dropped_out(query, key, value):
 )
 def test_what_is_left_alone_and_why(function, why, on_cpu):
     with fx_fusion.recording() as report:
-        torch.compile(function, backend=rewriting_backend(), dynamic=False)(**tensors())
+        inputs = tensors()
+        found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**inputs)
+    if function is not dropped_out:
+        torch.testing.assert_close(found, function(**inputs), rtol=1e-4, atol=1e-4)
     assert report.count("flex_attention") == 0
     assert why in reasons(report, "flex_attention") + reasons(report, "attention"), str(report)
 

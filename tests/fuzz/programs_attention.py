@@ -180,6 +180,8 @@ def written_out(m: Maker) -> None:
     )
     if m.chance(0.8):
         s = m.let("s", m.pick(f"{s} / math.sqrt({D})", f"{s} * {D}**-0.5", f"{s} * 0.3", f"{s} / {q}.shape[-1] ** 0.5"))
+    if m.chance(0.1):  # the same for a softmax, but not for a softcap or beside a sink
+        s = m.let("s", f"{s} - {s}.amax(-1, keepdim=True)")
     if m.chance(0.25):
         cap = m.pick("5.0", "30", "0.5")
         s = m.let("s", m.pick(f"torch.tanh({s} / {cap}) * {cap}", f"{cap} * ({s} / {cap}).tanh()", f"torch.tanh({s})"))
