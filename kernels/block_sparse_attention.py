@@ -111,7 +111,24 @@ def block_sparse_attention(
 ) -> Tensor:  # fmt: skip
     """Returns softmax(score, where visible) · value, from the ``blocks`` of ``visible_blocks``, with the sink if there is
     one."""
+    given = query, key, value, blocks, labels, keys, queries, low, high, scale, softcap
+    out, lse = _attend(*given, with_lse=sink is not None)
+    return out if sink is None else (out * torch.sigmoid(lse[..., None] - sink)).to(out.dtype)
 
+
+@plain_function
+def block_sparse_attention_and_lse(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], keys: Sequence[Tensor],
+    queries: Sequence[Tensor], low: int | None, high: int | None, scale: float, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns what ``block_sparse_attention`` returns, without a sink, and lse: (b, h, s), float32."""
+    return _attend(query, key, value, blocks, labels, keys, queries, low, high, scale, softcap, with_lse=True)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], keys: Sequence[Tensor],
+    queries: Sequence[Tensor], low: int | None, high: int | None, scale: float, softcap: float | None, *, with_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *data: Tensor) -> Tensor:
         conditions = [] if low is None else [q - k >= low]
         conditions += [] if high is None else [q - k <= high]
@@ -128,12 +145,10 @@ def block_sparse_attention(
         return softcap * (2 * torch.sigmoid(score * (2 / softcap)) - 1)  # tanh: half the instructions, registers too
 
     mask = BlockMask((query.shape[-2], key.shape[-2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
-    operands, tiles = (*labels, *keys, *queries), tiles_for(query)
-    with_lse = sink is not None
-    out, lse = flex_attention(query, key, value, score, mask.as_tuple(), scale, operands, tiles, with_lse=with_lse)
-    if sink is None:
-        return out
-    return (out * torch.sigmoid(lse[..., None] - sink)).to(out.dtype)
+    operands = (*labels, *keys, *queries)
+    return flex_attention(
+        query, key, value, score, mask.as_tuple(), scale, operands, tiles_for(query), with_lse=with_lse
+    )  # fmt: skip
 
 
 def tiles_for(query: Tensor) -> dict[str, int]:

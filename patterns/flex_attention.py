@@ -21,13 +21,14 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.structure import Structure
 from fx_fusion.graph.terms import example
-from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
+from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_and_lse
 from fx_fusion.patterns import block_sparse_attention as under_a_mask
 from fx_fusion.patterns.repeat_kv import chain, repeated
 from fx_fusion.patterns.sites.blocks import data_and_blocks, read_when_it_runs, too_few_scores
 from fx_fusion.patterns.sites.scores import Scores
 from fx_fusion.patterns.sites.softmax_attention import times, written_out
 from fx_fusion.rewrite.editor import Editor, Mismatch, differs
+from fx_fusion.rewrite.replace import insertion_point
 
 _CAUSAL = Structure(low=0)
 
@@ -62,9 +63,11 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
         data = read_when_it_runs(_shown(scores))
         others.update({f"label_{i}": node for i, node in enumerate(data)})
+        outputs = found.outputs if scores.lse is None else (found.root, scores.lse)
         yield dataclasses.replace(
-            found, fusion="flex_attention", inputs=inputs, others=others, crossed=crossed, note=f"with {what}"
-        )
+            found, fusion="flex_attention", outputs=outputs, nodes=found.nodes | {*outputs}, inputs=inputs, others=others,
+            crossed=crossed, note=f"with {what}",
+        )  # fmt: skip
 
 
 def _beyond(found: Match, scores: Scores) -> str | None:
@@ -88,6 +91,7 @@ def _described(scores: Scores) -> str:
     parts = [] if scores.structure is None else [f"a mask: {scores.structure}"]
     parts += [] if scores.softcap is None else [f"a softcap of {scores.softcap:g}"]
     parts += [] if scores.sink is None else ["a sink"]
+    parts += [] if scores.lse is None else ["the logsumexp of its scores"]
     return ", ".join(parts)
 
 
@@ -103,20 +107,28 @@ def emit(editor: Editor, match: Match) -> None:
     dtype = example(root).dtype  # under autocast the inputs may have another
     if dtype not in under_a_mask.DTYPES:
         raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
-    with editor.graph.inserting_before(root):
+    with editor.graph.inserting_before(insertion_point(match, editor)):
         query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
         query = times(editor, query, scores.factors, root)
         data, blocks = data_and_blocks(editor, query, key, structure, root)
         sink = None if scores.sink is None else editor.now(scores.sink)
         bounds = structure.low, structure.high
-        given = query, key, value, blocks, *data, *bounds, float(scores.scale), scores.softcap, sink
-        call = editor.call(block_sparse_attention, given, like=root)
-        if differs(example(root), example(call)) is not None:
-            call = editor.restride(call, example(root), like=root)
-        editor.check([root], [call])
+        given = query, key, value, blocks, *data, *bounds, float(scores.scale), scores.softcap
+        if len(match.outputs) == 1:
+            results = [editor.call(block_sparse_attention, (*given, sink), like=root)]
+        else:
+            both = editor.call(block_sparse_attention_and_lse, given, like=root)
+            out, lse = (editor.item(both, i, like=node) for i, node in enumerate(match.outputs))
+            lse = editor.cast(lse, example(match.outputs[1]).dtype, like=match.outputs[1])
+            kept = example(match.outputs[1]).dim() == example(lse).dim() + 1
+            results = [out, editor.method("unsqueeze", (lse, -1), like=match.outputs[1]) if kept else lse]
+        if differs(example(root), example(results[0])) is not None:
+            results[0] = editor.restride(results[0], example(root), like=root)
+        editor.check(match.outputs, results)
     for proof in scores.proofs:
         editor.assume(proof.assumes)
-    editor.replace(root, call)
+    for output, result in zip(match.outputs, results, strict=True):
+        editor.replace(output, result)
     editor.erase([*match.nodes, *match.crossed, *(node for proof in scores.proofs for node in proof.nodes)])
 
 

@@ -107,12 +107,28 @@ def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+    scores, value = scores_of(query, key, value, mask, scale, softcap)
+    columns = [scores] if sink is None else [scores, sink.expand(*scores.shape[:-1], 1)]
+    return torch.softmax(torch.cat(columns, -1), -1)[..., :t] @ value
+
+
+def by_blocks_and_lse(query, key, value, blocks, labels, keys, queries, low, high, scale, softcap=None):
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])[None, :]
+    assert not labels, "of windows alone"
+    assert not keys
+    assert not queries
+    visible = torch.ones_like(distance, dtype=torch.bool) if low is None else distance >= low
+    visible = visible if high is None else visible & (distance <= high)
+    scores, value = scores_of(query, key, value, visible, scale, softcap)
+    return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
+
+
+def scores_of(query, key, value, visible, scale, softcap):
+    """The scores, and the values for every head of the queries."""
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    columns = [scores] if sink is None else [scores, sink.expand(*scores.shape[:-1], 1)]
-    return torch.softmax(torch.cat(columns, -1), -1)[..., :t] @ value
+    return scores.masked_fill(~visible, float("-inf")), value
 
 
 @contextlib.contextmanager
@@ -124,6 +140,7 @@ def structures_on_cpu(
     patterns = block_sparse_attention, flex_attention
     guards = [pattern.FUSION.guard for pattern in patterns]
     before = block_sparse_attention.DTYPES, block_sparse_attention.block_sparse_attention
+    and_lse = flex_attention.block_sparse_attention_and_lse
 
     lifted = ("no backward", "head dim must") if any_head_dim else ("no backward",)
 
@@ -132,6 +149,8 @@ def structures_on_cpu(
         return None if why is not None and any(reason in why for reason in lifted) else why
 
     block_sparse_attention.DTYPES = dtypes
+    if op is by_blocks:
+        flex_attention.block_sparse_attention_and_lse = by_blocks_and_lse
     for pattern, guard in zip(patterns, guards, strict=True):
         pattern.block_sparse_attention = op
         object.__setattr__(pattern.FUSION, "guard", functools.partial(lenient, guard))
@@ -139,6 +158,7 @@ def structures_on_cpu(
         yield
     finally:
         block_sparse_attention.DTYPES = before[0]
+        flex_attention.block_sparse_attention_and_lse = and_lse
         for pattern, guard in zip(patterns, guards, strict=True):
             pattern.block_sparse_attention = before[1]
             object.__setattr__(pattern.FUSION, "guard", guard)

@@ -41,11 +41,12 @@ class Scores:
     softcap: float | None = None  # softcap · tanh(q · keys · scale / softcap)
     sink: fx.Node | None = None  # (.., queries, 1): one more score of each row, without a value
     structure: Structure | None = None  # what the mask shows, where it is more than causal
+    lse: fx.Node | None = None  # the logarithm of the sum of their exponentials, where it is read
 
     @property
     def plain(self) -> bool:
         """Whether scaled_dot_product_attention computes it."""
-        return self.softcap is None and self.sink is None and self.structure is None
+        return self.softcap is None and self.sink is None and self.structure is None and self.lse is None
 
 
 def has_product(view: View, node: fx.Node, depth: int = 8) -> bool:

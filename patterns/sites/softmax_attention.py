@@ -94,6 +94,7 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
     if not _broadcasts(of_keys, of_q) or not _broadcasts(of_v, of_scores):
         raise NotThis(user, "batch and heads of queries, keys and values differ")
     scores.dropout, scores.values = dropout, values
+    scores.lse = None if scores.sink is not None else _lse_of(view, bound["input"], user)
     # Inputs lie as the kernel takes them; what is grouped anew, in another order, or one head for all, does not.
     one_level = scores.heads is None
     as_they_are = [
@@ -124,6 +125,18 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
         "attention", (user,), everything, inputs, others=others, rounded=frozenset(rounded), reading=scores,
         unmade={"scores": softmax}, crossed=frozenset(crossed),
     )  # fmt: skip
+
+
+def _lse_of(view: View, scores: fx.Node, root: fx.Node) -> fx.Node | None:
+    """Their ``logsumexp``, by which some scale the result as a sink does (Granite with windows)."""
+    for user in scores.users:
+        bound = view.arguments_of(user, "logsumexp")
+        if bound is None or view.effects.region[user] != view.effects.region[root]:
+            continue
+        dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
+        if tuple(dims) in ((-1,), (example(scores).dim() - 1,)):
+            return user
+    return None
 
 
 def _before_it_was_widened(view: View, node: Any, dtype: torch.dtype, casts: set[fx.Node]) -> Any:

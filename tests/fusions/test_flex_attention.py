@@ -143,6 +143,22 @@ def test_beside_a_sink_padding_may_hide_a_row(padded, on_cpu):
     assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["", "the operator itself"])
+@pytest.mark.parametrize(("keepdim", "size"), [(False, 37), (True, S)], ids=["window", "causal"])
+def test_the_lse_of_the_scores_is_read_too(keepdim, size, real):
+    """As Granite with windows writes its sink: the result is scaled by it; the logarithm comes before the softmax."""
+
+    def function(query, key, value, sink):
+        scores = query @ key.transpose(2, 3) * 0.3 + added(window(S, size))
+        lse = torch.logsumexp(scores, dim=-1, keepdim=keepdim)
+        lse = lse.squeeze(-1) if keepdim else lse
+        scale = (lse - sink.view(1, -1, 1)).float().sigmoid()
+        return torch.softmax(scores, -1, dtype=torch.float32) @ value * scale.unsqueeze(-1)
+
+    with structures_on_cpu(**({"op": block_sparse_attention} if real else {})):
+        check(function, {**tensors(), "sink": SINKS.clone()})
+
+
 def hidden_row(query, key, value):
     q, k = torch.arange(S)[:, None], torch.arange(S)[None]
     return written_out(query, key, value, mask=added((k < q) & (k > q - 9)))

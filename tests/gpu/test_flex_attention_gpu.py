@@ -80,3 +80,24 @@ def test_head_dims(d):
 @pytest.mark.parametrize("padded", ["left", "right", "a row"])
 def test_padding_beside_a_sink(padded):
     check(515, 64, torch.bfloat16, {"window": 100, "softcap": None, "with_sink": True}, padded)
+
+
+@pytest.mark.parametrize("s", [128, 515])
+def test_the_lse_of_the_scores(s):
+    """As Granite with windows writes its sink."""
+
+    def function(query, key, value, sink):
+        key, value = (t.repeat_interleave(4, dim=1) for t in (key, value))
+        hidden = ~torch.ones(s, s, dtype=torch.bool, device="cuda").tril()
+        scores = (torch.matmul(query, key.transpose(2, 3)) * 0.2).masked_fill(hidden, float("-inf"))
+        scale = (torch.logsumexp(scores, -1) - sink.view(1, -1, 1)).float().sigmoid()
+        out = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype), value)
+        return out * scale.unsqueeze(-1).to(out.dtype)
+
+    inputs = inputs_of(s, 64, torch.bfloat16, None)
+    options = {"select": "always", "strict": True, "speculate": False}
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend="fx_fusion", options=options, dynamic=False), inputs)
+    assert report.count("flex_attention") == 1, str(report)
+    name, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
