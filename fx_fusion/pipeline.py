@@ -70,6 +70,8 @@ def rewrite(search: Search, options: Options, editor: Editor, fuel: Fuel, graph:
 # -- find ----------------------------------------------------------------------------------------------------------
 def find(search: Search) -> Iterator[Candidate]:
     """Candidates of all fusions, in the order in which fusions are tried."""
+    for node in search.view.graph.nodes:  # from the first on: the last of a long chain alone would be read too deep
+        search.view.term(node)
     for fusion in registry.all_fusions():
         for miss in () if fusion.unread is None else fusion.unread(search.view):
             yield Candidate(fusion, miss.root, status="near", reason=described(miss), miss=miss, unread=True)

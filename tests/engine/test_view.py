@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fx_fusion.graph.dtypes import roundings
 from fx_fusion.graph.terms import Term
 from tests.engine.graphs import BF16, F16, F32, F64, capture, no_grad, tensor
+from tests.helpers import rewritten
 
 
 def read(graph, item=None):
@@ -282,3 +283,16 @@ def test_static_sizes_are_numbers():
 def test_what_is_pure():
     graph = capture(lambda x: (x + 1, torch.sin(x), F.dropout(x), (x * 2).mul_(2), x.detach()), x=(4, 8))
     assert [graph.view.is_pure(r) for r in graph.results] == [True, False, False, False, False]
+
+
+def test_the_last_of_a_long_chain_is_read():
+    """One by one from the first, not in one recursion from the last."""
+
+    def function(x):
+        for _ in range(900):
+            x = x * x + x
+        return x
+
+    x = torch.randn(3)
+    y, _ = rewritten(function, x, options={"strict": True})
+    torch.testing.assert_close(y, function(x))

@@ -39,7 +39,7 @@ def added(visible):
 
 
 WINDOW = added(window(S, 37))
-SINKS = torch.randn(4)
+SINKS = torch.linspace(-1, 2, 4)
 HOW = {
     "window": lambda **t: written_out(**t, mask=added(window(S, 37))),
     "window_in_double": lambda **t: written_out(**t, mask=added(window(S, 37)), dtype=torch.float32),
@@ -56,12 +56,13 @@ WITH_SINK = {
 }
 
 
-def check(function, inputs, *, count=1):
+def check(function, inputs, *, count=1, dtype=torch.float32):
+    inputs = {name: tensor.to(dtype) for name, tensor in inputs.items()}
     with fx_fusion.recording() as report:
         fused = run(torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False), inputs)
     assert report.count("flex_attention") == count, str(report)
     assert "softmax" not in report.graphs[0].after
-    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)
+    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), dtype)
     assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
     return report
 
@@ -80,13 +81,14 @@ def test_with_a_sink_that_learns(how, on_cpu):
 
 
 def test_the_operator_itself_in_the_graph():
-    """Not its likeness for CPUs: FlexAttention's operator traces the softcap, within another's trace."""
+    """Not its likeness for CPUs: FlexAttention's operator traces the softcap, within another's trace. In a dtype that the
+    guard admits on a GPU."""
 
     def function(query, key, value, sink):
         return written_out(query, key, value, mask=added(window(S, 37)), softcap=5.0, sink=sink, groups=2)
 
     with structures_on_cpu(op=block_sparse_attention):
-        check(function, {**tensors(h=4, g=2), "sink": SINKS.clone()})
+        check(function, {**tensors(h=4, g=2), "sink": SINKS.clone()}, dtype=torch.bfloat16)
 
 
 def test_grouped_heads_are_not_copied(on_cpu):
@@ -153,10 +155,11 @@ def test_the_lse_of_the_scores_is_read_too(keepdim, size, real):
         lse = torch.logsumexp(scores, dim=-1, keepdim=keepdim)
         lse = lse.squeeze(-1) if keepdim else lse
         scale = (lse - sink.view(1, -1, 1)).float().sigmoid()
-        return torch.softmax(scores, -1, dtype=torch.float32) @ value * scale.unsqueeze(-1)
+        return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value * scale.unsqueeze(-1).to(value.dtype)
 
     with structures_on_cpu(**({"op": block_sparse_attention} if real else {})):
-        check(function, {**tensors(), "sink": SINKS.clone()})
+        dtype = torch.bfloat16 if real else torch.float32
+        check(function, {**tensors(), "sink": SINKS.clone()}, dtype=dtype)
 
 
 def hidden_row(query, key, value):
