@@ -60,7 +60,7 @@ def unread(view: View) -> Iterator[NearMiss]:
 
 def emit(editor: Editor, match: Match) -> None:
     root, scores = match.root, match.reading
-    causal = any(proof.kind == "causal" for proof in scores.proofs)
+    causal = scores.causal
     with editor.graph.inserting_before(root):
         q = permuted(editor, scores.q, scores.product.left_order, root)
         v = permuted(editor, scores.values.right, scores.values.right_order, root)

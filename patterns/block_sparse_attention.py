@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
@@ -23,11 +22,9 @@ from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import attention_calls
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
-from fx_fusion.patterns.repeat_kv import chain, repeated
-from fx_fusion.patterns.sites.blocks import data_and_blocks, read_when_it_runs, too_few_scores
-from fx_fusion.rewrite.editor import Editor, Mismatch, differs
-
-DTYPES = (torch.bfloat16, torch.float16)
+from fx_fusion.patterns.repeat_kv import without_repeats
+from fx_fusion.patterns.sites.blocks import data_and_blocks, operands, read_when_it_runs, too_few_scores
+from fx_fusion.rewrite.editor import Editor, differs
 
 
 def attention_in_a_window(query, key, value):
@@ -51,17 +48,12 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if not isinstance(bound["scale"], (int, float, type(None))):
             yield NearMiss("block_sparse_attention", node, node, f"the scale is not a constant ({proof.reason})")
             continue
-        inputs = {name: bound[name] for name in ("query", "key", "value")}
-        crossed: frozenset[fx.Node] = frozenset()
-        key, value = (repeated(view, bound[name]) for name in ("key", "value"))
-        if key is not None and value is not None and statically_known_true(key[1] == value[1]):
-            inputs.update(key=key[0], value=value[0])
-            crossed = frozenset((*chain(view, bound["key"]), *chain(view, bound["value"])))
+        key, value, crossed = without_repeats(view, bound["key"], bound["value"])
         yield Match(
             fusion="block_sparse_attention",
             outputs=(node,),
             nodes=frozenset([node]),
-            inputs=inputs,
+            inputs={"query": bound["query"], "key": key, "value": value},
             others={f"label_{i}": node for i, node in enumerate(read_when_it_runs(proof.structure))},
             crossed=crossed,
             reading=(proof, bound["scale"]),
@@ -98,11 +90,8 @@ def emit(editor: Editor, match: Match) -> None:
     proof: MaskProof = match.reading[0]
     root, structure, scale = match.root, proof.structure, match.reading[1]
     assert structure is not None
-    dtype = example(root).dtype  # under autocast the inputs may have another
-    if dtype not in DTYPES:
-        raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
     with editor.graph.inserting_before(root):
-        query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
+        query, key, value = operands(editor, match)
         data, blocks = data_and_blocks(editor, query, key, structure, root)
         scale = example(query).shape[-1] ** -0.5 if scale is None else scale
         given = query, key, value, blocks, *data, structure.low, structure.high, float(scale)

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
@@ -23,11 +22,11 @@ from fx_fusion.graph.masks.structure import Structure
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_and_lse
 from fx_fusion.patterns import block_sparse_attention as under_a_mask
-from fx_fusion.patterns.repeat_kv import chain, repeated
-from fx_fusion.patterns.sites.blocks import data_and_blocks, read_when_it_runs, too_few_scores
+from fx_fusion.patterns.repeat_kv import without_repeats
+from fx_fusion.patterns.sites.blocks import data_and_blocks, operands, read_when_it_runs, too_few_scores
 from fx_fusion.patterns.sites.scores import Scores
 from fx_fusion.patterns.sites.softmax_attention import times, written_out
-from fx_fusion.rewrite.editor import Editor, Mismatch, differs
+from fx_fusion.rewrite.editor import Editor, differs
 from fx_fusion.rewrite.replace import insertion_point
 
 _CAUSAL = Structure(low=0)
@@ -53,12 +52,9 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if why := _beyond(found, scores):
             yield NearMiss("flex_attention", found.root, found.root, f"{why} ({what})")
             continue
-        inputs = {"query": found.inputs["q"], "key": found.inputs["k"], "value": found.inputs["v"]}
-        key, value = (repeated(view, inputs[name]) for name in ("key", "value"))
-        crossed = frozenset([scores.keys, *found.crossed])
-        if key is not None and value is not None and statically_known_true(key[1] == value[1]):
-            crossed |= {*chain(view, inputs["key"]), *chain(view, inputs["value"])}
-            inputs.update(key=key[0], value=value[0])
+        key, value, repeats = without_repeats(view, found.inputs["k"], found.inputs["v"])
+        inputs = {"query": found.inputs["q"], "key": key, "value": value}
+        crossed = frozenset([scores.keys, *found.crossed, *repeats])
         others = {} if scores.sink is None else {"sink": scores.sink}
         others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
         data = read_when_it_runs(_shown(scores))
@@ -83,8 +79,7 @@ def _beyond(found: Match, scores: Scores) -> str | None:
 
 
 def _shown(scores: Scores) -> Structure:
-    causal = any(proof.kind == "causal" for proof in scores.proofs)
-    return (scores.structure or Structure()) & (_CAUSAL if causal else Structure())
+    return (scores.structure or Structure()) & (_CAUSAL if scores.causal else Structure())
 
 
 def _described(scores: Scores) -> str:
@@ -104,11 +99,8 @@ def why_keep(query, key, value):
 def emit(editor: Editor, match: Match) -> None:
     scores: Scores = match.reading
     root, structure = match.root, _shown(scores)
-    dtype = example(root).dtype  # under autocast the inputs may have another
-    if dtype not in under_a_mask.DTYPES:
-        raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
     with editor.graph.inserting_before(insertion_point(match, editor)):
-        query, key, value = (editor.cast(match.inputs[n], dtype, like=root) for n in ("query", "key", "value"))
+        query, key, value = operands(editor, match)
         query = times(editor, query, scores.factors, root)
         data, blocks = data_and_blocks(editor, query, key, structure, root)
         sink = None if scores.sink is None else editor.now(scores.sink)

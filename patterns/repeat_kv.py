@@ -84,6 +84,14 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     return (inner.operands[0], n) if same_sizes((b, h * n, s, d), shape) else None
 
 
+def without_repeats(view: View, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node, frozenset[fx.Node]]:
+    """Keys and values with few heads where both are repeated alike, else as they are; and the nodes that repeat."""
+    few = [repeated(view, node) for node in (key, value)]
+    if few[0] is None or few[1] is None or not statically_known_true(few[0][1] == few[1][1]):
+        return key, value, frozenset()
+    return few[0][0], few[1][0], frozenset((*chain(view, key), *chain(view, value)))
+
+
 def unread(view: View) -> Iterator[NearMiss]:
     """Heads that are picked one by one, or all of them repeated in a row."""
     for node, bound in attention_calls(view):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fx_fusion.kernels.block_sparse_attention import BLOCK
 from fx_fusion.patterns import block_sparse_attention, flex_attention
+from fx_fusion.patterns.sites import blocks
 
 S = 600  # not a multiple of a block
 
@@ -139,7 +140,7 @@ def structures_on_cpu(
     the same everywhere. ``op``: what they call; ``any_head_dim``: also that of a tiny model, 8."""
     patterns = block_sparse_attention, flex_attention
     guards = [pattern.FUSION.guard for pattern in patterns]
-    before = block_sparse_attention.DTYPES, block_sparse_attention.block_sparse_attention
+    before = blocks.DTYPES, block_sparse_attention.block_sparse_attention
     and_lse = flex_attention.block_sparse_attention_and_lse
 
     lifted = ("no backward", "head dim must") if any_head_dim else ("no backward",)
@@ -148,7 +149,7 @@ def structures_on_cpu(
         why = guard(query, key, value)
         return None if why is not None and any(reason in why for reason in lifted) else why
 
-    block_sparse_attention.DTYPES = dtypes
+    blocks.DTYPES = dtypes
     if op is by_blocks:
         flex_attention.block_sparse_attention_and_lse = by_blocks_and_lse
     for pattern, guard in zip(patterns, guards, strict=True):
@@ -157,7 +158,7 @@ def structures_on_cpu(
     try:
         yield
     finally:
-        block_sparse_attention.DTYPES = before[0]
+        blocks.DTYPES = before[0]
         flex_attention.block_sparse_attention_and_lse = and_lse
         for pattern, guard in zip(patterns, guards, strict=True):
             pattern.block_sparse_attention = before[1]

@@ -81,6 +81,12 @@ def symmetric(term: Term) -> bool:
     return term.op in _SYMMETRIC and len(term.operands) == 2
 
 
+def over_last_dim(dims: Any, node: Any) -> bool:
+    """Whether a reduction of ``node`` is over its last dim alone."""
+    dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
+    return dims in ((-1,), (example(node).dim() - 1,))
+
+
 def negative_dim(dim: int, rank: int) -> int:
     """A dim counted from the end."""
     return dim - rank if dim >= 0 else dim

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 __all__ = [
     "NO_VALUES", "FakeTensor", "FakeTensorMode", "example_of", "fake_mode_of", "hint_of", "lower_bound", "set_example",
-    "storage_of", "unset_fake_temporarily", "without_guards",
-    "without_tracing_context",
+    "storage_of", "unset_fake_temporarily", "without_guards", "without_tracing_context",
 ]  # fmt: skip
 
 _EXAMPLE = "example_value"

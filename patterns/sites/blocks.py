@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fx_fusion.fusion.match import Match
 from fx_fusion.graph.masks.structure import Label, Shown, Structure
 from fx_fusion.graph.outside import carried_in
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.block_sparse_attention import visible_blocks
 from fx_fusion.rewrite.editor import Editor, Mismatch
+
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def too_few_scores(query: Tensor, key: Tensor, fewest: int) -> str | None:
@@ -24,6 +27,14 @@ def too_few_scores(query: Tensor, key: Tensor, fewest: int) -> str | None:
     if expected(b) * expected(h) * expected(s) * expected(key.shape[2]) < fewest:
         return f"Inductor is as fast below {fewest} scores (measured on an H200)"
     return None
+
+
+def operands(editor: Editor, match: Match) -> tuple[fx.Node, ...]:
+    """Query, key and value in the dtype of the result; under autocast the inputs may have another."""
+    dtype = example(match.root).dtype
+    if dtype not in DTYPES:
+        raise Mismatch(f"attention is computed in {dtype}; the kernels take bfloat16 or float16")
+    return tuple(editor.cast(match.inputs[name], dtype, like=match.root) for name in ("query", "key", "value"))
 
 
 def read_when_it_runs(structure: Structure) -> list[fx.Node]:

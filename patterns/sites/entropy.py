@@ -12,10 +12,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.forms import inner_term
-from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.terms import example, is_tensor, over_last_dim, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
-from fx_fusion.patterns.sites.log_probs import logits_of, over_classes
+from fx_fusion.patterns.sites.log_probs import logits_of
 from fx_fusion.patterns.sites.loss import LossSite, find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.rewrite.editor import Editor, Mismatch
@@ -95,7 +95,7 @@ def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
     bound = view.arguments_of(node, name)
     if bound is None or not is_tensor(bound["input"]) or bound["keepdim"] or bound.get("dtype") is not None:
         return False
-    return over_classes(bound["dim"], bound["input"])
+    return over_last_dim(bound["dim"], bound["input"])
 
 
 def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[str], set[fx.Node]] | None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.indices import index_of
-from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.terms import example, is_tensor, over_last_dim, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
 
@@ -50,7 +50,7 @@ def logits_of(view: View, log_probs: Any) -> tuple[fx.Node, set[fx.Node]] | None
         return None
     logits, total = term.operands
     bound = view.arguments_of(total, "logsumexp")
-    if bound is None or bound["input"] is not logits or not bound["keepdim"] or not over_classes(bound["dim"], logits):
+    if bound is None or bound["input"] is not logits or not bound["keepdim"] or not over_last_dim(bound["dim"], logits):
         return None
     return logits, {*nodes, *edge.crossed, *term.nodes, total}
 
@@ -81,12 +81,6 @@ def _broadcast(view: View, node: fx.Node) -> fx.Node | None:
     return operands[i] if isinstance(i, int) and is_tensor(operands[i]) else None  # type: ignore[index,return-value]
 
 
-def over_classes(dims: Any, logits: fx.Node) -> bool:
-    """Whether a reduction is over the last dim alone."""
-    dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
-    return dims in ((-1,), (example(logits).dim() - 1,))
-
-
 # -- the class of each row -------------------------------------------------------------------------------------------
 def picked(view: View, node: fx.Node) -> Picked | None:
     """What ``node`` picks, if it picks one class of each row."""
@@ -103,7 +97,7 @@ def _gathered(view: View, node: fx.Node) -> Picked | None:
     if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
         return None
     source = bound["input"]
-    if not isinstance(bound["dim"], int) or not over_classes(bound["dim"], source):
+    if not isinstance(bound["dim"], int) or not over_last_dim(bound["dim"], source):
         return None
     found = _one_class_a_row(view, bound["index"], source)
     return None if found is None else Picked(node, source, found[0], frozenset([node, *found[1]]))
@@ -192,7 +186,7 @@ def _one_hot_product(view: View, node: fx.Node) -> Picked | None:
     if bound is None or not is_tensor(bound["input"]) or bound["keepdim"] or bound["dtype"] is not None:
         return None
     summed = bound["dim"] is None
-    if not summed and not over_classes(bound["dim"], bound["input"]):
+    if not summed and not over_last_dim(bound["dim"], bound["input"]):
         return None
     product = bound["input"]
     try:

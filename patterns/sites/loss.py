@@ -16,12 +16,12 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.terms import Term, example, is_tensor, same_shape
+from fx_fusion.graph.terms import Term, example, is_tensor, over_last_dim, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import source_of
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.patterns.sites.linear import linear_of
-from fx_fusion.patterns.sites.log_probs import logits_of, one_hot_of, over_classes, picked
+from fx_fusion.patterns.sites.log_probs import logits_of, one_hot_of, picked
 from fx_fusion.patterns.sites.row_choices import below_a_choice_of_rows, below_a_slice_of_classes, with_one_class
 
 
@@ -174,7 +174,7 @@ def _of_difference(view: View, node: fx.Node) -> LossSite | None:
         found = picked(view, with_one_class(view, squeezed))
         if bound is None or found is None or found.summed or bound["input"] is not found.source:
             continue
-        if not over_classes(bound["dim"], found.source) or example(squeezed).dim() != example(total).dim():
+        if not over_last_dim(bound["dim"], found.source) or example(squeezed).dim() != example(total).dim():
             continue
         if not same_shape(example(node), example(squeezed)) or not same_shape(example(node), example(total)):
             continue

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.indices import index_of
-from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.graph.terms import example, is_tensor, over_last_dim, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.patterns.sites.products import product_of
@@ -201,8 +201,7 @@ def _maximum(view: View, node: Any) -> tuple[fx.Node, list[fx.Node]] | None:
     bound = view.arguments_of(node, "amax", "max")
     if bound is None or not is_tensor(bound["input"]) or not bound["keepdim"]:
         return None
-    dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
-    over_keys = tuple(dims) in ((-1,), (example(bound["input"]).dim() - 1,))
+    over_keys = over_last_dim(bound["dim"], bound["input"])
     unread = [user for user in node.users if not user.users]  # where it is, in a checkpointed body
     source, nodes = bound["input"], list(dict.fromkeys([*unread, *nodes, node]))
     if view.name(source) == "detach":

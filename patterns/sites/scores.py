@@ -44,6 +44,11 @@ class Scores:
     lse: fx.Node | None = None  # the logarithm of the sum of their exponentials, where it is read
 
     @property
+    def causal(self) -> bool:
+        """Whether one of the masks hides exactly the keys behind the query."""
+        return any(proof.kind == "causal" for proof in self.proofs)
+
+    @property
     def plain(self) -> bool:
         """Whether scaled_dot_product_attention computes it."""
         return self.softcap is None and self.sink is None and self.structure is None and self.lse is None

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.terms import example, is_tensor, same_shape, same_sizes
+from fx_fusion.graph.terms import example, is_tensor, over_last_dim, same_shape, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis
 from fx_fusion.patterns.sites.products import product_of
@@ -133,8 +133,7 @@ def _lse_of(view: View, scores: fx.Node, root: fx.Node) -> fx.Node | None:
         bound = view.arguments_of(user, "logsumexp")
         if bound is None or view.effects.region[user] != view.effects.region[root]:
             continue
-        dims = bound["dim"] if isinstance(bound["dim"], (tuple, list)) else (bound["dim"],)
-        if tuple(dims) in ((-1,), (example(scores).dim() - 1,)):
+        if over_last_dim(bound["dim"], scores):
             return user
     return None
 

@@ -118,14 +118,14 @@ def big():
 
 
 def test_20_000_nodes_are_small_and_made_soon(big):
-    """A second on a machine that has nothing else to do."""
+    """A second of one processor, whatever else the machine does."""
     (graph,) = big.graphs
     assert len(graph.rows_before) > 20_000
     assert len({row.module for row in graph.rows_before if re.fullmatch(r"model.layers.\d+.mlp", row.module)}) == LAYERS
     html_of(big)
-    started = time.perf_counter()
+    started = time.process_time()
     page = html_of(big)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert len(page) < 3e6
     assert sum(len(block["rows"]) for block in data_of(page)["graphs"][0]["blocks"]) > 20_000
 
