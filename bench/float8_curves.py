@@ -16,11 +16,16 @@ import math
 import statistics
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from bench.process import Row, environment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from bench.drawing import Scheme
 
 RUNS = {  # name: options, seed of the order of batches
     "bfloat16": ({}, 0),
@@ -90,23 +95,32 @@ def train(name: str, steps: int) -> Row:
     }  # fmt: skip
 
 
-def plot(rows: list[Row], out: str) -> None:
+def plot(rows: list[Row], scheme: Scheme) -> Figure:
     """Losses over steps, means of 20, and what each run differs from the first by."""
     import matplotlib.pyplot as plt
+
+    from bench.drawing import bare
 
     def means(values: list[float]) -> list[float]:
         return [statistics.mean(values[i : i + 20]) for i in range(0, len(values) - 19, 20)]
 
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=(2, 1), layout="constrained")
+    colours = scheme.text, scheme.liger, scheme.ours, scheme.inductor
     first = means(rows[0]["losses"])
     at = [20 * i + 10 for i in range(len(first))]
-    for row in rows:
-        above.plot(at, means(row["losses"]), label=row["run"], linewidth=1.2)
-        below.plot(at, [a - b for a, b in zip(means(row["losses"]), first, strict=True)], linewidth=1.2)
-    above.set(ylabel="loss (nats a byte)", yscale="log", title="Llama of 85 M parameters, bytes of Python's library")
+    for row, colour in zip(rows, colours, strict=False):
+        losses = means(row["losses"])
+        above.plot(at, losses, label=row["run"], linewidth=1.2, color=colour)
+        below.plot(at, [a - b for a, b in zip(losses, first, strict=True)], linewidth=1.2, color=colour)
+    above.set(ylabel="loss (nats a byte)", yscale="log")
+    above.set_yticks([0.4, 0.5, 0.7, 1, 2, 4], ["0.4", "0.5", "0.7", "1", "2", "4"], minor=False)
+    above.set_yticks([], minor=True)
     above.legend(frameon=False)
-    below.set(xlabel="step", ylabel="less bfloat16's", ylim=(-0.15, 0.15))
-    figure.savefig(out, metadata={"Date": None})
+    below.set(xlabel="step", ylabel=f"less {rows[0]['run']}'s", ylim=(-0.1, 0.1))
+    for axes in (above, below):
+        bare(axes)
+        axes.grid(color=scheme.grid, linewidth=0.5)
+    return figure
 
 
 def main() -> None:
@@ -114,10 +128,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--runs", default=";".join(RUNS), help="names, between semicolons")
     parser.add_argument("--out", default="bench/results/float8_curves.jsonl")
-    parser.add_argument("--plot", help="draw the rows of --out into this file, and train nothing")
+    parser.add_argument("--plot", action="store_true", help="draw the rows of --out, and train nothing")
     given = parser.parse_args()
     if given.plot:
-        plot([json.loads(line) for line in Path(given.out).read_text().splitlines()], given.plot)
+        from bench.drawing import save
+
+        out = Path(given.out)
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        save(lambda scheme: plot(rows, scheme), out.parent, out.stem)
         return
     rows = []
     for name in given.runs.split(";"):

@@ -7,8 +7,8 @@
 step is forward, backward and fused AdamW in bfloat16, compiled once with dynamic sizes. Two sizes give the line of peak
 memory over size; from three percent under where it meets the GPU's memory the size goes down by three percent until a
 step trains. Sizes begin where the logits have more than 2**31 elements: below, other code is compiled.
-What would take a step longer than ``--patience`` seconds (attention grows by the square) is not run: then the row says
-what the longest run was and what the line says.
+What would take a step longer than ``--patience`` seconds (attention grows by the square) is not run, nor what ``--timeout``
+cuts off: then the row is ``capped``, and says what the longest run was and what the line says.
 """
 
 from __future__ import annotations
@@ -100,20 +100,22 @@ def search(variant: str, measure: str, patience: float, compile_only: bool) -> R
     slope = (peak_of_more - peak) / (more - small)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     line = int(more + (free - peak_of_more) / slope) // portion * portion
-    runs: dict[int, float | None] = {}
+    runs = {small: round(peak / 2**30, 2), more: round(peak_of_more / 2**30, 2)}
+    row = {
+        "model": "llama-1b", "variant": variant, "measure": measure, "largest": more, "by_the_line": line,
+        "bytes_each": round(slope), "peak_gib_by_size": runs, "capped": True, "environment": environment(),
+    }  # fmt: skip
+    give(row)  # what stands if the time is up before a step of the largest size is through
     size = int(line * 0.97) // portion * portion
     capped = step * (size / more) ** growth > patience
     while step * (size / more) ** growth > patience:
         size = int(size * 0.9) // portion * portion
-    found = 0
-    while size > more and not found:
+    while size > more:
         runs[size] = (trained := train(size)) and round(trained[0] / 2**30, 2)
-        found = size if trained else 0
+        if trained:
+            return {**row, "largest": size, "capped": capped}
         size -= max(int(size * 0.03) // portion, 1) * portion
-    return {
-        "model": "llama-1b", "variant": variant, "measure": measure, "largest": found, "by_the_line": line,
-        "bytes_each": round(slope), "peak_gib_by_size": runs, "capped": capped, "environment": environment(),
-    }  # fmt: skip
+    return row
 
 
 def compile_all(variants: list[str], measures: list[str], timeout: int) -> None:

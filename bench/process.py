@@ -21,19 +21,21 @@ def give(row: Row) -> None:
 
 
 def measured(arguments: list[str], timeout: int) -> Row:
-    """The row that ``python -m ...`` gives; with ``error`` if it gives none. Its errors go to ours."""
+    """The last row that ``python -m ...`` gives; with ``error`` if it gives none. Its errors go to ours."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, timeout=timeout
         )
+        said, errors = done.stdout, done.stderr
+        why = (errors.strip().splitlines() or ["no output"])[-1][:90]
     except subprocess.TimeoutExpired as late:
-        print((late.stderr or b"")[-3000:], file=sys.stderr)
-        return {"error": f"no result after {timeout} s"}
-    row = next((line[len(MARK) :] for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-    if row is None:
-        print(done.stderr[-3000:], file=sys.stderr)
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:90]}
-    return json.loads(row)
+        said, errors = ((stream or b"").decode(errors="replace") for stream in (late.stdout, late.stderr))
+        why = f"no result after {timeout} s"
+    rows = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
+    if not rows:
+        print(errors[-3000:], file=sys.stderr)
+        return {"error": why}
+    return json.loads(rows[-1])
 
 
 def wait_for_turn() -> None:
