@@ -2,10 +2,11 @@
 
     python -m bench.float8_curves
 
-Three runs from one initialisation: bfloat16, bfloat16 with the batches in another order (the noise that a recipe has to stay
-within), float8. Weights in float32 under autocast, AdamW (betas 0.9, 0.95; decay 0.1), a peak rate of 6e-4 after 100 steps
-that falls to a tenth by a cosine, gradients clipped to a norm of 1. A row a run: loss and gradient norm of every step, the
-loss of held-out text at the end. Nothing is timed, so several runs may share a GPU. ``--plot`` draws the rows of a file.
+Runs from one initialisation: bfloat16, bfloat16 with the batches in another order (the noise that a recipe has to stay
+within), each recipe. Weights in float32 under autocast, AdamW (betas 0.9, 0.95; decay 0.1), a peak rate of 6e-4 after 100
+steps that falls to a tenth by a cosine, gradients clipped to a norm of 1. A row a run: loss and gradient norm of every step,
+the loss of held-out text at the end. Nothing is timed, so several runs may share a GPU. ``--plot`` draws the rows of
+``--out`` beside it, for light and for dark pages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 RUNS = {  # name: options, seed of the order of batches
     "bfloat16": ({}, 0),
     "bfloat16, other order": ({}, 1),
-    "rowwise_gw_hp": ({"float8": "rowwise_gw_hp", "select": "always"}, 0),
+    **{recipe: ({"float8": recipe, "select": "always"}, 0) for recipe in ("rowwise_gw_hp", "rowwise")},
 }
 BATCH, LENGTH, WARMUP, RATE = 32, 512, 100, 6e-4
 SIZES = {

@@ -19,7 +19,7 @@ from bench.families import FAMILIES
 from bench.process import Row, environment, give, in_turns, wait_for_turn
 
 VARIANTS = (
-    "inductor:bfloat16", "fx_fusion:bfloat16", "ours:rowwise_gw_hp", "inductor:rowwise_with_gw_hp",
+    "inductor:bfloat16", "fx_fusion:bfloat16", "ours:rowwise_gw_hp", "ours:rowwise", "inductor:rowwise_with_gw_hp",
     "fx_fusion:rowwise_with_gw_hp", "inductor:rowwise", "inductor:tensorwise",
 )  # fmt: skip
 STEPS, ROUNDS = 5, 3

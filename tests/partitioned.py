@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from fx_fusion.backend import compile_graph
-from fx_fusion.float8.rewrite import Linears
+from fx_fusion.float8.linears import Linears
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.inductor.compile import DECISIONS, LINEARS, joint_pass
 from fx_fusion.memory.recompute import Decisions

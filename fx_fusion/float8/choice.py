@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 
-from fx_fusion.float8.products import Product
+from fx_fusion.float8.products import Product, WeightGradient
 from fx_fusion.graph import dtypes
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.memory.cost import flops_per_second
 from fx_fusion.torch_internals.inductor import bytes_per_second
 
-RECIPES = ("off", "rowwise_gw_hp")
+RECIPES = ("off", "rowwise_gw_hp", "rowwise")
 _UNIT = 16  # what sizes must be a multiple of
 _VOCABULARY = 32000  # outputs from which on a linear is taken for an lm_head
 _REACHED = 0.75  # of the peak, by products in bfloat16
 _FASTER = {False: 1.6, True: 1.4}  # than that in float8: a forward, and the gradient of an input
+_FASTER_GRADIENT = 1.5  # of a weight
 _LAUNCH = 3e-6  # seconds
 _BYTES_OF_A, _BYTES_OF_B, _BYTES_OF_B_TURNED = 3, 3, 5  # read and written for an element in bfloat16
+_BYTES_OF_X, _BYTES_OF_DY = 3, 2  # the same, to turn x in bfloat16 and dy in float8
+
+T = TypeVar("T")
 
 
 def why_not(product: Product, module: str, keep: Sequence[str]) -> str:
@@ -56,13 +61,30 @@ def without_support(device: torch.device) -> str:
 
 def slower(products: Iterable[Product]) -> dict[Product, str]:
     """Those of ``products`` that would not win back what their operands cost, and the time of each in words."""
+    return _without_gain(products, lambda p: (p.source, p.sizes[2]), _gain, lambda p: _seconds_of_a(p, _BYTES_OF_A))
+
+
+def slower_gradients(gradients: Iterable[WeightGradient]) -> dict[WeightGradient, str]:
+    """The same of gradients of weights: those of linears with one x share what it costs to turn it."""
+    return _without_gain(
+        gradients,
+        lambda g: (g.forward.source, g.forward.sizes[2]),
+        _gain_of_gradient,
+        lambda g: _seconds_of_a(g.forward, _BYTES_OF_X),
+    )
+
+
+def _without_gain(
+    found: Iterable[T], shares: Callable[[T], Hashable], gain_of: Callable[[T], float], cost_of: Callable[[T], float]
+) -> dict[T, str]:
+    """Those that gain nothing by themselves, or together less than what they share costs."""
     shared = defaultdict(list)
-    for product in products:
-        shared[product.source, product.sizes[2]].append(product)
-    kept: dict[Product, str] = {}
+    for product in found:
+        shared[shares(product)].append(product)
+    kept: dict[T, str] = {}
     for together in shared.values():
-        gains = {product: _gain(product) for product in together}
-        cost = _seconds_of_a(together[0])
+        gains = {product: gain_of(product) for product in together}
+        cost = cost_of(together[0])
         if sum(gain for gain in gains.values() if gain > 0) <= cost:
             gains = {product: min(gain - cost / len(together), 0) for product, gain in gains.items()}
         kept.update({p: f"float8 would cost {1e6 * -gain:.0f} µs more" for p, gain in gains.items() if gain <= 0})
@@ -78,9 +100,18 @@ def _gain(product: Product) -> float:
     return bfloat16 * (1 - 1 / _FASTER[product.backward]) - each * n * k / bytes_per_second(a.device) - _LAUNCH
 
 
-def _seconds_of_a(product: Product) -> float:
+def _gain_of_gradient(gradient: WeightGradient) -> float:
+    """Seconds that the gradient of a weight gains, less what its dy costs."""
+    dy = gradient.dy.meta["val"]
+    m, n, k = map(_expected, (*dy.shape, gradient.x.meta["val"].shape[1]))
+    bfloat16 = 2 * m * n * k / (_REACHED * flops_per_second(dy.device, dy.dtype))
+    cost = _BYTES_OF_DY * m * n / bytes_per_second(dy.device) + 2 * _LAUNCH
+    return bfloat16 * (1 - 1 / _FASTER_GRADIENT) - cost
+
+
+def _seconds_of_a(product: Product, each: int) -> float:
     m, _, k = map(_expected, product.sizes)
-    return _BYTES_OF_A * m * k / bytes_per_second(product.a.meta["val"].device) + _LAUNCH
+    return each * m * k / bytes_per_second(product.a.meta["val"].device) + _LAUNCH
 
 
 def _expected(size: int | torch.SymInt) -> float:

@@ -1,14 +1,13 @@
-"""The products of activations, or of their gradients, with a weight: in a joint graph every linear is two of them.
+"""The products of linears: in a joint graph every linear is three of them.
 
     y = x @ w.T (+ bias)            the forward
     dx = dy @ w                     the gradient of its input
-
-The third, the gradient of the weight, is a product of x and dy and stays as it is.
+    dw = dy.T @ x                   the gradient of its weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +44,27 @@ class Product:
         return m, n, k
 
 
+@dataclass(frozen=True)
+class WeightGradient:
+    """``node = dy.T @ x``, or its transpose ``x.T @ dy``: a product of what two others of one weight multiply with it.
+
+    Attributes:
+        x, dy: reshapes, of shapes (m, k) and (m, n), of what these two multiply.
+        forward, of_input: they.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    dy: fx.Node
+    forward: Product
+    of_input: Product
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is ``x.T @ dy``."""
+        return self.node.args[1] is self.dy
+
+
 def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]:
     """Every product with a weight, ``parameters`` being the numbers of the inputs that are some."""
     for node in joint.graph.nodes:
@@ -60,21 +80,59 @@ def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]
             yield Product(node, a, b, bias, weight, _source(a), node in joint.backward)
 
 
+def weight_gradients(joint: JointGraph, found: Collection[Product]) -> Iterator[WeightGradient]:
+    """The gradients of weights of which ``found`` has forward and gradient of the input."""
+    multiply: dict[fx.Node, list[Product]] = {}
+    for product in found:
+        multiply.setdefault(product.source, []).append(product)
+    for node in joint.graph.find_nodes(op="call_function", target=_ATEN.mm.default):
+        if node not in joint.backward or node.args[0].target is not _ATEN.permute.default:
+            continue
+        operands = node.args[0].args[0], node.args[1]
+        sides = [multiply.get(_source(operand), []) for operand in operands]
+        pairs = ((one, other) for one in sides[0] for other in sides[1] if one.weight is other.weight)
+        for one, other in pairs:
+            if one.backward is not other.backward:
+                (dy, of_input), (x, forward) = sorted(zip(operands, (one, other), strict=True), key=_is_forward)
+                yield WeightGradient(node, x, dy, forward, of_input)
+                break
+
+
+def _is_forward(side: tuple[fx.Node, Product]) -> bool:
+    return not side[1].backward
+
+
 def batches_of_one_to_products(graph: fx.Graph, parameters: frozenset[int]) -> None:
-    """Write each batch of one product with a weight, as einsum makes of a linear, as that product."""
-    for node in graph.find_nodes(op="call_function", target=_ATEN.bmm.default):
+    """Write each batch of one product of a linear, as einsum makes of it, as that product."""
+    batches = [
+        node
+        for node in graph.find_nodes(op="call_function", target=_ATEN.bmm.default)
+        if node.args[0].meta["val"].shape[0] == 1
+    ]
+    with_weight = [node for node in batches if input_number(_origin(node.args[1])) in parameters]
+    sources = {_source(node.args[0]) for node in with_weight}
+    for node in batches:
         a, b = node.args
-        if a.meta["val"].shape[0] == 1 and input_number(_origin(b)) in parameters:
-            product = functional_graph(_first_product, [a.meta["val"], b.meta["val"]])
-            made = insert(product, graph, [a, b], node.prev)
-            for member in made:
-                member.meta = {**node.meta, "val": member.meta["val"]}
-            node.replace_all_uses_with(made[-1])
-            graph.erase_node(node)
+        if node in with_weight:
+            _write(node, _first_product, [a, b])
+        elif a.target is _ATEN.permute.default and {_source(a.args[0]), _source(b)} <= sources:
+            _write(node, _first_gradient, [a.args[0], b])
+
+
+def _write(node: fx.Node, function: Callable[..., Tensor], operands: list[fx.Node]) -> None:
+    made = insert(functional_graph(function, [n.meta["val"] for n in operands]), node.graph, operands, node.prev)
+    for member in made:
+        member.meta = {**node.meta, "val": member.meta["val"]}
+    node.replace_all_uses_with(made[-1])
+    node.graph.erase_node(node)
 
 
 def _first_product(a: Tensor, b: Tensor) -> Tensor:
     return (a.squeeze(0) @ b.squeeze(0)).unsqueeze(0)
+
+
+def _first_gradient(a: Tensor, b: Tensor) -> Tensor:
+    return (a.squeeze(0).permute(1, 0) @ b.squeeze(0)).unsqueeze(0)
 
 
 def _origin(node: fx.Node) -> fx.Node:

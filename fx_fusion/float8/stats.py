@@ -9,7 +9,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT
+from fx_fusion.float8.writer import into_dy
 from fx_fusion.kernels.float8.quantise import quantise_rows_inline
+from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.torch_internals.dispatch import products_with_parameters
 
 _ROWS = 128  # of each product that are compared: evenly spaced
@@ -17,19 +20,21 @@ _ROWS = 128  # of each product that are compared: evenly spaced
 
 @dataclass(frozen=True)
 class Float8Stats:
-    """A linear in one direction.
+    """One of the three products of a linear.
 
     Attributes:
         weight: the name of its parameter.
-        gradient: whether it is the gradient of its input, else the forward.
+        product: ``"forward"``, ``"gradient of the input"`` or ``"gradient of the weight"``. The last is in float8 under the
+            recipe ``"rowwise"`` only.
         sqnr: 20 log10(|y| / |y - y8|) in dB, of the product in float8 against float64, both of the same operands.
-        amax: the largest magnitude of what is multiplied with the weight: x, or the gradient of y.
+        amax: the largest magnitude of the first operand: x, or the gradient of y.
         underflow: the share of its numbers, zeros aside, that float8 has as zero.
-        spread: the largest ratio of a row's largest magnitude to its root mean square: outliers make it large.
+        spread: the largest ratio of a row's largest magnitude to its root mean square: outliers make it large. A row is
+            what is summed over.
     """
 
     weight: str
-    gradient: bool
+    product: str
     sqnr: float
     amax: float
     underflow: float
@@ -43,17 +48,17 @@ class Float8Table(list[Float8Stats]):
         headers = ("weight", "product", "SQNR dB", "amax", "underflow %", "spread")
         return tabulate(
             [
-                (s.weight, "gradient" if s.gradient else "forward", f"{s.sqnr:.1f}", f"{s.amax:.3g}",
-                 f"{100 * s.underflow:.2f}", f"{s.spread:.0f}")
+                (s.weight, s.product, f"{s.sqnr:.1f}", f"{s.amax:.3g}", f"{100 * s.underflow:.2f}", f"{s.spread:.0f}")
                 for s in self
             ],
-            headers=headers, disable_numparse=True,
-        )  # fmt: skip
+            headers=headers,
+            disable_numparse=True,
+        )
 
 
 def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
-    """Run one training step of a model eagerly, and measure what ``options={"float8": "rowwise_gw_hp"}`` would do to each
-    product of activations, or of their gradients, with a parameter, in every spelling.
+    """Run one training step of a model eagerly, and measure what ``options={"float8": "rowwise"}`` would do to the three
+    products of each linear, in every spelling; ``"rowwise_gw_hp"`` has the first two in float8.
 
     The model's call gives its loss, or something with one (``.loss``). Its gradients are left as they were. Products are
     compared on 128 rows each.
@@ -64,9 +69,14 @@ def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
     """
     names = dict(model.named_parameters())
     found: list[Float8Stats] = []
+    multiplied: dict[str, list[Tensor]] = {name: [] for name in names}  # by each weight, and not in a backward yet
 
-    def measure(name: str, gradient: bool, a: Tensor, b: Tensor) -> None:
-        found.append(_stats(name, gradient, a, b))
+    def measure(name: str, backward: bool, a: Tensor, b: Tensor) -> None:
+        found.append(_with_weight(name, backward, a, b))
+        if not backward:
+            multiplied[name].append(a)
+        elif multiplied[name]:
+            found.append(_of_weight(name, multiplied[name].pop(), a))
 
     before = {name: parameter.grad for name, parameter in names.items()}
     for parameter in names.values():
@@ -85,18 +95,35 @@ def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
     return Float8Table(sorted(found, key=lambda stats: stats.sqnr))
 
 
-def _stats(name: str, gradient: bool, a: Tensor, b: Tensor) -> Float8Stats:
-    rows = a[torch.linspace(0, len(a) - 1, min(len(a), _ROWS), device=a.device).long()]
+def _with_weight(name: str, backward: bool, a: Tensor, b: Tensor) -> Float8Stats:
+    rows = a[_some(len(a), a.device)]
     q, scale = quantise_rows_inline(rows)
-    turned = gradient and b.stride(0) != 1  # such a weight has one scale
+    turned = backward and b.stride(0) != 1  # such a weight has one scale
     qb, scale_b = quantise_rows_inline(b.t(), b.abs().max().float() if turned else None)
     small = (q.double() * scale) @ (qb.double() * scale_b).t()
-    true = rows.double() @ b.double()
+    return _compared(name, OF_INPUT if backward else FORWARD, a, rows, q, rows.double() @ b.double(), small)
+
+
+def _of_weight(name: str, x: Tensor, dy: Tensor) -> Float8Stats:
+    (q, of_dy), (_, of_x) = (quantise_rows_inline(t, power_of_two=True) for t in (dy, x))
+    of_rows, scale = into_dy(of_dy, of_x)
+    outputs = _some(dy.shape[1], dy.device)
+    q = turn_rows(q, of_rows)[outputs]
+    small = (q.double() @ turn_rows(x, of_x).double().t()) * scale
+    rows = dy.t()[outputs]
+    return _compared(name, OF_WEIGHT, dy, rows, q[:, : len(dy)], rows.double() @ x.double(), small)
+
+
+def _some(count: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, count - 1, min(count, _ROWS), device=device).long()
+
+
+def _compared(
+    name: str, product: str, a: Tensor, rows: Tensor, q: Tensor, true: Tensor, small: Tensor
+) -> Float8Stats:  # fmt: skip
     wide = rows.float()
     lost = ((q.float() == 0) & (wide != 0)).sum() / (wide != 0).sum().clamp(min=1)
     spread = wide.abs().amax(1) / wide.square().mean(1).sqrt().clamp(min=1e-30)
     error = (true - small).norm().clamp(min=1e-300)
     sqnr = 20 * torch.log10(true.norm().clamp(min=1e-300) / error)
-    return Float8Stats(name, gradient, sqnr.item(), a.abs().max().item(), lost.item(), spread.max().item())
-
-
+    return Float8Stats(name, product, sqnr.item(), a.abs().max().item(), lost.item(), spread.max().item())

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from fx_fusion.float8.rewrite import Linears, to_float8
+from fx_fusion.float8.linears import Linears
+from fx_fusion.float8.rewrite import to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
 from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.ops.layouts import without_donated_buffers

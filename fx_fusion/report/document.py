@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from fx_fusion.float8.rewrite import Linears
+from fx_fusion.float8.linears import FORWARD, OF_INPUT, Linears
 from fx_fusion.memory.recompute import Decisions, Value
 from fx_fusion.report.diff import Row
 from fx_fusion.report.graph import GraphReport
@@ -21,8 +21,8 @@ from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
-SCHEMA = 2  # of the document; another number where a program that reads it would go wrong
-_READ = (1, SCHEMA)  # 1: graphs have no options
+SCHEMA = 3  # of the document; another number where a program that reads it would go wrong
+_READ = (1, 2, SCHEMA)  # 1: graphs have no options; 1 and 2: products of linears are no gradient of an input, or one
 _WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory", "linears", "verified")
 
 
@@ -83,7 +83,8 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     graph.calls, graph.reads, graph.memory = Calls(**given["calls"]), reads, Decisions(**memory)
     graph.verified = Verified(**given.get("verified", {}))  # files of before have none
     linears = dict(given.get("linears", {}))
-    linears["products"] = [_frozen(product) for product in linears.get("products", [])]
+    kinds = {False: FORWARD, True: OF_INPUT}
+    linears["products"] = [(module, kinds.get(kind, kind), why) for module, kind, why in linears.get("products", [])]
     graph.linears = Linears(**linears)
     return graph
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fx_fusion.float8.rewrite import Linears
+from fx_fusion.float8.linears import Linears
 from fx_fusion.memory.recompute import Decisions
 from fx_fusion.report.diff import Row, text
 from fx_fusion.rewrite.verify_graph import Verified

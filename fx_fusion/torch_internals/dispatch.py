@@ -71,7 +71,8 @@ def products_with_parameters(
                     if len(a) != 1:
                         return result
                     a, b = a[0], b[0]
-                if (name := name_of(b)) and not name_of(a) and a.numel():
+                again = phase.backward and torch.is_grad_enabled()  # a checkpointed forward
+                if (name := name_of(b)) and not name_of(a) and a.numel() and not again:
                     tell(name, phase.backward, a, b)
             return result
 

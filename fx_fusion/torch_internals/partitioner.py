@@ -40,7 +40,8 @@ def is_view(node: fx.Node) -> bool:
 def is_reshape(node: fx.Node) -> bool:
     """Whether a node is its first argument in another shape, element by element in the same order."""
     aten = torch.ops.aten
-    return node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+    views = aten.view, aten.reshape, aten._unsafe_view, aten.squeeze, aten.unsqueeze
+    return getattr(node.target, "overloadpacket", None) in views and node.target is not aten.view.dtype
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -55,7 +55,8 @@ def functional_graph(function: Callable[..., Any], examples: Sequence[torch.Tens
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()), select_decomp_table())(*examples)
+        inputs = [example.detach() for example in examples]  # one tensor given twice would be one input
+        traced = make_fx(dispatch_functionalize(function, FunctionalTensorMode()), select_decomp_table())(*inputs)
     traced.graph.eliminate_dead_code()
     return traced
 

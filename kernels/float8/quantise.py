@@ -4,12 +4,13 @@
     s_j    = max(max_i |x_ij|, SMALLEST) / 448            q_ji = e4m3(x_ij / s_j)          quantise_columns
 
 A row of x is one of the matrix that is multiplied; 448 is the largest number of e4m3. Columns may be given one maximum for
-all of x instead, which the scales of its rows know already. NaN stays NaN, and a row that holds an infinity becomes NaN.
+all of x instead, which the scales of its rows know already. Rows may have the next power of two as their scale: then q times
+another power of two is exact as long as it does not underflow. NaN stays NaN, and a row that holds an infinity becomes NaN.
 
 Shapes     x: (m, n); rows: q (m, n), s (m, 1); columns: q (n, m), s (n, 1); the maximum: one element.
 Dtypes     x bf16 | fp16 | fp32; arithmetic in fp32; q float8_e4m3fn, s fp32.
 Traffic    rows: x once, q once, up to WIDEST columns (beyond: x twice); columns: x twice, q once, or with a maximum x once.
-Source     Micikevicius et al. 2022, arXiv:2209.05433 (e4m3); a scale a row: torchao's "rowwise" recipes.
+Source     Micikevicius et al. 2022, arXiv:2209.05433 (e4m3); a scale a row, and powers of two: torchao's "rowwise" recipes.
 """
 
 import torch
@@ -26,16 +27,22 @@ LARGEST = 448.0
 SMALLEST = 1e-30  # an amax below it is taken for it: its reciprocal is finite
 WIDEST = 16384  # columns of a row that one program holds
 _TILE, _ROWS = 128, 256
+_EXPONENT, _FRACTION = 0x7F800000, 0x7FFFFF  # of the bits of a float32
 
 
-def quantise_rows_inline(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows_inline(
+    x: torch.Tensor, largest: torch.Tensor | None = None, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns q and s of the rows of x, made of torch's ops: Inductor computes them in the kernel that makes x. With one
     maximum for all of x, s has one element."""
     cast = torch.ops.prims.convert_element_type
     wide = cast(x, torch.float32)
     largest = (wide.abs().amax(1, keepdim=True) if largest is None else largest).clamp(min=SMALLEST)
-    q = cast((wide * (LARGEST / largest)).clamp(-LARGEST, LARGEST), E4M3)
-    return q, largest * (1 / LARGEST)
+    scale = largest * (1 / LARGEST)
+    if power_of_two:
+        scale = ((scale.view(torch.int32) + _FRACTION) & _EXPONENT).view(torch.float32)
+    q = cast((wide * (1 / scale if power_of_two else LARGEST / largest)).clamp(-LARGEST, LARGEST), E4M3)
+    return q, scale
 
 
 @triton.jit
@@ -46,8 +53,15 @@ def _in_e4m3(x, factor):
 
 
 @triton.jit
+def _power_of_two(scale):
+    """Returns the next power of two; infinity stays."""
+    return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def quantise_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, m, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    x_ptr, q_ptr, scale_ptr, m, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """Store q and s of ROWS rows. WIDE: rows of more than BLOCK columns are read twice."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -61,8 +75,13 @@ def quantise_rows_kernel(
             more = tl.load(x_ptr + rows[:, None] * stride + start + cols[None, :], inside, 0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(more), 1))
     largest = tl.where(largest < 1e-30, 1e-30, largest)
-    tl.store(scale_ptr + rows, largest * (1.0 / 448.0), rows < m)
-    factor = (448.0 / largest)[:, None]
+    scale = largest * (1.0 / 448.0)
+    if POWER_OF_TWO:
+        scale = _power_of_two(scale)
+        factor = (1.0 / scale)[:, None]
+    else:
+        factor = (448.0 / largest)[:, None]
+    tl.store(scale_ptr + rows, scale, rows < m)
     tl.store(q_ptr + rows[:, None] * n + cols[None, :], _in_e4m3(x, factor).to(q_ptr.dtype.element_ty), live)
     if WIDE:
         for start in range(BLOCK, n, BLOCK):
@@ -109,9 +128,9 @@ def quantise_transposed_kernel(
 
 
 @torch.no_grad()  # the ops have no gradient, their references neither
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(x: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     if x.device.type == "cpu" and not interpreting():
-        return quantise_rows_inline(x)
+        return quantise_rows_inline(x, power_of_two=power_of_two)
     m, n = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     q, scale = x.new_empty((m, n), dtype=E4M3), x.new_empty((m, 1), dtype=torch.float32)
@@ -120,8 +139,9 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     warps = min(max(rows * block // 1024, 4), 16)
     grid = (cdiv(m, rows),)
     launch(
-        quantise_rows_kernel, grid, x, q, scale, m, n, x.stride(0), ROWS=rows, BLOCK=block, WIDE=n > block, num_warps=warps
-    )
+        quantise_rows_kernel, grid, x, q, scale, m, n, x.stride(0), ROWS=rows, BLOCK=block, WIDE=n > block,
+        POWER_OF_TWO=power_of_two, num_warps=warps,
+    )  # fmt: skip
     return q, scale
 
 
@@ -144,9 +164,9 @@ def _columns(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torc
 
 quantise_rows = plain_op(
     "quantise_rows",
-    "(Tensor x) -> (Tensor q, Tensor scale)",
+    "(Tensor x, bool power_of_two=False) -> (Tensor q, Tensor scale)",
     _rows,
-    lambda x: (x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
+    lambda x, power_of_two=False: (x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
 )
 quantise_columns = plain_op(
     "quantise_columns",

@@ -12,14 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fx_fusion
 from fx_fusion.errors import OptionError
-from fx_fusion.float8 import choice, rewrite
-from fx_fusion.float8.products import Product
+from fx_fusion.float8 import choice, rewrite, writer
+from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT
+from fx_fusion.float8.products import Product, WeightGradient
 from fx_fusion.options import parse
 from tests import zoo
 from tests.helpers import tiny_llama, tokens
 from tests.partitioned import partitioned
 
-RECIPE = "rowwise_gw_hp"
+RECIPE, ALL_THREE = "rowwise_gw_hp", "rowwise"
+RECIPES = [RECIPE, ALL_THREE]
 
 
 def decibels(true, found):
@@ -27,17 +29,17 @@ def decibels(true, found):
     return (20 * torch.log10(true.norm() / (true - found).norm().clamp(min=1e-300))).item()
 
 
-def both(model, batch, **options):
+def both(model, batch, recipe=RECIPE, **options):
     """A step in bfloat16 and one in float8, partitioned as under Inductor."""
-    return partitioned(model, batch, "speed", **options), partitioned(model, batch, "speed", float8=RECIPE, **options)
+    return partitioned(model, batch, "speed", **options), partitioned(model, batch, "speed", float8=recipe, **options)
 
 
-def in_float8(found, *, backward):
-    return [module for module, b, reason in found.linears.products if b is backward and not reason]
+def in_float8(found, kind):
+    return [module for module, k, reason in found.linears.products if k == kind and not reason]
 
 
 def why(found):
-    return {(module, backward): reason for module, backward, reason in found.linears.products if reason}
+    return {(module, kind): reason for module, kind, reason in found.linears.products if reason}
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------
@@ -46,10 +48,10 @@ FAMILIES = ["Llama", "Qwen3", "Gemma2", "Gemma3", "Olmo2", "Mixtral", "GPT2", "B
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_is_exact_enough(family):
-    """20 dB and more against float64, forwards and gradients of inputs (torchao's bar for a linear's output is 18)."""
+    """20 dB and more against float64, all three products (torchao's bar for a linear's output is 18)."""
     torch.manual_seed(0)
     stats = fx_fusion.float8_stats(zoo.build(family), **zoo.batch())
-    assert {s.gradient for s in stats} == {False, True}
+    assert {s.product for s in stats} == {FORWARD, OF_INPUT, OF_WEIGHT}
     assert stats[0].sqnr >= 20, str(stats)
     assert stats == sorted(stats, key=lambda s: s.sqnr)
 
@@ -64,7 +66,7 @@ def test_outliers_show():
     for spike in (1.0, 3e4):
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight[3].mul_(spike)
-        (stats,) = [s for s in fx_fusion.float8_stats(model, **batch) if s.weight == name and not s.gradient]
+        (stats,) = [s for s in fx_fusion.float8_stats(model, **batch) if s.weight == name and s.product == FORWARD]
         found.append(stats)
     assert found[1].underflow > 10 * found[0].underflow + 0.01
     assert found[1].amax > 100 * found[0].amax
@@ -77,39 +79,64 @@ def test_stats_leave_gradients_and_see_every_spelling():
     x = torch.randn(2, 8, 64, requires_grad=True)
     model.weight.grad = given = torch.ones_like(model.weight)
     stats = fx_fusion.float8_stats(model, x)
-    assert {(s.weight, s.gradient) for s in stats} == {("weight", False), ("weight", True)}
+    expected = {("weight", product) for product in (FORWARD, OF_INPUT, OF_WEIGHT)}
+    assert {(s.weight, s.product) for s in stats} == expected
     assert model.weight.grad is given
     with torch.autocast("cpu", torch.bfloat16):
-        assert {(s.weight, s.gradient) for s in fx_fusion.float8_stats(model, x)} == {("weight", False), ("weight", True)}
+        assert {(s.weight, s.product) for s in fx_fusion.float8_stats(model, x)} == expected
     with pytest.raises(ValueError, match="needs the loss of a step"):
         fx_fusion.float8_stats(nn.Linear(16, 16), torch.randn(4, 16))
 
 
+def test_stats_of_checkpointed_layers():
+    """What the backward computes again of the forward is no gradient, and no second forward."""
+    torch.manual_seed(0)
+    model, ids = tiny_llama(num_hidden_layers=2).train(), tokens()
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        stats = fx_fusion.float8_stats(model, input_ids=ids, labels=ids)
+        found.append(Counter((s.weight, s.product) for s in stats))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", ["Llama", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX"])
-def test_families(family):
-    """Linears of every family are found, forwards and gradients, and nothing more is saved than a number a weight."""
+def test_families(family, recipe):
+    """Linears of every family are found, forwards and gradients. Nothing more is saved than a number a weight, and for
+    gradients of weights one a row."""
     torch.manual_seed(0)
     model = zoo.build(family).bfloat16()
-    before, after = both(model, zoo.batch())
-    assert len(in_float8(after, backward=False)) >= 8, after.linears.sentences()
-    assert in_float8(after, backward=True)
-    assert after.bytes <= before.bytes + 4 * len(in_float8(after, backward=True))
+    before, after = both(model, zoo.batch(), recipe)
+    assert len(in_float8(after, FORWARD)) >= 8, after.linears.sentences()
+    assert in_float8(after, OF_INPUT)
+    of_weights = in_float8(after, OF_WEIGHT)
+    assert sorted(of_weights) == (sorted(in_float8(after, OF_INPUT)) if recipe == ALL_THREE else [])
+    rows = zoo.batch()["input_ids"].numel()
+    assert after.bytes <= before.bytes + 4 * len(in_float8(after, OF_INPUT)) + 4 * rows * len(of_weights)
+    for name, gradient in before.gradients.items():
+        if any(name == f"{module}.weight" for module in of_weights):
+            assert decibels(gradient, after.gradients[name]) >= 10, name  # what comes into it from above is in float8 too
 
 
-def test_a_llama():
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_llama(recipe):
     torch.manual_seed(0)
     ids = tokens()
-    before, after = both(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids})
+    before, after = both(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids}, recipe)
     names = [
         f"model.layers.0.{n}"
         for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
                   "mlp.up_proj", "mlp.down_proj")
     ]  # fmt: skip
-    assert in_float8(after, backward=False) == names
-    assert sorted(in_float8(after, backward=True)) == sorted(names)
+    assert in_float8(after, FORWARD) == names
+    assert sorted(in_float8(after, OF_INPUT)) == sorted(names)
+    assert sorted(in_float8(after, OF_WEIGHT)) == (sorted(names) if recipe == ALL_THREE else [])
     for name, gradient in before.gradients.items():
         assert decibels(gradient, after.gradients[name]) >= 20, name
-    assert after.linears.sentences()[0].startswith(f"float8 {RECIPE}: forward of 1 x q_proj, 1 x k_proj")
+    assert after.linears.sentences()[0].startswith(f"float8 {recipe}: forward of 1 x q_proj, 1 x k_proj")
+    assert after.backward["turn_rows"] == (11 if recipe == ALL_THREE else 0)  # seven dy; x of q, k, v is one, of gate, up too
     assert after.backward["quantise_columns"] == 7  # the weights turned, in the backward: they are not saved
     assert before.backward["mm"] == after.backward["mm"]  # emulated products, and the gradients of the weights
 
@@ -139,19 +166,20 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_spellings(name):
-    """Both products of each, results and gradients of all three operands."""
+def test_spellings(name, recipe):
+    """All products of each, results and gradients of all three operands."""
     torch.manual_seed(0)
     model = SPELLINGS[name].bfloat16()
     batch = {"x": torch.randn(2, 8, 64).bfloat16().requires_grad_()}
     gradients = []
-    for float8 in ("off", RECIPE):
+    for float8 in ("off", recipe):
         batch["x"].grad = None
         found = partitioned(model, batch, "speed", float8=float8)
         gradients.append((batch["x"].grad.clone(), found))
     (dx, before), (dx8, after) = gradients
-    assert len(in_float8(after, backward=False)) == len(in_float8(after, backward=True)) == 1
+    assert [len(in_float8(after, kind)) for kind in (FORWARD, OF_INPUT, OF_WEIGHT)] == [1, 1, int(recipe == ALL_THREE)]
     assert decibels(dx, dx8) >= 20
     for parameter, gradient in before.gradients.items():
         assert decibels(gradient, after.gradients[parameter]) >= 20, parameter
@@ -160,18 +188,60 @@ def test_spellings(name):
 def test_one_activation_is_quantised_once(monkeypatch):
     """q, k, v share one; o; gate, up share one; down. In the backward seven gradients, each its own."""
     ids, made = tokens(), Counter()
-    insert = rewrite._Writer._insert
+    insert = writer.Writer._insert
 
-    def counted(writer, product, function, operands, after):
-        made[function, product.backward] += operands == [product.a]
-        return insert(writer, product, function, operands, after)
+    def counted(self, node, function, operands, after):
+        made[function, "tangents" in str(ancestors(operands[0]))] += len(operands) == 1
+        return insert(self, node, function, operands, after)
 
-    monkeypatch.setattr(rewrite._Writer, "_insert", counted)
+    monkeypatch.setattr(writer.Writer, "_insert", counted)
     found = partitioned(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids}, "speed", float8=RECIPE)
-    rows = (rewrite.quantise_rows, rewrite.quantise_rows_inline)
+    rows = (writer.quantise_rows, writer.quantise_rows_inline)
     assert [sum(made[f, backward] for f in rows) for backward in (False, True)] == [4, 7]
     assert found.backward["amax"] + found.backward["quantise_rows"] >= 7
-    assert len(in_float8(found, backward=False)) == 7
+    assert len(in_float8(found, FORWARD)) == 7
+
+
+def ancestors(node):
+    found = [node]
+    for member in found:
+        found += [n for n in member.all_input_nodes if n not in found]
+    return found
+
+
+def test_a_gradient_whose_rows_differ():
+    """By the twelfth power of ten, as padded and easy tokens do: what is small in the sum may be lost, and nothing else."""
+    torch.manual_seed(0)
+    model = Weighted().bfloat16()
+    weights = torch.logspace(0, -12, 24).bfloat16()[:, None]
+    batch = {"x": torch.randn(24, 64).bfloat16().requires_grad_(), "weights": weights}
+    before, after = both(model, batch, ALL_THREE)
+    assert in_float8(after, OF_WEIGHT) == ["linear"]
+    assert decibels(before.gradients["linear.weight"], after.gradients["linear.weight"]) >= 20
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, float("inf"), float("nan")])
+def test_gradients_that_are_no_usual_numbers(value):
+    """All zero: the gradient of the weight is zero, and no NaN. Not finite: it is not finite either."""
+    torch.manual_seed(0)
+    x = torch.randn(24, 64).bfloat16().requires_grad_()
+    after = partitioned(
+        Weighted().bfloat16(), {"x": x, "weights": torch.full((24, 1), value).bfloat16()}, "speed", float8=ALL_THREE
+    )
+    gradient = after.gradients["linear.weight"]
+    assert bool(gradient.isfinite().all()) == (value in (0.0, 1e-30))
+    assert bool((gradient == 0).all()) == (value == 0.0)
+
+
+class Weighted(nn.Module):
+    """A linear, the rows of whose gradient are multiples of ``weights``; an odd number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x, weights):
+        return (self.linear(x) * weights).sum()
 
 
 # -- what stays, and why ----------------------------------------------------------------------------------------------
@@ -202,7 +272,7 @@ def test_what_stays(model, dtype, options, reasons):
     assert {module for module, _ in said} == set(reasons)
     for (module, _), reason in said.items():
         assert reasons[module] in reason
-    assert set(in_float8(found, backward=False)) == {"first", "second"} - set(reasons)
+    assert set(in_float8(found, FORWARD)) == {"first", "second"} - set(reasons)
     assert all(any(reason in sentence for sentence in found.linears.sentences()) for reason in said.values())
 
 
@@ -218,7 +288,7 @@ def test_a_weight_that_the_graph_writes_to():
     torch.manual_seed(0)
     model, batch = Written().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}
     before, after = both(model, batch)
-    assert in_float8(after, backward=False) == ["first"]
+    assert in_float8(after, FORWARD) == ["first"]
     assert decibels(before.gradients["second.weight"], after.gradients["second.weight"]) >= 20
 
 
@@ -246,6 +316,15 @@ def test_a_cpu_has_none(select):
     assert all(torch.equal(after.gradients[n], g) for n, g in before.gradients.items())
 
 
+def test_a_gradient_of_a_weight_stays_with_its_forward():
+    found = partitioned(
+        Two().bfloat16(), {"x": torch.randn(8, 64).bfloat16().requires_grad_()}, "speed", float8=ALL_THREE, float8_keep=["first"]
+    )
+    assert in_float8(found, OF_WEIGHT) == ["second"]
+    assert why(found)["first", OF_WEIGHT] == "its forward, or the gradient of its input, is in bfloat16"
+    assert f"float8 {ALL_THREE}: in bfloat16: gradient of the weight of 1 x first: its forward" in "\n".join(found.linears.sentences())
+
+
 def product_of(m, n, k, *, backward=False, source=None):
     """A product as ``choice`` sees one, on a GPU that is not here."""
     graph = torch.fx.Graph()
@@ -269,6 +348,17 @@ def test_by_time():
     assert alone in choice.slower([alone])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the figures of an H200")
+def test_gradients_of_weights_by_time():
+    def gradient(m, n, k):
+        forward, back = product_of(m, n, k), product_of(m, k, n, backward=True)
+        return WeightGradient(forward.node, forward.a, back.a, forward, back)
+
+    large, small = gradient(16384, 8192, 2048), gradient(512, 256, 256)
+    assert set(choice.slower_gradients([large, small])) == {small}
+    assert choice.slower_gradients([small])[small].startswith("float8 would cost")
+
+
 # -- beside what people do --------------------------------------------------------------------------------------------
 def run(model, batch, *, context=contextlib.nullcontext, cache=fresh_cache, backward=True, **asked):
     """A step; what another test compiled is not found, as the report then does not say what became of the linears."""
@@ -284,8 +374,9 @@ def run(model, batch, *, context=contextlib.nullcontext, cache=fresh_cache, back
     return out.loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None], report
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("way", ["plain", "dynamic", "autocast", "checkpoint", "frozen", "memory_min"])
-def test_compiled(way):
+def test_compiled(way, recipe):
     """By Inductor, as people train: the loss and the gradients, and the report says which products are in float8."""
     torch.manual_seed(0)
     model, ids = tiny_llama(num_hidden_layers=2), tokens()
@@ -301,10 +392,9 @@ def test_compiled(way):
     if way == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
-    if way == "memory_min":
-        given["options"] = {"memory": "min"}
+    given["options"] = {"float8": recipe, "memory": "min" if way == "memory_min" else "auto"}
     batch = {"input_ids": ids, "labels": ids}
-    off = {**given, "options": {**given.get("options", {}), "float8": "off"}}
+    off = {**given, "options": {**given["options"], "float8": "off"}}
     loss, before, _ = run(model, batch, **off)
     loss8, after, report = run(model, batch, **given)
     assert loss8.item() == pytest.approx(loss.item(), rel=2e-3)
@@ -314,6 +404,8 @@ def test_compiled(way):
     said = "\n".join(linears.sentences())
     assert "forward of 2 x q_proj" in said
     assert "gradients of inputs of 2 x down_proj" in said
+    of_weights = "gradients of weights of 2 x down_proj" in said
+    assert of_weights == (recipe == ALL_THREE and way != "frozen")
     assert said.splitlines()[0] in str(report)
 
 
@@ -355,18 +447,18 @@ def test_an_error_leaves_the_graph_to_bfloat16(monkeypatch):
 
 def test_an_error_on_the_way_is_told_from_one_before(monkeypatch):
     """What is in float8 by then is not said to be in bfloat16; nor is the product that failed said to be in float8."""
-    write, written = rewrite._Writer.write, []
+    write, written = writer.Writer.write, []
 
-    def second_fails(writer, product):
+    def second_fails(self, product):
         if written:
             raise ValueError("made up")
         written.append(product)
-        write(writer, product)
+        write(self, product)
 
-    monkeypatch.setattr(rewrite._Writer, "write", second_fails)
+    monkeypatch.setattr(writer.Writer, "write", second_fails)
     with pytest.warns(UserWarning, match="not every linear is in float8"):
         found = partitioned(Two().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}, "speed", float8=RECIPE, strict=False)
-    assert found.linears.products == [("first", False, "")]
+    assert found.linears.products == [("first", FORWARD, "")]
     assert found.linears.sentences() == [f"float8 {RECIPE}: the rest in bfloat16: ValueError: made up"]
 
 

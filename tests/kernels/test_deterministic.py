@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fx_fusion.checking import calls_of
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
+from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.ops import library
 from fx_fusion.ops.on_cpu import kernels_on_cpu
 
@@ -65,6 +66,12 @@ def test_ops(fusion, ran, device, deterministic_algorithms):
 @pytest.mark.parametrize("quantise", [quantise_rows, quantise_columns])
 def test_quantisers(quantise, device, deterministic_algorithms):
     check_same_bits(quantise, (torch.randn(300, 33, dtype=torch.bfloat16, device=device),), deterministic_algorithms)
+
+
+@pytest.mark.kernel
+def test_turned_rows(device, deterministic_algorithms):
+    x, scale = torch.randn(300, 33, device=device), torch.rand(300, 1, device=device) + 0.1
+    check_same_bits(turn_rows, (x, scale), deterministic_algorithms)
 
 
 def test_no_kernel_adds_atomically():

@@ -1,0 +1,184 @@
+"""Products in float8: what the forward and the gradients of inputs multiply has a scale a row.
+
+``rowwise_gw_hp`` (torchao's ``rowwise_with_gw_hp``): both operands of these two products are quantised along the dim that is
+summed, by their current values, so there is no state; gradients of weights stay products in bfloat16. Nothing is saved for
+the backward that is not without float8: it quantises the weight again, the other way.
+
+``rowwise``: gradients of weights too, dw = dy.T @ x. They sum over the rows i, whose scales s_i and t_i of x and dy are
+powers of two here and go into dy's copy by columns: with c_i = s_i t_i and c = max_i c_i
+
+    dw = c sum_i (q(dy)_i / (c / c_i)) q(x)_i
+
+A power of two moves without another rounding, except in rows that add next to nothing to the sum: there numbers underflow.
+For the backward the scales of x's rows are saved besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.float8.products import Product, WeightGradient
+from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
+from fx_fusion.kernels.float8.turn import turn_rows
+from fx_fusion.memory.joint_graph import base
+from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, is_fusible, set_checkpoint
+from fx_fusion.torch_internals.scaled_mm import scaled_product
+from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
+
+_LEAST = 2.0**-120  # a power of two, and above float32's subnormals
+
+
+class Writer:
+    """Writes products of one graph anew. What several read is quantised once, and equal functions are traced once.
+    ``power_of_two``: the scales of activations and of their gradients are powers of two."""
+
+    def __init__(self, graph: fx.Graph, emulate: bool, power_of_two: bool):
+        self._graph, self._emulate, self._power_of_two = graph, emulate, power_of_two
+        self._rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
+        self._turned: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
+        self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
+
+    def write(self, product: Product | WeightGradient) -> None:
+        """Put the product in float8 in the place of the one that is there. They come in the order of the graph, gradients of
+        weights whose two other products are written as well."""
+        node = product.node
+        result = self._gradient(product) if isinstance(product, WeightGradient) else self._with_weight(product)
+        result.meta = {**node.meta, "val": result.meta["val"]}
+        node.replace_all_uses_with(result)
+        self._graph.erase_node(node)
+
+    def _with_weight(self, product: Product) -> fx.Node:
+        of_a, of_weight = self._rows_of(product, product.node, product.a), self._weight(product)
+        multiply = _emulated if self._emulate else _multiplied_back if product.backward else _multiplied
+        operands = [*of_a, *of_weight[-2:], *([] if product.bias is None else [product.bias])]
+        return self._insert(product.node, multiply, operands, of_weight[-1])[-1]
+
+    def _gradient(self, product: WeightGradient) -> fx.Node:
+        node, key = product.node, _key(product.forward)
+        q, of_dy = self._rows_of(product.of_input, node, product.dy)
+        of_x = self._rows[key][1]
+        if key not in self._turned:
+            made = self._insert(node, turn_rows, [product.x, of_x], node.prev)
+            for member in made:
+                compute_again(member)  # or a copy of x is saved besides
+            self._turned[key] = made[-1]
+        *_, of_rows, scale = self._insert(node, into_dy, [of_dy, of_x], node.prev)
+        dy = self._insert(node, turn_rows, [q, of_rows], node.prev)[-1]
+        operands = (self._turned[key], dy) if product.transposed else (dy, self._turned[key])
+        multiply = _emulated_over_rows if self._emulate else _multiplied_over_rows
+        return self._insert(node, multiply, [*operands, scale], node.prev)[-1]
+
+    def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """What the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to read
+        it, as ``a``."""
+        key = _key(product)
+        if key not in self._rows:
+            rows = _ROWS[is_fusible(base(a)), self._power_of_two]
+            *_, q, scale = self._insert(node, rows, [a], a)
+            self._rows[key] = q, scale
+        return self._rows[key]
+
+    def _weight(self, product: Product) -> list[fx.Node]:
+        """The nodes of the weight in float8: the last two are its values and scales."""
+        node, b, largest = product.node, product.b, self._largest.get(product.weight)
+        turned = b.meta["val"].stride(0) != 1
+        if turned and largest is not None and product.backward:
+            made = self._insert(node, quantise_columns, [b, largest], node.prev)
+        elif turned:
+            made = self._insert(node, quantise_columns, [b], node.prev)
+        else:
+            rows = _rows_of_transposed_inline if is_fusible(base(b)) else _rows_of_transposed
+            made = self._insert(node, rows, [b], node.prev)
+            if not product.backward:
+                self._largest[product.weight] = self._insert(node, _largest, [made[-1]], made[-1])[-1]
+        if product.backward:
+            for member in made:
+                compute_again(member)  # or its bytes are saved, besides the parameter
+        return made
+
+    def _insert(
+        self, product: fx.Node, function: Callable[..., Any], operands: Sequence[fx.Node], after: fx.Node
+    ) -> list[fx.Node]:  # fmt: skip
+        """The nodes of a function of ``operands``, put behind ``after`` and them. Those of a checkpointed product are
+        computed again with it, or for it, and never saved."""
+        values = [n.meta["val"] for n in operands]
+        key = function, *((str(v.shape), str(v.stride()), v.dtype, v.device) for v in values)
+        if key not in self._traced:
+            self._traced[key] = functional_graph(function, values)
+        made = insert(self._traced[key], self._graph, operands, max(*operands, after))
+        if (said := checkpoint_of(product)) is not None:
+            for node in made:
+                set_checkpoint(node, said)
+        return made
+
+
+def _key(product: Product) -> tuple[fx.Node, Any]:
+    return product.source, product.sizes[2]
+
+
+def _rows_by_powers(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows(x, True)
+
+
+def _rows_by_powers_inline(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows_inline(x, power_of_two=True)
+
+
+# Whether Inductor makes the activation, and whether its scales are powers of two.
+_ROWS = {
+    (False, False): quantise_rows, (True, False): quantise_rows_inline,
+    (False, True): _rows_by_powers, (True, True): _rows_by_powers_inline,
+}  # fmt: skip
+
+
+def _rows_of_transposed(b: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows(b.permute(1, 0))
+
+
+def _rows_of_transposed_inline(b: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows_inline(b.permute(1, 0))
+
+
+def _largest(scale: Tensor) -> Tensor:
+    """The largest magnitude of a matrix, by the scales of its rows. Its columns then have one scale: their own would cost a
+    pass over it, and the range of e4m3 is wide enough for one."""
+    return scale.amax() * LARGEST
+
+
+def _multiplied(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None, fast: bool = True
+) -> Tensor:  # fmt: skip
+    """a @ b.T + bias."""
+    return scaled_product(a, b.permute(1, 0), scale_a, scale_b.view(1, -1), bias, fast)
+
+
+def into_dy(of_dy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
+    """c / c_i, the scales of the rows of dy's copy, and c, by which the product is multiplied: no zero, also without a
+    gradient at all."""
+    each = of_dy * of_x
+    largest = each.amax().clamp(min=_LEAST)
+    return largest / each, largest
+
+
+def _multiplied_over_rows(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """a @ b.T times a number."""
+    return scaled_product(a, b.permute(1, 0), scale, torch.ones_like(scale), None, fast=False)
+
+
+def _emulated_over_rows(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    return ((a.float() @ b.float().permute(1, 0)) * scale).to(torch.bfloat16)
+
+
+def _multiplied_back(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    return _multiplied(a, scale_a, b, scale_b, fast=False)
+
+
+def _emulated(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What ``_scaled_mm`` computes, with sums in float32."""
+    y = (a.float() @ b.float().permute(1, 0)) * scale_a * scale_b.view(1, -1)
+    return (y if bias is None else y + bias.float()).to(torch.bfloat16)
