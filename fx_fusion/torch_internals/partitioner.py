@@ -26,9 +26,9 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def input_number(node: fx.Node) -> int | None:
-    """The position of an input of a joint graph, or of the DTensor whose local tensor it is, among those that AOTAutograd was
-    given. Gone, or another node: None, and the memory of a parameter is taken for memory that the backward would need
-    besides."""
+    """The position of an input of a joint graph among those that AOTAutograd was given; for the local tensor of a DTensor,
+    the DTensor's. Gone, or another node: None, and the memory of a parameter is taken for memory that the backward would
+    need besides."""
     described = node.meta.get("desc") if node.op == "placeholder" else None
     while type(described).__name__ == "SubclassGetAttrAOTInput":
         described = getattr(described, "base", None)
