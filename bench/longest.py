@@ -115,7 +115,7 @@ def search(variant: str, measure: str, patience: float, compile_only: bool) -> R
         if trained:
             return {**row, "largest": size, "capped": capped}
         size -= max(int(size * 0.03) // portion, 1) * portion
-    return row
+    return {**row, "capped": capped}
 
 
 def compile_all(variants: list[str], measures: list[str], timeout: int) -> None:

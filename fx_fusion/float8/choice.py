@@ -61,14 +61,14 @@ def without_support(device: torch.device) -> str:
 
 def slower(products: Iterable[Product]) -> dict[Product, str]:
     """Those of ``products`` that would not win back what their operands cost, and the time of each in words."""
-    return _without_gain(products, lambda p: (p.source, p.sizes[2]), _gain, lambda p: _seconds_of_a(p, _BYTES_OF_A))
+    return _without_gain(products, lambda p: p.activation, _gain, lambda p: _seconds_of_a(p, _BYTES_OF_A))
 
 
 def slower_gradients(gradients: Iterable[WeightGradient]) -> dict[WeightGradient, str]:
     """The same of gradients of weights: those of linears with one x share what it costs to turn it."""
     return _without_gain(
         gradients,
-        lambda g: (g.forward.source, g.forward.sizes[2]),
+        lambda g: g.forward.activation,
         _gain_of_gradient,
         lambda g: _seconds_of_a(g.forward, _BYTES_OF_X),
     )

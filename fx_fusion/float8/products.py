@@ -43,6 +43,11 @@ class Product:
         (m, k), n = self.a.meta["val"].shape, self.b.meta["val"].shape[1]
         return m, n, k
 
+    @property
+    def activation(self) -> tuple[fx.Node, int | torch.SymInt]:
+        """What is the same for products that multiply the same a."""
+        return self.source, self.sizes[2]
+
 
 @dataclass(frozen=True)
 class WeightGradient:

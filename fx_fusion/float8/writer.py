@@ -59,7 +59,7 @@ class Writer:
         return self._insert(product.node, multiply, operands, of_weight[-1])[-1]
 
     def _gradient(self, product: WeightGradient) -> fx.Node:
-        node, key = product.node, _key(product.forward)
+        node, key = product.node, product.forward.activation
         q, of_dy = self._rows_of(product.of_input, node, product.dy)
         of_x = self._rows[key][1]
         if key not in self._turned:
@@ -76,7 +76,7 @@ class Writer:
     def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> tuple[fx.Node, fx.Node]:
         """What the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to read
         it, as ``a``."""
-        key = _key(product)
+        key = product.activation
         if key not in self._rows:
             rows = _ROWS[is_fusible(base(a)), self._power_of_two]
             *_, q, scale = self._insert(node, rows, [a], a)
@@ -115,10 +115,6 @@ class Writer:
             for node in made:
                 set_checkpoint(node, said)
         return made
-
-
-def _key(product: Product) -> tuple[fx.Node, Any]:
-    return product.source, product.sizes[2]
 
 
 def _rows_by_powers(x: Tensor) -> tuple[Tensor, Tensor]:
