@@ -36,15 +36,21 @@ _RUNNING_STATISTICS = ("batch_norm", "instance_norm", "native_batch_norm", "cudn
 
 
 class Effects:
-    """Writes, aliases and regions of one graph."""
+    """Writes, aliases and regions of one graph.
 
-    def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
+    Args:
+        graph: the graph.
+        order: the position of each node.
+        around: the region that the graph runs in; None for what is ambient now.
+    """
+
+    def __init__(self, graph: fx.Graph, order: dict[fx.Node, int], around: tuple[Any, ...] | None = None):
         self.order = order
         self.writes: list[fx.Node] = []  # in graph order
         self._mutated: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._by_storage: dict[int, list[fx.Node]] = {}
         self.region: dict[fx.Node, tuple[Any, ...]] = {}
-        state: tuple[Any, ...] = (torch.is_grad_enabled(),)
+        state = (torch.is_grad_enabled(),) if around is None else around
         for node in graph.nodes:
             state = _next_region(node, state)
             self.region[node] = state

@@ -52,7 +52,8 @@ class View:
     def __init__(self, graph: fx.Graph, outside: Outside | None = None):
         self.graph, self.outside = graph, outside
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.effects = Effects(graph, self.order)
+        around = None if outside is None else outside.view.effects.region[outside.call]
+        self.effects = Effects(graph, self.order, around)
         self._terms: dict[fx.Node, Term] = {}
         self._arguments: dict[fx.Node, Mapping[str, Any] | None] = {}
         self._below: dict[fx.Node, fx.Node | None] = {}

@@ -82,6 +82,27 @@ def test_a_mask_from_outside_of_a_checkpointed_body(full):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_a_checkpointed_body_is_read_under_the_autocast_around_it():
+    """RoPE by a table in float32 leaves queries and keys that autocast casts, values that came from a linear are bfloat16."""
+    from torch.utils.checkpoint import checkpoint
+
+    def body(x, w, mask):
+        value = (x.transpose(1, 2).flatten(2) @ w).view(2, S, *x.shape[1::2]).transpose(1, 2)
+        return F.scaled_dot_product_attention(x.sin(), x.cos(), value, attn_mask=mask)
+
+    def function(x, w, padding):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(body, x, w, causal_and_padding(padding), use_reentrant=False)
+
+    width = q.shape[1] * q.shape[3]
+    w, padding = torch.randn(width, width), torch.ones(2, S, dtype=torch.int64)
+    with fx_fusion.recording() as report:
+        result = torch.compile(function, backend=rewriting_backend(), dynamic=False)(q, w, padding)
+    assert report.count("causal_mask") == 1, str(report)
+    assert report.graphs[0].assumes == ("padding is all ones",)
+    torch.testing.assert_close(result, function(q, w, padding), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("mask_of", "body"),
     [

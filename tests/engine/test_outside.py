@@ -45,6 +45,16 @@ def test_a_checkpointed_body_knows_the_graph_around_it():
     assert {p.name: o for p, o in outside.operands.items()} == {"a": outer["x"], "b": outer["add"]}
 
 
+def test_a_checkpointed_body_runs_in_the_region_of_its_call():
+    module, outer = calling(("body", body()), operands=("x", "add"))
+    with module.graph.inserting_before(outer["add"]):
+        module.graph.call_function(torch._C._set_grad_enabled, (False,))
+        module.graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    effects = views_of(module)[module.body].effects
+    expected = (False, ("autocast", ("cpu", torch.bfloat16, True, None)))
+    assert {effects.region[node] for node in module.body.graph.nodes} == {expected}
+
+
 @pytest.mark.parametrize("why", ["called twice", "another operator", "other operands"])
 def test_bodies_that_stand_alone(why):
     inside = body()
