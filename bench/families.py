@@ -50,6 +50,22 @@ def _transformers(
     return build
 
 
+def _with_lora(
+    build: Callable[[int, int], tuple[nn.Module, Step, int]],
+) -> Callable[[int, int], tuple[nn.Module, Step, int]]:
+    """The model with LoRA of rank 16 beside every ``*_proj``, all other weights frozen."""
+
+    def built(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+        from bench.setups import with_lora
+
+        model, step, items = build(batch, length)
+        with torch.device("cuda"):
+            with_lora(model)
+        return model, step, items
+
+    return built
+
+
 def _t5(batch: int, length: int) -> tuple[nn.Module, Step, int]:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -135,6 +151,7 @@ _QWEN3 = {  # 0.6B
 FAMILIES = {
     "llama-1b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_1B), 8, 2048, liger="llama"),
     "llama-8b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_8B), 1, 4096, liger="llama"),
+    "llama-8b-lora": Family(_with_lora(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_8B)), 1, 4096),
     "mistral": Family(_transformers("MistralForCausalLM", "MistralConfig", **_MISTRAL), 4, 4096, liger="mistral"),
     "mistral-window": Family(_transformers("MistralForCausalLM", "MistralConfig", **_WINDOW), 2, 8192, liger="mistral"),
     "llama-1b-packed": Family(

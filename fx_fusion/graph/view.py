@@ -53,7 +53,7 @@ class View:
         self.graph, self.outside = graph, outside
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         around = None if outside is None else outside.view.effects.region[outside.call]
-        self.effects = Effects(graph, self.order, around)
+        self.effects: Effects = Effects(graph, self.order, around)
         self._terms: dict[fx.Node, Term] = {}
         self._arguments: dict[fx.Node, Mapping[str, Any] | None] = {}
         self._below: dict[fx.Node, fx.Node | None] = {}

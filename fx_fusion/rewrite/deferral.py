@@ -20,7 +20,8 @@ from torch import Tensor, fx
 
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import autocast_of, storages
-from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.places import module_of
+from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.reads import Call, Reads
 from fx_fusion.runtime.recipe import Recipe
@@ -70,7 +71,8 @@ def deferrable_outputs(
 # -- cutting them off (while rewriting) ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Deferral:
-    """Outputs that leave the graph and share memory: the module that computes them, and from which nodes.
+    """Outputs that leave the graph and share memory: the module that computes them, from which nodes, and what they are
+    called.
 
     ``computed``: the graph returns them all the same, without gradients. ``can_compute``: it could.
     """
@@ -78,15 +80,11 @@ class Deferral:
     nodes: tuple[fx.Node, ...]
     module: fx.GraphModule
     cuts: tuple[fx.Node, ...]
+    names: tuple[str, ...]
     autocast: tuple[str, torch.dtype, bool]
     grad: bool
     can_compute: bool = False
     computed: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the outputs in the graph."""
-        return tuple(node.name for node in self.nodes)
 
 
 def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -128,7 +126,22 @@ def cut_off(
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
     graph.output(tuple(copies[node] for node in nodes))
     autocast = autocast_of(region, example(nodes[0]).device.type)
-    return Deferral(tuple(nodes), fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), autocast, region[0], can_compute)
+    module, names = fx.GraphModule(torch.nn.Module(), graph), tuple(map(_called, nodes))
+    return Deferral(tuple(nodes), module, tuple(inputs), names, autocast, region[0], can_compute)
+
+
+def _called(node: fx.Node) -> str:
+    """What the model calls an output: the name of what it is a cast of (accelerate casts logits to float32), with the module
+    that made it where the name does not speak of logits."""
+    while len(node.all_input_nodes) == 1 and _is_cast(example(below := node.all_input_nodes[0]), example(node)):
+        node = below
+    module = module_of(node)
+    return f"{node.name} (of {module})" if module and "logits" not in node.name else node.name
+
+
+def _is_cast(before: Any, after: Any) -> bool:
+    both = isinstance(before, Tensor) and isinstance(after, Tensor) and before.is_floating_point()
+    return both and after.is_floating_point() and before.dtype != after.dtype and same_shape(before, after)
 
 
 class DeferredOutputs:

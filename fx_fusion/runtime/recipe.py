@@ -35,6 +35,9 @@ def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
+_NOT_DEFERRED = 'compile with options={"defer_outputs": False} (FX_FUSION_DEFER_OUTPUTS=0 where a trainer compiles)'
+
+
 class Recipe:
     """How outputs that share memory are computed, from what, and whether that is still what it was.
 
@@ -105,7 +108,7 @@ class Recipe:
             which = f"one of shape {tuple(changed[0].shape)} was changed in place"
         raise StaleTensorError(
             f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
-            f'{which}. Read {name} before an optimizer step, or compile with options={{"defer_outputs": False}}.'
+            f"{which}. Read {name} before an optimizer step, or {_NOT_DEFERRED}."
         )
 
     def values(self) -> tuple[Tensor, ...]:
@@ -143,8 +146,8 @@ class Recipe:
                 name = self.names[0]
                 raise RuntimeError(
                     f"{name} is computed when it is read, and gathered from {ranks} ranks then; {present} of them read it "
-                    f"within {_PATIENCE} s. Read {name} on every rank (then use it on one), or compile with "
-                    'options={"defer_outputs": False}.'
+                    f"within {_PATIENCE} s. Read {name} on every rank (then use it on one), or "
+                    f"{_NOT_DEFERRED}."
                 )
 
     def settle(self) -> None:

@@ -156,3 +156,35 @@ def test_an_output_that_is_a_view_of_an_input_is_no_deferred_one():
     _, view = torch.compile(function, backend=rewriting_backend())(x, y, like)
     like.fill_(3)
     assert (view == 3).all()
+
+
+class Head(torch.nn.Module):
+    """Its logits are nobody's local variable of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(8, 12)
+
+    def forward(self, h, t):
+        result = self.lm_head(h)
+        return torch.nn.functional.cross_entropy(result, t), result.to(torch.bfloat16)
+
+
+def with_cast(h, w, t):
+    logits = torch.nn.functional.linear(h, w)
+    return torch.nn.functional.cross_entropy(logits, t), logits.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("model", ["module", "function"])
+def test_what_deferred_outputs_are_called(model):
+    """By the name of what they are a cast of, with the module where that says nothing: people look for their logits."""
+    h, t = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
+    call, operands = (Head(), (h, t)) if model == "module" else (with_cast, (h, torch.randn(12, 8), t))
+    with fx_fusion.recording() as report, torch.no_grad():
+        _, late = torch.compile(call, backend=rewriting_backend())(*operands)
+        name = report.graphs[0].deferred[0]
+        assert name.endswith(" (of lm_head)") if model == "module" else name == "logits", name
+        h.add_(1)
+        with pytest.raises(fx_fusion.StaleTensorError, match="FX_FUSION_DEFER_OUTPUTS=0") as raised:
+            late + 1
+    assert str(raised.value).startswith(f"{name} is computed when it is first read")
