@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -56,3 +56,16 @@ def users_frame(frames: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=4096)
 def _frames(stack_trace: str) -> tuple[str, ...]:
     return tuple(f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack_trace))
+
+
+def shortened(modules: Iterable[str]) -> str:
+    """``layers.0.norm layers.1.norm`` -> ``layers.{0-1}.norm``."""
+    patterns: dict[str, list[int]] = {}
+    for module in modules:
+        numbers = re.findall(r"\d+", module)
+        patterns.setdefault(re.sub(r"\d+", "{}", module, count=1), []).append(int(numbers[0]) if numbers else -1)
+    parts = []
+    for pattern, numbers in patterns.items():
+        span = f"{{{min(numbers)}-{max(numbers)}}}" if min(numbers) != max(numbers) else str(numbers[0])
+        parts.append(pattern.replace("{}", span, 1))
+    return " ".join(parts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.nn import Parameter
 
-from fx_fusion.graph.places import module_of
+from fx_fusion.graph.places import module_of, shortened
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
 from fx_fusion.memory.candidates import candidates
@@ -58,20 +58,27 @@ class Decisions:
             return [f"what the backward computes again is torch's choice alone: {self.trouble}"]
         if self.asked and not self.made:
             return ["from torch's compile cache: what its backward computes again was decided when it was compiled"]
-        return [_sentence(again, [v for v in self.values if v.again is again], self.step) for again in (True, False)
-                if any(v.again is again for v in self.values)]  # fmt: skip
+        sides = [[v for v in self.values if v.again is again] for again in (True, False)]
+        both = {_alike(v) for v in sides[0]} & {_alike(v) for v in sides[1]}
+        return [_sentence(values, both, self.step) for values in sides if values]
 
 
-def _sentence(again: bool, values: list[Value], step: float) -> str:
+def _alike(value: Value) -> tuple[str, str]:
+    """Its kind and the last part of the module's path without numbers: layers of one model share a line."""
+    return value.kind, re.sub(r"\.\d+(?=\.|$)", "", value.module).split(".")[-1]
+
+
+def _sentence(values: list[Value], both: set[tuple[str, str]], step: float) -> str:
+    """``both``: what is computed again in some modules and saved in others, which are then named."""
     kinds: dict[tuple[str, str], list[Value]] = defaultdict(list)
     for value in values:
-        kinds[value.kind, re.sub(r"\.\d+(?=\.|$)", "", value.module).split(".")[-1]].append(value)
-    parts = [
-        f"{len(of)} x {kind}{' in ' * bool(module)}{module} ({size_of(sum(v.bytes for v in of))})"
-        for (kind, module), of in kinds.items()
-    ]
+        kinds[_alike(value)].append(value)
+    parts = []
+    for (kind, module), of in kinds.items():
+        where = shortened([v.module for v in of]) if (kind, module) in both and not of[0].again else module
+        parts.append(f"{len(of)} x {kind}{' in ' * bool(where)}{where} ({size_of(sum(v.bytes for v in of))})")
     took = sum(v.seconds for v in values)
-    what = "computed again in the backward, not saved" if again else "saved, though cheap"
+    what = "computed again in the backward, not saved" if values[0].again else "saved, though cheap"
     time = f"{_ms(took)} ms" + (f" of about {_ms(step)}" if step else "")
     return f"{what}: {', '.join(parts)}; {time}"
 

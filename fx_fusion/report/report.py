@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tabulate import tabulate
@@ -17,7 +18,7 @@ from tabulate import tabulate
 from fx_fusion.cost.estimate import sentence, total
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
-from fx_fusion.graph.places import users_frame
+from fx_fusion.graph.places import shortened, users_frame
 from fx_fusion.memory.recompute import size_of
 from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
@@ -125,7 +126,7 @@ class Report:
         nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
         head = f"fx_fusion  {len(self.graphs)} graph(s), {nodes[0]} -> {nodes[1]} nodes, {fused} site(s) fused"
         rows = [
-            (status, fusion, number, _shorten(modules), location, reason)
+            (status, fusion, number, shortened(modules), location, reason)
             for status, fusion, reason, location, modules, number in self._grouped()
         ]
         table = tabulate(
@@ -134,8 +135,8 @@ class Report:
             tablefmt="plain",
             maxcolwidths=[None, None, None, 34, 30, 60],
         )
-        notes = [f"graph {g.index}: {note}" for g in self.graphs for note in g.notes()]
-        notes += [f"graph {g.index}: not recognised: {what}" for g in self.graphs for what in self._grouped_unsaid(g)]
+        notes = list(_said_once((note, g.index) for g in self.graphs for note in g.notes()))
+        notes += _said_once((f"not recognised: {what}", g.index) for g in self.graphs for what in self._grouped_unsaid(g))
         saved = total(s.estimate for s in self.sites if s.status == "fused")
         notes += [f"estimated: {saved}"] if saved else []
         unmade = sum((Counter(s.unmade) for s in self.sites), Counter[str]())
@@ -155,7 +156,7 @@ class Report:
         for found in self._unsaid(graph):
             groups.setdefault(str(found), []).append(found.module)
         return [
-            f"{len(modules)} x {what}{' in ' * any(modules)}{_shorten([m for m in modules if m])}"
+            f"{len(modules)} x {what}{' in ' * any(modules)}{shortened([m for m in modules if m])}"
             for what, modules in groups.items()
         ]
 
@@ -215,14 +216,10 @@ def _generic(reason: str) -> str:
     return re.sub(r"(?<=[a-z])_\d+\b", "", reason)
 
 
-def _shorten(modules: list[str]) -> str:
-    """``layers.0.norm layers.1.norm`` -> ``layers.{0-1}.norm``."""
-    patterns: dict[str, list[int]] = {}
-    for module in modules:
-        numbers = re.findall(r"\d+", module)
-        patterns.setdefault(re.sub(r"\d+", "{}", module, count=1), []).append(int(numbers[0]) if numbers else -1)
-    parts = []
-    for pattern, numbers in patterns.items():
-        span = f"{{{min(numbers)}-{max(numbers)}}}" if min(numbers) != max(numbers) else str(numbers[0])
-        parts.append(pattern.replace("{}", span, 1))
-    return " ".join(parts)
+def _said_once(notes: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Sentences with the graphs that they are said of."""
+    graphs: dict[str, list[int]] = {}
+    for note, graph in notes:
+        graphs.setdefault(note, []).append(graph)
+    for note, of in graphs.items():
+        yield f"graph{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {note}"

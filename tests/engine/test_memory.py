@@ -453,6 +453,16 @@ def test_through_inductor(fresh_cache):
     assert Counter(v["kind"] for v in graph["memory"]["values"])["norm of a sum"] == 1
 
 
+def test_modules_that_differ_from_their_like_are_named():
+    def value(layer, again):
+        return recompute.Value("mul", f"model.layers.{layer}.mlp", 2**20, 1e-4, again)
+
+    alone = recompute.Value("norm", "model.norm", 2**20, 1e-4, again=False)
+    again, saved = recompute.Decisions(values=[value(0, True), value(1, True), value(2, False), alone], made=True).sentences()
+    assert "2 x mul in mlp (2.0 MiB)" in again
+    assert "1 x mul in model.layers.2.mlp (1.0 MiB), 1 x norm in norm (1.0 MiB)" in saved
+
+
 def test_a_pass_of_the_user_runs_too(fresh_cache):
     seen = []
     with torch._inductor.config.patch(joint_custom_post_pass=lambda graph: seen.append(graph)):

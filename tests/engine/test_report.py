@@ -330,3 +330,21 @@ def test_a_document_of_before_is_read(odd):
 def test_what_is_no_report(text):
     with pytest.raises(ValueError, match="no report of schema 1 or 2 or 3: its schema is"):
         fx_fusion.Report.from_json(text)
+
+
+def test_what_is_said_of_many_graphs_is_said_once():
+    """A graph break in a model that is captured for several lengths."""
+
+    def function(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    call = torch.compile(function, backend=rewriting_backend(), dynamic=False)
+    with fx_fusion.recording() as report:
+        for rows in (2, 3):
+            call(torch.randn(rows, 4))
+    numbers = [graph.index for graph in report.graphs if graph.broke]
+    assert len(numbers) == 2
+    assert str(report).count("ends at a graph break") == 1, str(report)
+    assert f"graphs {numbers[0]}, {numbers[1]}: ends at a graph break" in str(report)
