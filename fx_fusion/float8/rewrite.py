@@ -51,7 +51,7 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     left = {g: _HALF for g in gradients if g.forward in kept or g.of_input in kept}
     if select != "always":
         left.update(slower_gradients(g for g in gradients if g not in left))
-    writer = Writer(graph, emulate, power_of_two=bool(gradients))
+    writer = Writer(graph, emulate, power_of_two=len(left) < len(gradients))
     both: list[Product | WeightGradient] = [*found, *gradients]
     for product in sorted(both, key=lambda product: product.node):
         if isinstance(product, WeightGradient):

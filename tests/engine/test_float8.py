@@ -325,6 +325,16 @@ def test_a_gradient_of_a_weight_stays_with_its_forward():
     assert f"float8 {ALL_THREE}: in bfloat16: gradient of the weight of 1 x first: its forward" in "\n".join(found.linears.sentences())
 
 
+def test_recipes_differ_only_where_a_gradient_of_a_weight_is_taken(monkeypatch):
+    """Scales that are powers of two are for these alone: GPT-2, whose gradients of weights are too small, rounds as before."""
+    monkeypatch.setattr(rewrite, "why_not", lambda product, *_: "of no gain" if product.backward else None)
+    model, x = Two().bfloat16(), torch.randn(8, 64).bfloat16()
+    found = [partitioned(model, {"x": x.clone().requires_grad_()}, "speed", float8=recipe) for recipe in RECIPES]
+    assert all(sorted(in_float8(each, FORWARD)) == ["first", "second"] for each in found)
+    assert not in_float8(found[1], OF_WEIGHT)
+    assert all(torch.equal(found[0].gradients[name], g) for name, g in found[1].gradients.items())
+
+
 def product_of(m, n, k, *, backward=False, source=None):
     """A product as ``choice`` sees one, on a GPU that is not here."""
     graph = torch.fx.Graph()
