@@ -75,7 +75,7 @@ def _sentence(values: list[Value], both: set[tuple[str, str]], step: float) -> s
         kinds[_alike(value)].append(value)
     parts = []
     for (kind, module), of in kinds.items():
-        where = shortened([v.module for v in of]) if (kind, module) in both and not of[0].again else module
+        where = shortened(v.module for v in of) if (kind, module) in both and not of[0].again else module
         parts.append(f"{len(of)} x {kind}{' in ' * bool(where)}{where} ({size_of(sum(v.bytes for v in of))})")
     took = sum(v.seconds for v in values)
     what = "computed again in the backward, not saved" if values[0].again else "saved, though cheap"
