@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.ops.library import plain_function
 from fx_fusion.torch_internals.flex_attention import flex_attention
 
@@ -78,8 +79,7 @@ def visible_blocks(
     for shown in queries:
         blocks = _in_blocks(shown)
         visible, full = visible & blocks.any(-1)[..., :, None], full & blocks.all(-1)[..., :, None]
-    kinds = visible & ~full, visible & full
-    return tuple(t for blocks in (*kinds, *(x.transpose(-1, -2) for x in kinds)) for t in _listed(blocks))
+    return tuple(block_lists(visible & ~full, visible & full))
 
 
 def _blocks(positions: int) -> int:
@@ -93,14 +93,6 @@ def _in_blocks(values: Tensor) -> Tensor:
     n = _blocks(s)
     positions = torch.arange(n * BLOCK, device=values.device).clamp(max=s - 1)
     return values.reshape(-1, 1, s)[:, :, positions].reshape(-1, 1, n, BLOCK)
-
-
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of blocks set in each row and, first in each row, their columns. Both are contiguous in all dims:
-    the kernels step from one batch to the next by the stride of the dim of heads, which a view of size 1 need not have."""
-    blocks = blocks.to(torch.int32, memory_format=torch.contiguous_format)
-    columns = torch.argsort(blocks, dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32)
 
 
 @plain_function

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from fx_fusion.kernels.block_sparse_attention import BLOCK, block_sparse_attention, visible_blocks
+from fx_fusion.kernels.lib.block_lists import block_lists
 from tests.structured_masks import IDS, MASKS, S, tensors, window
 
 
@@ -53,6 +54,47 @@ def test_the_blocks_that_are_visited_cover_the_mask(name):
             if j in full:
                 assert block.all()
                 assert block.shape == (BLOCK, BLOCK)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 16, 16), (3, 1, 5, 33), (1, 1, 300, 7), (2, 1, 0, 4)], ids=str)
+def test_lists_of_blocks(shape, device):
+    """Each row's set blocks in order, then the others; of rows of queries and of rows of keys."""
+    torch.manual_seed(0)
+    partial, full = (torch.rand(shape, device=device) < p for p in (0.3, 0.5))
+    expected = []
+    for flags in (partial, full, partial.mT, full.mT):
+        columns = torch.argsort(flags.int(), dim=-1, descending=True, stable=True)
+        expected += [flags.sum(-1), columns]
+    for ours, theirs in zip(block_lists(partial, full), expected, strict=True):
+        assert ours.dtype == torch.int32
+        assert ours.is_contiguous()
+        assert torch.equal(ours.long(), theirs)
+
+
+@pytest.fixture
+def strides_of():
+    """An op that gives the strides that its argument has in memory, whatever Inductor chose."""
+    library = torch.library.Library("tests_of_layouts", "FRAGMENT")
+    library.define("strides(Tensor x) -> Tensor", tags=(torch.Tag.flexible_layout,))
+    library.impl("strides", lambda x: torch.tensor(x.stride()), "CPU")
+    torch.library.register_fake("tests_of_layouts::strides", lambda x: torch.empty(x.dim(), dtype=torch.long), lib=library)
+    yield torch.ops.tests_of_layouts.strides
+    library._destroy()
+
+
+def test_blocks_lie_as_the_kernels_read_them(strides_of):
+    """FlexAttention's kernels step to the next row of a batch by the stride of the dim of heads, of size 1. Where nothing is
+    saved for a backward Inductor chose another one, and they read behind the end: an evaluation of padded batches."""
+
+    def function(query, mask):
+        return [strides_of(t) for t in visible_blocks(query, query, (), (mask != 0,), (), 0, None)]
+
+    query, mask = torch.zeros(4, 8, 2048, 16), torch.ones(4, 2048, dtype=torch.long)
+    with torch.no_grad():
+        for found in torch.compile(function)(query, mask):
+            n = 16
+            assert found.tolist() in ([n, n, 1], [n * n, n * n, n, 1])
 
 
 SEQUENCE = torch.zeros(1, 1, 4096, 16)

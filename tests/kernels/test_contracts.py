@@ -8,6 +8,7 @@ from fx_fusion.checking import calls_of, keeps_its_promises
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
 from fx_fusion.kernels.float8.turn import turn_rows
+from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
@@ -24,6 +25,7 @@ REST = {  # ops that are no fusion's
     "quantise_columns": lambda: (quantise_columns, (torch.randn(48, 33, dtype=torch.bfloat16),)),
     "quantise_rows": lambda: (quantise_rows, (torch.randn(48, 33, dtype=torch.bfloat16),)),
     "turn_rows": lambda: (turn_rows, (torch.randn(48, 33, dtype=torch.bfloat16), torch.rand(48, 1) + 0.1)),
+    "block_lists": lambda: (block_lists, (torch.rand(2, 1, 3, 5) < 0.5, torch.rand(1, 1, 3, 5) < 0.5)),
     "in_memory": lambda: (in_memory, (torch.randn(3, 4).mT,)),
     "copied": lambda: (copied, (torch.randn(3, 4).mT,)),
 }
