@@ -15,7 +15,9 @@ inside the sum of dW: only then the backward computes the logits again. Rows who
 somebody reads the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the
 least memory, see ``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from
 class ``first`` on, of ``classes``, target counts from the first of all, and dx is to be summed over the ranks
-(``logits/class_part``; logits are not handed out).
+(``logits/class_part``; logits are not handed out). ``z_loss`` times the square of each row's logsumexp is added to its loss,
+for the rows ``z_over``: those that "count" or "all"; under a mean their squares are divided by the number of rows that count
+("count"), or by that of all rows ("all", and "masked": the rows that count). Not in fp16, where it would need a bound.
 
 Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m);
            logits: (m, v), as x.
@@ -33,9 +35,9 @@ from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_co
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
-def _mean_factor(target, weight, reduction: str, ignore_index: int) -> Tensor:
-    """Returns 1 / the sum of the weights of all targets that count, on the device: 0 if none does (all gradients are zero
-    then), 1 unless the ``reduction`` is a mean."""
+def _divisor(target, weight, reduction: str, ignore_index: int) -> Tensor:
+    """Returns the sum of the weights of all targets that count, on the device; the number of rows if none does (all of its
+    gradients are zero then), 1 unless the ``reduction`` is a mean."""
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=target.device)
     counts = target != ignore_index
@@ -43,10 +45,23 @@ def _mean_factor(target, weight, reduction: str, ignore_index: int) -> Tensor:
         total = counts.sum(dtype=torch.float32)
     else:
         total = torch.where(counts, weight.float()[torch.where(counts, target, 0)], 0).sum()
-    return torch.where(counts.any(), 1.0 / total, 0.0)
+    return torch.where(counts.any(), total, float(max(target.shape[0], 1)))
 
 
-def _reduce(loss, target, mean_factor, reduction: str, ignore_index: int) -> Tensor:
+def _z_factor(target, divisor, reduction: str, ignore_index: int, z_loss: float, z_over: str) -> Tensor | None:
+    """Returns the factor (m) of each row's squared logsumexp before the reduction divides by ``divisor``; None without a
+    z-loss."""
+    if not z_loss:
+        return None
+    counts = target != ignore_index
+    factor = torch.full(target.shape, z_loss, dtype=torch.float32, device=target.device)
+    if reduction == "mean":
+        rows = counts.sum(dtype=torch.float32) if z_over == "count" else target.shape[0]
+        factor = factor * (divisor / rows)
+    return factor if z_over == "all" else torch.where(counts, factor, 0.0)
+
+
+def _reduce(loss, target, divisor, reduction: str, ignore_index: int) -> Tensor:
     """Reduce the losses of all rows."""
     if reduction == "none":
         return loss
@@ -54,12 +69,12 @@ def _reduce(loss, target, mean_factor, reduction: str, ignore_index: int) -> Ten
     if reduction == "sum":
         return total
     # No target counts: PyTorch's mean is 0 / 0.
-    return torch.where((target != ignore_index).any(), total * mean_factor, float("nan"))
+    return torch.where((target != ignore_index).any(), total / divisor, float("nan"))
 
 
 def _fwd(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False, group="", first=0, classes=0, ranks=1,
+    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="",
 ):  # fmt: skip
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
@@ -71,15 +86,18 @@ def _fwd(
         shrink = _power_below(bounds.amax())
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
         upstream = shrink.expand(x.shape[0])
+    divisor = _divisor(target, weight, reduction, ignore_index)
+    z_factor = _z_factor(target, divisor, reduction, ignore_index, z_loss, z_over)
     given = x, lm_head, bias, target, weight, options, upstream, needs_now, loss
+    more = {"headroom": headroom, "small": small_chunks, "z_factor": z_factor}
     logits = torch.empty((x.shape[0], lm_head.shape[0]) if returns_logits else 0, dtype=x.dtype, device=x.device)
     if returns_logits:
-        dx, dw, db = each_chunk(*given, headroom=headroom, all_logits=logits, small=small_chunks)
+        dx, dw, db = each_chunk(*given, all_logits=logits, **more)
     else:
-        part = class_part(group, first, classes, ranks)
-        dx, dw, db = each_chunk_that_counts(*given, headroom=headroom, small=small_chunks, part=part)
-    mean_factor = _mean_factor(target, weight, reduction, ignore_index)
-    reduced = _reduce(loss, target, mean_factor, reduction, ignore_index)
+        chunks = each_chunk if z_over == "all" else each_chunk_that_counts
+        dx, dw, db = chunks(*given, part=class_part(group, first, classes, ranks), **more)
+    reduced = _reduce(loss, target, divisor, reduction, ignore_index)
+    mean_factor = 1.0 / divisor
     dx_factor = mean_factor if shrink is None else mean_factor / shrink
     factors = torch.stack([dx_factor, dx_factor if headroom is None else dx_factor / headroom])
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -120,7 +138,7 @@ def _headroom(x, dl_bounds: Tensor) -> Tensor:
 
 def _fake(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False, group="", first=0, classes=0, ranks=1,
+    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="",
 ):  # fmt: skip
     m = x.shape[0]
     needs_dx, needs_dw, needs_db = needs if reduction != "none" else [False] * 3
@@ -137,7 +155,7 @@ def _fake(
 
 def _bwd_rows(
     dloss, x, lm_head, bias, target, weight, ignore_index, label_smoothing, softcap, scale, needs, small_chunks=False,
-    group="", first=0, classes=0, ranks=1,
+    group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="",
 ):  # fmt: skip
     """Returns the gradients for ``reduction="none"``: one upstream gradient per row."""
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
@@ -145,14 +163,16 @@ def _bwd_rows(
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     upstream = dloss.float().contiguous()
     given = x, lm_head, bias, target, weight, options, upstream, needs, loss
-    grads = each_chunk_that_counts(*given, small=small_chunks, part=class_part(group, first, classes, ranks))
+    z_factor = _z_factor(target, None, "none", ignore_index, z_loss, z_over)
+    chunks = each_chunk if z_over == "all" else each_chunk_that_counts
+    grads = chunks(*given, small=small_chunks, part=class_part(group, first, classes, ranks), z_factor=z_factor)
     like = (x, lm_head, x if bias is None else bias)
     return tuple(t.new_empty(0) if g is None else g.to(t.dtype) for g, t in zip(grads, like, strict=True))
 
 
 def _fake_bwd_rows(
     dloss, x, lm_head, bias, target, weight, ignore_index, label_smoothing, softcap, scale, needs, small_chunks=False,
-    group="", first=0, classes=0, ranks=1,
+    group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="",
 ):  # fmt: skip
     like = (x, lm_head, x if bias is None else bias)
     return tuple(t.new_empty(t.shape if n else 0) for t, n in zip(like, needs, strict=True))
@@ -160,18 +180,20 @@ def _fake_bwd_rows(
 
 _INPUTS = "Tensor x, Tensor lm_head, Tensor? bias, Tensor target, Tensor? weight"
 _PART = "str group='', int first=0, int classes=0, int ranks=1"
+_Z = "float z_loss=0.0, str z_over=''"
 _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale, bool[] needs"
 
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
-    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False, {_PART})"
+    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False, {_PART}, {_Z})"
     " -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
     _fwd,
     _fake,
 )
 linear_cross_entropy_rows_bwd = plain_op(
     "linear_cross_entropy_rows_bwd",
-    f"(Tensor dloss, {_INPUTS}, {_OPTIONS}, bool small_chunks=False, {_PART}) -> (Tensor dx, Tensor dlm_head, Tensor dbias)",
+    f"(Tensor dloss, {_INPUTS}, {_OPTIONS}, bool small_chunks=False, {_PART}, {_Z})"
+    " -> (Tensor dx, Tensor dlm_head, Tensor dbias)",
     _bwd_rows,
     _fake_bwd_rows,
 )
@@ -184,12 +206,13 @@ def _flops(x_shape, lm_head_shape, *_, **__):
 
 
 def _setup_context(ctx, inputs, output):
-    x, lm_head, bias, target, weight, reduction, *options, needs, _, small_chunks, group, first, classes, ranks = inputs
+    x, lm_head, bias, target, weight, reduction, *options, needs, _, small_chunks, group, first, classes, ranks = inputs[:17]
     _, factors, dx, dlm_head, dbias, logits = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(factors, dx, dlm_head, dbias, logits)
     ctx.reduction, ctx.options, ctx.needs, ctx.small_chunks = reduction, options, needs, small_chunks
     ctx.part = group, first, classes, ranks
+    ctx.z = inputs[17:]
     ctx.has_bias, ctx.has_weight = bias is not None, weight is not None
     ctx.dtypes = (x.dtype, lm_head.dtype, None if bias is None else bias.dtype)
     if reduction == "none":
@@ -199,7 +222,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    no_grads = (None,) * 14  # of target, weight, reduction, the options, needs, returns_logits, small_chunks, the part
+    no_grads = (None,) * 16  # of target, weight, reduction, options, needs, returns_logits, small_chunks, part, z-loss
     if dloss is None:
         return (None, None, None, *no_grads)
     if ctx.reduction == "none":
@@ -208,7 +231,7 @@ def _backward(ctx, dloss, *_):
         bias = saved.pop(0) if ctx.has_bias else None
         target = saved.pop(0)
         weight = saved.pop(0) if ctx.has_weight else None
-        options = (*ctx.options, list(ctx.needs), ctx.small_chunks, *ctx.part)
+        options = (*ctx.options, list(ctx.needs), ctx.small_chunks, *ctx.part, *ctx.z)
         grads = linear_cross_entropy_rows_bwd(dloss, x, lm_head, bias, target, weight, *options)
     else:
         factors, dx, dlm_head, dbias = ctx.saved_tensors

@@ -6,6 +6,7 @@ The logits that the model returns beside the loss are *deferred*: they are compu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,25 +19,31 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.ops.shards import replicated_beside
-from fx_fusion.patterns.cross_entropy import softcapped_cross_entropy
 from fx_fusion.patterns.sites.entropy import entropy_of
 from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
 from fx_fusion.patterns.sites.loss import find_losses
 from fx_fusion.patterns.sites.rows import shaped_as
+from fx_fusion.patterns.sites.z_loss import ZLoss, z_loss_of
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
 from fx_fusion.rewrite.editor import Editor
 
 
 def linear_then_loss(
-    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale
+    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over
 ):  # fmt: skip
     logits = F.linear(x, lm_head, bias)
-    if reduction == "none":
-        return softcapped_cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
     z = logits.float() * scale if scale != 1 else logits.float()
     z = softcap * torch.tanh(z / softcap) if softcap else z
     w = None if weight is None else weight.float()
-    return F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    loss = F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    if not z_loss:
+        return loss
+    counts = target != ignore_index
+    squares = z_loss * torch.logsumexp(z, -1).square()
+    squares = squares if z_over == "all" else squares * counts
+    if reduction == "mean":
+        return loss + squares.sum() / (counts.sum() if z_over == "count" else len(target))
+    return loss + (squares.sum() if reduction == "sum" else squares)
 
 
 def find(search: Search) -> Iterator[Match | NearMiss]:
@@ -47,6 +54,14 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         head = head_of(view, site, "linear_cross_entropy")
         if isinstance(head, NearMiss):
             yield head
+            continue
+        z_loss = z_loss_of(view, site)
+        if isinstance(z_loss, ZLoss):
+            site = replace(site, root=z_loss.root, nodes={*site.nodes, *z_loss.nodes})
+            if example(head.seen.source).dtype == torch.float16:
+                z_loss = "the gradient of a z-loss could overflow in float16; bfloat16 and float32 are fused"
+        if isinstance(z_loss, str):
+            yield NearMiss("linear_cross_entropy", site.root, head.seen.source, z_loss)
             continue
         given, chain = head.inputs, head.chain
         to_logits = [*head.above, *chain]
@@ -67,6 +82,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
                 "label_smoothing": site.label_smoothing,
                 "softcap": head.seen.softcap,
                 "scale": head.seen.scale,
+                "z_loss": 0.0 if z_loss is None else z_loss.factor,
+                "z_over": "" if z_loss is None else z_loss.over,
             },
             deferred=deferred,
             unmade={"logits": head.seen.source},
@@ -86,7 +103,8 @@ def emit(editor: Editor, match: Match) -> None:
         x, lm_head, bias, target = operands(editor, head, site)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
-            editor.saves_memory, *(() if head.shards is None else head.shards.part),
+            editor.saves_memory, *(("", 0, 0, 1) if head.shards is None else head.shards.part),
+            match.statics["z_loss"], match.statics["z_over"],
         )  # fmt: skip
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
         loss = editor.item(call, 0, like=root)
@@ -118,11 +136,11 @@ def _hands_out_logits(editor: Editor, match: Match) -> bool:
     return bool(match.deferred) and apart and plain and region[head.seen.source] == region[site.root]
 
 
-def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
+def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over):
     return wrong_dtype(x=x, lm_head=lm_head)
 
 
-def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale):
+def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over):
     return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
 
@@ -142,6 +160,8 @@ FUSION = Fusion(
             "label_smoothing": smoothing,
             "softcap": softcap,
             "scale": scale,
+            "z_loss": 0.0,
+            "z_over": "",
             **rest,
         }
         for reduction, smoothing, softcap, scale, rest in (
@@ -149,6 +169,7 @@ FUSION = Fusion(
             ("sum", 0.1, 0.0, 1.0, {"weight": None}),
             ("none", 0.0, 30.0, 0.5, {"bias": None, "weight": None}),
             ("mean", 0.1, 30.0, 0.5, {}),
+            ("mean", 0.0, 0.0, 1.0, {"bias": None, "weight": None, "z_loss": 1e-4, "z_over": "masked"}),
         )
     ),
     find=find,

@@ -8,7 +8,7 @@ A rank sums over its own columns, and every rank gets what the others found, in 
     f_r = total_r · exp(top_r − top) / total
 
     top   = max_r top_r,  total = Σ_r total_r · exp(top_r − top),  lse = log total + top
-    loss  = (1 − ε) · w_t · (lse − Σ_r z_r) + (ε / V) · (lse · Σ_c w_c − Σ_r y_r)
+    loss  = (1 − ε) · w_t · (lse − Σ_r z_r) + (ε / V) · (lse · Σ_c w_c − Σ_r y_r) + f · lse², f as in ``logit_rows``
     H     = log total − mean,  mean = Σ_r f_r · (mean_r + top_r − top)
     dl_c  as in ``logit_rows``, for the rank's own columns
 
@@ -47,18 +47,18 @@ class ClassPart:
         """The most columns that a rank has; chunks are chosen by it, since all ranks have to take the same."""
         return cdiv(self.classes, self.ranks)
 
-    def rows(self, logits, v, target, weight, options, loss, dloss, dlogits, entropy=None, dentropy=None):
+    def rows(self, logits, v, target, weight, options, loss, dloss, dlogits, entropy=None, dentropy=None, z_factor=None):
         """Fill ``loss`` of one chunk, whose ``logits`` (m, at least v) are this rank's, and ``entropy`` where it is there;
         and ``dlogits``, which may be the chunk itself or None."""
         given = logits, v, target, weight, options
-        row_loss, stats, of_row = self.forward(*given, with_entropy=entropy is not None)
+        row_loss, stats, of_row = self.forward(*given, with_entropy=entropy is not None, z_factor=z_factor)
         loss.copy_(row_loss)
         if entropy is not None:
             entropy.copy_(of_row)
         if dlogits is not None:
-            self.backward(*given, stats, dloss, dlogits, entropy, dentropy)
+            self.backward(*given, stats, dloss, dlogits, entropy, dentropy, z_factor)
 
-    def forward(self, logits, v, target, weight, options, with_entropy=False):
+    def forward(self, logits, v, target, weight, options, with_entropy=False, z_factor=None):
         """Returns the loss (m), top and total over all ranks (2, m), and the entropy (m) or None."""
         ignore_index, smoothing, softcap, scale = options
         column, at, own, counts, known = self._columns(target, v, ignore_index)
@@ -68,7 +68,7 @@ class ClassPart:
         if logits.is_cuda or interpreting():
             launch_rows(
                 logits, at, w, _IGNORED, smoothing, softcap, scale, classes=v, loss=weighted, stats=stats,
-                entropy=means if with_entropy else None, elsewhere=Elsewhere(self.classes),
+                entropy=means if with_entropy else None, elsewhere=Elsewhere(self.classes), z_factor=z_factor,
             )  # fmt: skip
             means = stats[1].log() - means if with_entropy else means
         else:
@@ -94,34 +94,41 @@ class ClassPart:
             over_classes = lse * (self.classes if weight is None else weight.float().sum()) - rest[0].sum(0)
             loss = (1 - smoothing) * loss + smoothing / self.classes * over_classes
         loss = torch.where(counts, torch.where(known, loss, float("nan")), 0.0)
+        if z_factor is not None:
+            loss += torch.where(counts | (z_factor != 0), z_factor * lse.square(), 0.0)
         entropy = None
         if with_entropy:
             entropy = total.log() - torch.where(totals > 0, totals * (rest[-1] + tops - top), 0.0).sum(0) / total
         return loss, torch.stack([top, total]), entropy
 
-    def backward(self, logits, v, target, weight, options, stats, dloss, dlogits, entropy=None, dentropy=None):
+    def backward(
+        self, logits, v, target, weight, options, stats, dloss, dlogits, entropy=None, dentropy=None, z_factor=None
+    ):  # fmt: skip
         """Fill ``dlogits``, which may be ``logits``; ``stats`` and ``entropy`` are those of all ranks."""
         ignore_index, smoothing, softcap, scale = options
         column, at, own, counts, known = self._columns(target, v, ignore_index)
-        upstream = torch.where(known, 1.0 if dloss is None else dloss.float(), float("nan"))
+        has_loss = counts if z_factor is None else counts | (z_factor != 0)
+        upstream = torch.where(known | ~counts, 1.0 if dloss is None else dloss.float(), float("nan"))
         w = None if weight is None else weight.float()
         own_w = None if w is None else w[self.first : self.first + v]
         w_target = self._weight_of(target, weight, known)
         if logits.is_cuda or interpreting():
             launch_rows(
                 logits, at, own_w, _IGNORED, smoothing, softcap, scale, classes=v, stats=stats, dloss=upstream,
-                dlogits=dlogits, entropy=entropy, dentropy=dentropy,
+                dlogits=dlogits, entropy=entropy, dentropy=dentropy, z_factor=z_factor,
                 elsewhere=Elsewhere(self.classes, None if w is None else w_target, None if w is None else w.sum()),
             )  # fmt: skip
             return
         z, share = _z(logits[:, :v], softcap, scale), smoothing / self.classes
         powers = (z - stats[0][:, None]).exp() / stats[1][:, None]
-        q_target = (1 - smoothing) * w_target
-        q_sum = q_target + share * (self.classes if w is None else w.sum()) if smoothing else q_target
+        q_target = torch.where(counts, (1 - smoothing) * w_target, 0.0)
+        q_sum = q_target + counts * share * (self.classes if w is None else w.sum()) if smoothing else q_target
+        if z_factor is not None:
+            q_sum = q_sum + 2 * z_factor * (stats[0] + stats[1].log())
         dz = powers * q_sum[:, None]
         dz.scatter_add_(1, column[:, None], -torch.where(own, q_target, 0.0)[:, None])
         if smoothing:
-            dz -= share * (1.0 if own_w is None else own_w)
+            dz -= share * counts[:, None] * (1.0 if own_w is None else own_w)
         dz *= upstream[:, None]
         if entropy is not None:
             shifted = z - (stats[0] + stats[1].log() - entropy)[:, None]
@@ -129,7 +136,7 @@ class ClassPart:
         if softcap:
             dz *= 1 - (z / softcap) ** 2
         # where, not a product: an ignored row has no gradient even if its probabilities are NaN.
-        dlogits[:, :v].copy_(torch.where(counts[:, None], dz.mul_(scale), 0))
+        dlogits[:, :v].copy_(torch.where(has_loss[:, None], dz.mul_(scale), 0))
         dlogits[:, v:].zero_()
 
     def _columns(self, target, v, ignore_index):

@@ -82,22 +82,23 @@ def _rows_of_a_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: in
 
 
 def each_chunk_that_counts(
-    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False, part=None
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False, part=None, z_factor=None
 ):  # fmt: skip
     """``each_chunk`` without the rows whose target is ignored: their loss and their gradients are 0 without logits. They are
-    the padding of a batch, and the prompts where only answers are trained.
+    the padding of a batch, and the prompts where only answers are trained. Their ``z_factor`` has to be 0.
 
     How many rows are left is read back from the GPU, which then waits for its next launch for some 20 µs. So all rows stay
     below 2^27 logits, where more than 15/16 of them count, and while a CUDA graph is captured."""
     kept = _rows_that_count(target, options[0], lm_head.shape[0] if part is None else part.largest)
     if kept is None:
         return each_chunk(
-            x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom, small=small, part=part
+            x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom, small=small, part=part,
+            z_factor=z_factor,
         )  # fmt: skip
-    loss_kept, dloss_kept = loss.new_empty(kept.shape), None if dloss is None else dloss[kept]
+    loss_kept, (dloss_kept, z_kept) = loss.new_empty(kept.shape), (None if t is None else t[kept] for t in (dloss, z_factor))
     dx, dw, db = each_chunk(
         x[kept], lm_head, bias, target[kept], weight, options, dloss_kept, needs, loss_kept, headroom=headroom,
-        of_rows=x.shape[0], small=small, part=part,
+        of_rows=x.shape[0], small=small, part=part, z_factor=z_kept,
     )  # fmt: skip
     loss.zero_().index_copy_(0, kept, loss_kept)
     return None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx), dw, db
@@ -113,13 +114,13 @@ def _rows_that_count(target, ignore_index: int, v: int):
 
 def each_chunk(
     x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None,
-    all_logits=None, small=False, part=None,
+    all_logits=None, small=False, part=None, z_factor=None,
 ):  # fmt: skip
     """Fill ``loss`` (and ``entropy``, ``all_logits``); return dx, dW, db where ``needs`` says so, else None. dW is
     multiplied by ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there
     were before some were left out; chunks are no larger then than with all of them, and of equal size. ``small``: of the
     least memory. ``part``: which of all classes lm_head has, if other ranks have the rest (``class_part``); dx is then this
-    rank's share of a sum."""
+    rank's share of a sum. ``z_factor`` (m), fp32: of the z-loss."""
     m, v = x.shape[0], lm_head.shape[0]
     columns = v if part is None else part.largest
     needs_dx, needs_dw, needs_db = needs
@@ -153,10 +154,10 @@ def each_chunk(
             torch.addmm(bias, x_rows, lm_head.t(), out=logits)
         if all_logits is not None and not aligned:
             all_logits[rows].copy_(chunk[:, :v])
-        upstream, h, dh = (None if t is None else t[rows] for t in (dloss, entropy, dentropy))
+        upstream, h, dh, z = (None if t is None else t[rows] for t in (dloss, entropy, dentropy, z_factor))
         dlogits = chunk if gradient else None
         fill = _rows if part is None else part.rows
-        fill(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh)
+        fill(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh, z)
         if dx is not None:
             torch.mm(chunk, lm_head, out=dx[rows])
         if needs_dw:
@@ -191,13 +192,13 @@ def _accumulate(dw, dlogits, x, rounded: bool):
     return product if dw is None else dw.add_(product)
 
 
-def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, dentropy):
+def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, dentropy, z_factor):
     """Fill ``loss`` of one chunk, over its first ``v`` columns, and ``dlogits``, which may be the chunk itself or None."""
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
         launch_rows(
             logits, target, weight, *options, classes=v, loss=loss, stats=stats, dloss=dloss,
-            dlogits=dlogits, entropy=entropy, dentropy=dentropy,
+            dlogits=dlogits, entropy=entropy, dentropy=dentropy, z_factor=z_factor,
         )  # fmt: skip
         return
     ignore_index, smoothing, softcap, scale = options
@@ -217,16 +218,22 @@ def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, den
         over_classes = (top + total.log()) * w_sum - (z.sum(1) if w is None else z @ w)  # Σ_c w_c (lse − z_c)
         row_loss = (1 - smoothing) * row_loss + smoothing / v * over_classes
     loss.copy_(torch.where(counts, row_loss, 0))
+    lse, has_loss = top + total.log(), counts
+    if z_factor is not None:
+        has_loss = counts | (z_factor != 0)
+        loss += torch.where(has_loss, z_factor * lse.square(), 0)
     if dlogits is None:
         return
     q_target = (1 - smoothing) * w_target
     q_sum = q_target + smoothing / v * w_sum if smoothing else q_target  # without smoothing w_sum may be inf: not 0 · inf
+    if z_factor is not None:
+        q_target, q_sum = torch.where(counts, q_target, 0), torch.where(counts, q_sum, 0) + 2 * z_factor * lse
     dz = powers.mul_((q_sum / total)[:, None])
     dz.scatter_add_(1, index[:, None], -q_target[:, None])
     if smoothing:
-        dz -= smoothing / v * (1.0 if w is None else w)
+        dz -= smoothing / v * (1.0 if w is None else w) * counts[:, None]
     if ratio is not None:
         dz *= 1 - ratio * ratio
-    factor = counts * scale if dloss is None else counts * dloss * scale
+    factor = has_loss * scale if dloss is None else has_loss * dloss * scale
     # where, not a product: an ignored row has no gradient even if its probabilities are NaN.
-    dlogits.copy_(torch.where(counts[:, None], dz.mul_(factor[:, None]), 0))
+    dlogits.copy_(torch.where(has_loss[:, None], dz.mul_(factor[:, None]), 0))

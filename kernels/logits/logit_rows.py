@@ -12,18 +12,24 @@ and the entropy, where it is asked for:
     H    = −Σ_c p_c log p_c = log total − mean,  mean = Σ_c p_c (z_c − top)
     dz_c = dloss · (p_c · Σ q − q_c) − dH · p_c · (z_c − top − mean)
 
+and the z-loss, with a factor f for each row:
+
+    loss = Σ_c q_c · (lse − z_c) + f · lse²
+    dz_c = dloss · (p_c · (Σ q + 2 · f · lse) − q_c)
+
 Shapes     logits: (m, v), v > 0, unit stride along v; target: (m); weight: (v), any stride; loss: (m); stats: (2, m),
            top and total.
 Dtypes     logits bf16 | fp16 | fp32, gradient alike; arithmetic, loss and stats in fp32. target int64. p is computed
            from top and total, not from lse: a rounded lse would scale a whole row of p by the same error.
 -inf       0 · log 0 = 0: a logit of -inf adds nothing to the entropy. Eager's entropy of such a row is NaN.
-Ignored    A row whose target is ignore_index has loss 0 and gradient 0. A target outside 0..v-1 gives a loss and a
-           gradient of NaN.
+Ignored    A row whose target is ignore_index has loss 0 and gradient 0, but for its z-loss where f is not 0. A target
+           outside 0..v-1 gives a loss and a gradient of NaN.
 Saved      logits, target, weight, stats.
 Traffic    forward m·v read, backward m·v read and m·v written: 94-97 % of the copy rate. One launch for loss and
            gradient (linear_cross_entropy) reads a row twice, the second time from its end: 32000 logits of 16 bits are
            then still in the L2 (12 % faster than two kernels), 128256 are not.
-Source     Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); label smoothing as torch.nn.functional.
+Source     Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); label smoothing as torch.nn.functional; z-loss:
+           Chowdhery et al. 2022, arXiv:2204.02311, section 5.
 """
 
 from dataclasses import dataclass
@@ -45,12 +51,12 @@ NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argumen
 @triton.jit
 def _cross_entropy_rows_kernel(
     l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, row_weight_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr,
-    dentropy_ptr, m, v, all_classes, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing, softcap, scale,
-    programs,
+    dentropy_ptr, z_factor_ptr, m, v, all_classes, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing,
+    softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     READ_STATS: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, ELSEWHERE: tl.constexpr,
+    UNIT: tl.constexpr, ELSEWHERE: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """Compute rows pid, pid + programs, ...: the loss unless READ_STATS, and with GRADIENT dl, which may overwrite l.
     Each lane keeps its own maximum and sum; they are combined once a row.
@@ -73,7 +79,11 @@ def _cross_entropy_rows_kernel(
             body = tl.multiple_of((width - head) // ALIGN * ALIGN, ALIGN)
         l_row = l_ptr + tl.multiple_of(row * l_stride + head, ALIGN)  # column ``head``
         dl_row = dl_ptr + tl.multiple_of(row * dl_stride + head, ALIGN)
-        if target == ignore_index:
+        counts = target != ignore_index
+        z_factor = 0.0
+        if Z_LOSS:
+            z_factor = tl.load(z_factor_ptr + row)
+        if not counts and z_factor == 0.0:
             if not READ_STATS:
                 tl.store(loss_ptr + row, 0.0)
                 tl.store(stats_ptr + row, 0.0)
@@ -147,13 +157,21 @@ def _cross_entropy_rows_kernel(
                 if SMOOTH:
                     over_classes = (top + tl.log(total)) * w_sum - wz
                     loss = (1.0 - smoothing) * loss + smoothing / all_classes * over_classes
-                tl.store(loss_ptr + row, tl.where(valid, loss, float("nan")))
+                loss = tl.where(valid, loss, float("nan"))
+                if Z_LOSS:
+                    loss = tl.where(counts, loss, 0.0)
+                    lse = top + tl.log(total)
+                    loss += z_factor * lse * lse
+                tl.store(loss_ptr + row, loss)
             if GRADIENT:
                 dloss = 1.0
                 if HAS_DLOSS:
                     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
                 if not ELSEWHERE:  # as the loss, so that no optimizer steps with such a row
-                    dloss = tl.where(valid, dloss, float("nan"))
+                    known = valid
+                    if Z_LOSS:
+                        known = valid | (target == ignore_index)
+                    dloss = tl.where(known, dloss, float("nan"))
                 dentropy = 0.0
                 if ENTROPY:
                     dentropy = tl.load(dentropy_ptr + row) / total
@@ -164,9 +182,13 @@ def _cross_entropy_rows_kernel(
                 if SMOOTH:
                     q_sum += smoothing / all_classes * w_sum
                 factor = dloss * scale
+                smooth = smoothing / all_classes * factor
+                if Z_LOSS:
+                    q_target = tl.where(counts, q_target, 0.0)
+                    smooth = tl.where(counts, smooth, 0.0)
+                    q_sum = tl.where(counts, q_sum, 0.0) + 2.0 * z_factor * (top + tl.log(total))
                 q_sum = q_sum / total * factor
                 q_target *= factor
-                smooth = smoothing / all_classes * factor
                 dentropy *= scale
                 column = tl.where(valid, target, -1).to(tl.int32)
                 last = (body - 1) // BLOCK * BLOCK
@@ -204,7 +226,7 @@ class Elsewhere:
 
 def launch_rows(
     logits, target, weight, ignore_index, label_smoothing, softcap, scale, *,
-    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None, elsewhere=None,
+    classes=None, loss=None, stats, dloss=None, dlogits=None, entropy=None, dentropy=None, elsewhere=None, z_factor=None,
 ):  # fmt: skip
     """Launch the kernel over 2-D ``logits``.
 
@@ -214,7 +236,8 @@ def launch_rows(
     entropy    (m): H, written with ``loss``, else read; ``dlogits`` then includes the part of ``dentropy`` (m, fp32,
                contiguous).
     elsewhere  other ranks have more classes: a target that is none of these is theirs, ``loss`` gets Σ_c w_c z_c with
-               smoothing and 0 without, and gradients are those of all classes."""
+               smoothing and 0 without, and gradients are those of all classes.
+    z_factor   (m), fp32, contiguous: f of the z-loss; an ignored row has it too unless its f is 0."""
     m, width = logits.shape
     v = width if classes is None else classes
     if m == 0:
@@ -241,10 +264,11 @@ def launch_rows(
     launch(_cross_entropy_rows_kernel, (programs,),
         logits, out, target, logits if weight is None else weight, w_sum, w_target, stats if reads_stats else loss, stats,
         stats if dloss is None else dloss, stats if entropy is None else entropy, stats if dentropy is None else dentropy,
+        stats if z_factor is None else z_factor,
         m, v, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out.stride(0),
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap), float(scale),
         programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1, SOFTCAP=softcap > 0,
         READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None, ALIGN=align,
         PADDED=width > v, UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1,
-        ELSEWHERE=elsewhere is not None, **plan.meta(),
+        ELSEWHERE=elsewhere is not None, Z_LOSS=z_factor is not None, **plan.meta(),
     )  # fmt: skip

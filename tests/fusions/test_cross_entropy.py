@@ -19,11 +19,11 @@ def test_no_logits():
 
 
 def test_logits_used_in_the_graph_keep_them():
-    def z_loss(x, head, target):
+    def with_penalty(x, head, target):
         logits = F.linear(x, head)
-        return F.cross_entropy(logits, target) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+        return F.cross_entropy(logits, target) + 1e-2 * logits.square().mean()
 
-    report = compare(z_loss, x, head, target, expect=("cross_entropy",))
+    report = compare(with_penalty, x, head, target, expect=("cross_entropy",))
     assert report.count("linear_cross_entropy") == 0
 
 

@@ -56,7 +56,23 @@ def loss_of(m: Maker, z: str, shift: bool) -> str:
     )
     if m.chance(0.2) and "smoothing" not in extra:
         return m.let("loss", f"F.nll_loss(F.log_softmax({rows}, -1), {targets}{extra})")
-    return m.let("loss", f"F.cross_entropy({rows}, {targets}{extra})")
+    loss = m.let("loss", f"F.cross_entropy({rows}, {targets}{extra})")
+    return with_z_loss(m, loss, z, target, extra) if m.chance(0.15) else loss
+
+
+def with_z_loss(m: Maker, loss: str, z: str, target: str, extra: str) -> str:
+    """The squares of logsumexp beside it, of all rows or of those with a label; some in another reduction."""
+    squares = m.let("squares", f"{z}.logsumexp(-1){m.pick('.square()', '.pow(2)', ' ** 2')}")
+    if m.chance(0.4):
+        squares = m.let("squares", f"{squares} * ({target} != {m.pick(-100, -100, 0)})")
+    if "none" in extra:
+        squares = m.let("squares", f"{squares}.reshape(-1)")
+    else:
+        wanted = "sum" if "sum" in extra else "mean"
+        squares = m.let("squares", f"{squares}.{m.pick(wanted, wanted, wanted, 'sum')}()")
+    if m.chance(0.15):
+        m.out(f"{squares}.detach()")
+    return m.let("loss", m.pick(f"{loss} + 0.01 * {squares}", f"{squares} / 100 + {loss}"))
 
 
 def losses(m: Maker) -> None:

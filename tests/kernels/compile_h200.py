@@ -20,6 +20,7 @@ from fx_fusion.checking import calls_of
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.kernels import embedding, evonorm_b0, gated_rms_norm, rope
 from fx_fusion.kernels.lib import glu
+from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.logits.logit_rows import launch_rows
 from fx_fusion.kernels.norms import group_norm_dispatch as channel_norm
 from fx_fusion.kernels.norms import group_norm_math as norm_formulas
@@ -35,6 +36,7 @@ def compiling():
     """From now on a launch is compiled for an H200 instead of run; each kernel once for each way it is called. The compiled
     kernels, by name and how they are called."""
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"}
+    types[torch.bool] = "i1"
     compiled = {}
 
     def compile_only(kernel, *args, grid, warmup, **keywords):
@@ -86,6 +88,8 @@ def losses(v):
     logits, target, loss, stats = torch.randn(8, v).bfloat16(), torch.zeros(8, dtype=torch.long), torch.empty(8), torch.empty(2, 8)
     launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, loss=loss, stats=stats, dlogits=logits)
     launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, dloss=loss, dlogits=logits)
+    launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, loss=loss, stats=stats, dlogits=logits, z_factor=torch.rand(8))
+    launch_rows(logits, target, None, -100, 0.0, 0.0, 1.0, stats=stats, dloss=loss, dlogits=logits, z_factor=torch.rand(8))
 
 
 def of_fusion(fusion):
@@ -135,6 +139,12 @@ def tables_of_few_and_many_ids():
             embedding.embedding_bwd(torch.randn(n, 8), torch.randint(0, 9, (n,)), 9, -1)
 
 
+def lists_of_blocks():
+    with kernels_on_cpu(True):
+        for n in (16, 300):
+            block_lists(torch.ones(2, 1, n, n, dtype=torch.bool), torch.ones(1, 1, n, n, dtype=torch.bool))
+
+
 def losses_over_long_rows():
     logits, target = torch.randn(4, 9001).bfloat16(), torch.zeros(4, dtype=torch.long)
     loss, stats = torch.empty(4), torch.empty(2, 4)
@@ -164,7 +174,7 @@ PLANS = {
     f.__name__: f
     for f in (
         rows_of_any_width, gated_rows_in_groups, images_of_any_size, tables_of_few_and_many_ids, losses_over_long_rows,
-        gates_of_every_activation, rotations_of_every_style,
+        gates_of_every_activation, rotations_of_every_style, lists_of_blocks,
     )
 }  # fmt: skip
 # Launches at two sizes: one that 16 divides, one that only 8 does.

@@ -12,7 +12,7 @@ from tests.ranks import on_ranks, whole
 
 SETUPS = (
     "columns", "odd_vocabulary", "softcap", "none_of_a_row", "sum_of_rows", "each_row", "entropy", "sequence", "smoothing",
-    "weights", "inductor", "transformers", "transformers, experts", "dynamic",
+    "z_loss", "weights", "inductor", "transformers", "transformers, experts", "dynamic",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ OF_ROWS = {
     "sum_of_rows": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
     "each_row": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.linspace(0, 1, len(y))).sum(),
     "smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "z_loss": lambda z, y: F.cross_entropy(z, y) + 1e-2 * (z.logsumexp(-1).square() * (y != -100)).mean(),
     "weights": lambda z, y: F.cross_entropy(z, y, torch.linspace(0, 2, 256), label_smoothing=0.2),
     "entropy": with_entropy,
 }

@@ -1,0 +1,173 @@
+"""The z-loss that is added to a cross-entropy: a number times the squares of each row's logsumexp, reduced as the loss is.
+
+    loss + c · mean(logsumexp(z)²)                            of all rows
+    loss + c · mean(logsumexp(z)² · (y != ignored))           of those that count, over the number of all
+    loss + c · sum(logsumexp(z)² · (y != ignored)) / count    of those that count, count = sum(y != ignored)
+
+A sum of losses goes with a sum of squares, losses of rows with squares of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fx_fusion.graph.terms import Term, example, is_tensor, over_last_dim, same_shape
+from fx_fusion.graph.view import View
+from fx_fusion.graph.walk import source_of
+from fx_fusion.patterns.sites.log_probs import below_views
+from fx_fusion.patterns.sites.loss import LossSite
+
+_VIEWS = ("view", "reshape", "flatten", "contiguous")
+_CASTS = ("float", "to", "type_as", "int", "long", "bool")
+
+
+@dataclass
+class ZLoss:
+    """``root`` is the sum of both losses; ``nodes`` make it from the loss and the logits. ``over`` as in
+    ``kernels/linear_cross_entropy``: "all" rows, those that "count", or these over the number of all ("masked")."""
+
+    root: fx.Node
+    factor: float
+    over: str
+    nodes: set[fx.Node]
+
+
+@dataclass
+class _Steps:
+    """What was read from the sum down to the squares."""
+
+    factor: float = 1.0
+    reduction: str = "none"
+    masked: bool = False
+    counted: bool = False  # divided by the number of rows that count
+    nodes: set[fx.Node] = field(default_factory=set)
+    squares: set[fx.Node] = field(default_factory=set)  # those that nothing else may read
+
+    def over(self, reduction: str) -> str | None:
+        """Which rows these are, beside losses of this reduction; None where the two don't go together."""
+        if reduction == "mean" and self.counted:
+            return "count" if self.masked and self.reduction == "sum" else None
+        if self.counted or reduction != self.reduction:
+            return None
+        if not self.masked:
+            return "all"
+        return "masked" if reduction == "mean" else "count"
+
+
+def z_loss_of(view: View, site: LossSite) -> ZLoss | str | None:
+    """The z-loss that a loss is added to, or why it can't be computed with it; None where there is none."""
+    if site.sign < 0:
+        return None
+    for root in site.root.users:
+        term = view.term(root)
+        if term.op == "add" and site.root in term.operands and same_shape(example(root), example(site.root)):
+            steps = _Steps()
+            lse = _squared(view, site, term.operands[1 if term.operands[0] is site.root else 0], steps)
+            if lse is not None and _is_of_its_logits(view, lse, site, steps):
+                return _together(view, site, root, steps)
+    return None
+
+
+def _together(view: View, site: LossSite, root: fx.Node, steps: _Steps) -> ZLoss | str:
+    over = steps.over(site.reduction)
+    if over is None:
+        return f"its z-loss is no {site.reduction} of the rows, or of those with a target, as the loss is"
+    inside = {*site.nodes, *steps.nodes, root}
+    for node in (site.root, *steps.squares):
+        for user in node.users:
+            if user not in inside:
+                return f"{node.name}, a part of the sum of loss and z-loss, is also read by {user.name}: read the sum alone"
+    if any(view.effects.region[node] != view.effects.region[root] for node in steps.nodes):
+        return "its z-loss is computed in another grad mode"
+    return ZLoss(root, steps.factor, over, {root, *steps.nodes})
+
+
+def _squared(view: View, site: LossSite, operand: Any, steps: _Steps) -> fx.Node | None:
+    """The tensor whose squares are summed, the steps to it added; None if there are others."""
+    while True:
+        edge = view.edge(operand)
+        if not is_tensor(edge.base):
+            return None
+        term = edge.base if isinstance(edge.base, Term) else view.term(edge.base)
+        steps.squares.update((*edge.crossed, *term.nodes))
+        if term.op == "square":
+            inner = view.edge(term.operands[0])
+            steps.squares.update(inner.crossed)
+            return inner.base if isinstance(inner.base, fx.Node) else None
+        operand = _below(view, site, term, steps)
+        if operand is None:
+            return None
+
+
+def _below(view: View, site: LossSite, term: Term, steps: _Steps) -> Any:
+    """The operand of one step that is understood."""
+    if term.op in ("mean", "sum") and steps.reduction == "none" and example(term.nodes[0]).dim() == 0:
+        steps.reduction = term.op
+        return term.operands[0]
+    if term.op not in ("mul", "div") or len(term.operands) != 2:
+        return None
+    left, right = term.operands
+    if term.op == "mul" and isinstance(left, (int, float)):
+        left, right = right, left
+    if isinstance(right, (int, float)):
+        steps.factor *= right if term.op == "mul" else 1 / right if right else -1
+        return left if steps.factor >= 0 else None
+    if term.op == "div":
+        steps.counted = steps.reduction == "none" and _counts(view, site, right)
+        return left if steps.counted else None
+    for squares, mask in ((left, right), (right, left)):
+        if not steps.masked and _is_mask(view, site, mask) and same_shape(example(squares), example(mask)):
+            steps.masked = True
+            return squares
+    return None
+
+
+def _counts(view: View, site: LossSite, node: Any) -> bool:
+    """Whether a node is the number of rows whose target counts."""
+    base = view.edge(node).base
+    term = view.term(base) if isinstance(base, fx.Node) else None
+    return term is not None and term.op == "sum" and example(base).dim() == 0 and _is_mask(view, site, term.operands[0])
+
+
+def _is_mask(view: View, site: LossSite, node: Any) -> bool:
+    """Whether a node is ``target != ignore_index``, a number for each row or a bool."""
+    while isinstance(node, fx.Node) and view.name(node) in (*_VIEWS, *_CASTS):
+        node = source_of(node)
+    bound = view.arguments_of(node, "ne")
+    if bound is None or bound["other"] != site.ignore_index or not is_tensor(bound["input"]):
+        return False
+    return view.same_value(_without_views(view, bound["input"]), _without_views(view, site.target))
+
+
+def _without_views(view: View, node: fx.Node) -> fx.Node:
+    while view.name(node) in _VIEWS and (below := source_of(node)) is not None:
+        node = below
+    return node
+
+
+def _is_of_its_logits(view: View, lse: fx.Node, site: LossSite, steps: _Steps) -> bool:
+    """Whether a node is the logsumexp of each row of the site's logits, cast and laid out in any way."""
+    bound = view.arguments_of(lse, "logsumexp")
+    if bound is None or not is_tensor(bound["input"]) or not over_last_dim(bound["dim"], bound["input"]):
+        return False
+    steps.squares.add(lse)
+    logits, above = _uncast_rows(view, bound["input"])
+    if not view.same_value(logits, _uncast_rows(view, site.logits)[0]):
+        return False
+    steps.nodes.update((*above, *steps.squares))
+    return True
+
+
+def _uncast_rows(view: View, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
+    """What a node is a view or a wider cast of, row after row, and the nodes between."""
+    crossed: set[fx.Node] = set()
+    while True:
+        base, views = below_views(view, node)
+        source = view.source(base)
+        crossed |= {*views, *source.crossed}
+        if source.base is node or not isinstance(source.base, fx.Node):
+            return base, crossed
+        node = source.base
