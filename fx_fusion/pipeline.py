@@ -32,6 +32,7 @@ from fx_fusion.report.site import Site
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import replace
 from fx_fusion.torch_internals import bisector
+from fx_fusion.torch_internals.nodes import is_erased
 
 LAST_REPLACEMENT = "fx_fusion: the last replacement that FX_FUSION_FUEL allows: "
 
@@ -64,6 +65,7 @@ def rewrite(search: Search, options: Options, editor: Editor, fuel: Fuel, graph:
         # One whose replacement turns out not to fit gives its nodes back, and who waited for them is asked again.
         if replace_all(chosen, taken, editor, fuel):
             break
+    finish(candidates, editor)
     return list(sites(candidates, waiting, taken, view, graph))
 
 
@@ -223,3 +225,12 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
             taken.difference_update(candidate.nodes)
             all_fit = False
     return all_fit
+
+
+# -- finish --------------------------------------------------------------------------------------------------------
+def finish(candidates: Iterable[Candidate], editor: Editor) -> None:
+    """Let fusions look at who reads what they made, now that everything is replaced."""
+    for candidate in candidates:
+        if candidate.status == "fused" and candidate.fusion.finish is not None:
+            assert candidate.match is not None
+            candidate.fusion.finish(editor, candidate.match, [n for n in candidate.made if not is_erased(n)])

@@ -6,10 +6,11 @@ Partial rotary embedding needs nothing: the slice of q that is rotated is the in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
@@ -134,6 +135,24 @@ def emit(editor: Editor, match: Match) -> None:
         editor.replace(k_root, results[1])
 
 
+def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
+    """Store in 16 bits what autocast would cast to them: float32 tables make float32 of queries and keys in 16 bits, and
+    attention reads them in 16 bits again. The rotation is in float32 either way, and rounded once."""
+    for node in made:
+        if node.target is not rope or node.args[_OUT] != "promoted":
+            continue
+        narrow = example(node.args[0]).dtype
+        readers = [user for item in node.users for user in item.users]
+        if narrow.itemsize == 2 and readers and all(_casts_to(editor.view, reader, narrow) for reader in readers):
+            editor.change_results(node, (*node.args[:_OUT], "input", *node.args[_OUT + 1 :]), like=match.root)
+
+
+def _casts_to(view: View, reader: fx.Node, narrow: torch.dtype) -> bool:
+    """Whether a node is a cast, or attention that autocast runs in this dtype."""
+    casts = view.name(reader) in ("to", "half", "bfloat16", "scaled_dot_product_attention")
+    return casts and is_tensor(reader) and example(reader).dtype == narrow
+
+
 def keeps_layout(match: Match) -> bool:
     """Sums have the layout of q; a ``cat`` of halves is contiguous."""
     root, q = example(match.root), example(match.inputs["q"])
@@ -148,6 +167,7 @@ def of_variant(inputs: dict[str, Any], statics: Mapping[str, Any]) -> dict[str, 
     return {**inputs, "cos": inputs["cos"][..., :half], "sin": inputs["sin"][..., :half]}
 
 
+_OUT = 5  # where the op takes ``out``
 # Cohere, GLM and GPT-J rotate neighbours.
 _PAIRS = {"style": "rotate_every_two", "out": "input", "upcast": False}
 
@@ -166,6 +186,7 @@ FUSION = Fusion(
     why_keep=why_keep,
     join=join,
     emit=emit,
+    finish=finish,
     frozen=("cos", "sin"),
     shared=("b", "h"),
     of_variant=of_variant,

@@ -8,9 +8,11 @@ kernel take the same parameters, by name. What can't work is an error when the f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import fx
 
 from fx_fusion.fusion.checks import check
 from fx_fusion.fusion.dims import Spec, parse
@@ -64,6 +66,7 @@ class Fusion:
 
         kernel: the op that replaces a match: same parameters. Required unless there is an ``emit``.
         emit: writes the replacement into the graph, given an editor and a match; without it the kernel is called.
+        finish: changes what ``emit`` made by who reads it, once all is replaced: given an editor, the match, its nodes.
 
         variants: values of the static parameters, one mapping a variant, tried in this order.
         spellings: other functions of the same parameters, for what no canonical form can merge. A spelling returns
@@ -102,6 +105,7 @@ class Fusion:
 
     kernel: FusedOp | None = None
     emit: Callable[[Any, Match], None] | None = None
+    finish: Callable[[Any, Match, Sequence[fx.Node]], None] | None = None
 
     variants: tuple[Mapping[str, Any], ...] = ({},)
     spellings: tuple[Callable[..., Any], ...] = ()

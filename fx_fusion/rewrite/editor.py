@@ -187,6 +187,13 @@ class Editor:
             set_example(node, before)
             raise
 
+    def change_results(self, node: fx.Node, args: tuple[Any, ...], *, like: fx.Node) -> None:
+        """Give an op with several results other arguments, and its results the types that they have then. Who reads these
+        has to take them."""
+        node.args = args
+        for changed in (node, *node.users):
+            self._describe(changed, changed.target, like)
+
     def assume(self, inputs: Iterable[Assumed]) -> None:
         """From now on the graph is right only if these inputs of it are what they are taken for, checked at run time."""
         self.assumptions.assume(inputs)

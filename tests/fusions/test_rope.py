@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import fx_fusion
+from fx_fusion import pipeline
 from fx_fusion.testing import Run, worst_excess
-from tests.helpers import reasons, rewritten
+from tests.helpers import reasons, rewritten, tiny_llama, tokens
 
 B, H, G, S, D = 2, 4, 2, 5, 8
 q, k = torch.randn(B, S, H, D).transpose(1, 2), torch.randn(B, S, G, D).transpose(1, 2)
@@ -166,3 +169,69 @@ def test_other_rotations_are_not_rope():
         for ours, theirs in zip(result, function(q, k, cos, sin), strict=True):
             torch.testing.assert_close(ours, theirs)
         torch._dynamo.reset()
+
+
+def attended(q, k, v, cos, sin, mask=None, extra=False):
+    q, k = (x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin for x in (q, k))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return (out, q) if extra else out
+
+
+def under_autocast(function, inputs, monkeypatch=None, **options):
+    """Results and gradients as a float32 model has them under autocast, and the report."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(pipeline, "finish", lambda *_: None)
+    given = [t.clone().requires_grad_(t.dim() == 4) for t in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, report = rewritten(function, *given, options=options)
+    loss = sum(t.float().sin().sum() for t in (out if isinstance(out, tuple) else (out,)))
+    return [loss.detach(), *torch.autograd.grad(loss, given[:3])], report
+
+
+@pytest.fixture
+def wide_tables():
+    """Queries, keys and values in 16 bits, as linears under autocast give them; cos and sin in float32."""
+    torch.manual_seed(0)
+    return [torch.randn(2, 4, 33, 16).bfloat16() for _ in range(3)] + [torch.randn(1, 33, 16) for _ in range(2)]
+
+
+def test_what_autocast_would_round_is_stored_in_16_bits(wide_tables, monkeypatch):
+    """Attention under autocast reads queries and keys in 16 bits: bit for bit the same, without float32 in between."""
+    ours, report = under_autocast(attended, wide_tables)
+    report.assert_fused(rope=1)
+    assert "out='input'" in report.graphs[0].after
+    torch._dynamo.reset()
+    before, report = under_autocast(attended, wide_tables, monkeypatch)
+    assert "out='promoted'" in report.graphs[0].after
+    for found, expected in zip(ours, before, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_float32_that_somebody_else_reads_stays(wide_tables):
+    """A result of the graph, or a sum, is what it was."""
+    found, report = under_autocast(lambda *given: attended(*given, extra=True), wide_tables)
+    report.assert_fused(rope=1)
+    assert "out='promoted'" in report.graphs[0].after
+    given = [t.clone().requires_grad_(t.dim() == 4) for t in wide_tables]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, q = attended(*given, extra=True)
+    expected = out.float().sin().sum() + q.sin().sum()
+    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_without_autocast_attention_reads_float32(wide_tables):
+    q, k, v, cos, sin = wide_tables
+    given = [q.clone().requires_grad_(), k.clone().requires_grad_(), v.float().requires_grad_(), cos, sin]
+    out, report = rewritten(attended, *given)
+    assert out.dtype == torch.float32
+    assert "out='promoted'" in report.graphs[0].after
+
+
+def test_a_llama_under_autocast_verifies():
+    """What is stored narrower is no fault to ``verify``."""
+    model, ids = tiny_llama(), tokens(2, 40)
+    compiled = torch.compile(model, backend="fx_fusion", options={"select": "always", "verify": "first"})
+    with fx_fusion.recording() as report, torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled(input_ids=ids, labels=ids).loss.backward()
+    assert "out='input'" in report.graphs[0].after
+    assert report.count("rope") == model.config.num_hidden_layers
