@@ -20,7 +20,7 @@ from fx_fusion.graph.walk import source_of
 from fx_fusion.patterns.sites.log_probs import below_views
 from fx_fusion.patterns.sites.loss import LossSite
 
-_VIEWS = ("view", "reshape", "flatten", "contiguous")
+_VIEWS = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")
 _CASTS = ("float", "to", "type_as", "int", "long", "bool")
 
 
@@ -45,6 +45,8 @@ class _Steps:
     counted: bool = False  # divided by the number of rows that count
     nodes: set[fx.Node] = field(default_factory=set)
     squares: set[fx.Node] = field(default_factory=set)  # those that nothing else may read
+    crossed: set[fx.Node] = field(default_factory=set)  # masks, counts and copies of the target
+    targets: set[fx.Node] = field(default_factory=set)  # what they are made of
 
     def over(self, reduction: str) -> str | None:
         """Which rows these are, beside losses of this reduction; None where the two don't go together."""
@@ -74,14 +76,19 @@ def z_loss_of(view: View, site: LossSite) -> ZLoss | str | None:
 def _together(view: View, site: LossSite, root: fx.Node, steps: _Steps) -> ZLoss | str:
     over = steps.over(site.reduction)
     if over is None:
-        return f"its z-loss is no {site.reduction} of the rows, or of those with a target, as the loss is"
+        return f"its z-loss is not reduced as the loss is ({site.reduction!r}), over all rows or those with a target"
     inside = {*site.nodes, *steps.nodes, root}
     for node in (site.root, *steps.squares):
         for user in node.users:
             if user not in inside:
                 return f"{node.name}, a part of the sum of loss and z-loss, is also read by {user.name}: read the sum alone"
     if any(view.effects.region[node] != view.effects.region[root] for node in steps.nodes):
-        return "its z-loss is computed in another grad mode"
+        return "its z-loss is computed in another grad mode or autocast region"
+    # Masks, counts and copies of the target must hold now what they were made of.
+    made = [view.order[node] for node in steps.crossed]
+    write = view.effects.written_after(min(made), steps.crossed | steps.targets) if made else None
+    if write is not None:
+        return f"{write.name} writes to the target, or to a mask or a count that is made of it"
     return ZLoss(root, steps.factor, over, {root, *steps.nodes})
 
 
@@ -94,9 +101,12 @@ def _squared(view: View, site: LossSite, operand: Any, steps: _Steps) -> fx.Node
         term = edge.base if isinstance(edge.base, Term) else view.term(edge.base)
         steps.squares.update((*edge.crossed, *term.nodes))
         if term.op == "square":
-            inner = view.edge(term.operands[0])
-            steps.squares.update(inner.crossed)
-            return inner.base if isinstance(inner.base, fx.Node) else None
+            inner, crossed = _without_views(view, view.edge(term.operands[0]).base)
+            steps.squares.update((*view.edge(term.operands[0]).crossed, *crossed))
+            return inner
+        if isinstance(edge.base, fx.Node) and (below := _below_view(view, edge.base)) is not None:
+            operand = below
+            continue
         operand = _below(view, site, term, steps)
         if operand is None:
             return None
@@ -113,39 +123,68 @@ def _below(view: View, site: LossSite, term: Term, steps: _Steps) -> Any:
     if term.op == "mul" and isinstance(left, (int, float)):
         left, right = right, left
     if isinstance(right, (int, float)):
-        steps.factor *= right if term.op == "mul" else 1 / right if right else -1
-        return left if steps.factor >= 0 else None
+        if right < 0 or (term.op == "div" and right == 0):
+            return None
+        steps.factor *= right if term.op == "mul" else 1 / right
+        return left
     if term.op == "div":
-        steps.counted = steps.reduction == "none" and _counts(view, site, right)
+        steps.counted = steps.reduction == "none" and _counts(view, site, right, steps)
         return left if steps.counted else None
     for squares, mask in ((left, right), (right, left)):
-        if not steps.masked and _is_mask(view, site, mask) and same_shape(example(squares), example(mask)):
+        alike = is_tensor(squares) and is_tensor(mask) and same_shape(example(squares), example(mask))
+        if not steps.masked and alike and _is_mask(view, site, mask, steps):
             steps.masked = True
             return squares
     return None
 
 
-def _counts(view: View, site: LossSite, node: Any) -> bool:
-    """Whether a node is the number of rows whose target counts."""
-    base = view.edge(node).base
-    term = view.term(base) if isinstance(base, fx.Node) else None
-    return term is not None and term.op == "sum" and example(base).dim() == 0 and _is_mask(view, site, term.operands[0])
+def _counts(view: View, site: LossSite, node: Any, steps: _Steps) -> bool:
+    """Whether a node is the number of rows whose target counts, or 1 if none does."""
+    edge = view.edge(node)
+    base, crossed = edge.base, [*edge.crossed]
+    clamp = view.arguments_of(base, "clamp", "clamp_min")
+    if clamp is not None and clamp["min"] == 1 and clamp.get("max") is None:
+        crossed.append(base)
+        base = clamp["input"]
+    total = view.arguments_of(base, "sum")
+    if total is None or total["dim"] is not None or total["dtype"] is not None:
+        return False
+    steps.crossed.update((*crossed, base))
+    return _is_mask(view, site, total["input"], steps)
 
 
-def _is_mask(view: View, site: LossSite, node: Any) -> bool:
-    """Whether a node is ``target != ignore_index``, a number for each row or a bool."""
-    while isinstance(node, fx.Node) and view.name(node) in (*_VIEWS, *_CASTS):
+def _is_mask(view: View, site: LossSite, node: Any, steps: _Steps) -> bool:
+    """Whether a node is ``target != ignore_index``, as a bool or a number, of any shape."""
+    crossed = []
+    while (isinstance(node, fx.Node) and view.name(node) in _CASTS) or _below_view(view, node) is not None:
+        crossed.append(node)
         node = source_of(node)
     bound = view.arguments_of(node, "ne")
     if bound is None or bound["other"] != site.ignore_index or not is_tensor(bound["input"]):
         return False
-    return view.same_value(_without_views(view, bound["input"]), _without_views(view, site.target))
+    (one, above_one), (other, above) = (_without_views(view, target) for target in (bound["input"], site.target))
+    if not view.same_value(one, other):
+        return False
+    steps.crossed.update((*crossed, node, *above_one, *above))
+    steps.targets.update((one, other))
+    return True
 
 
-def _without_views(view: View, node: fx.Node) -> fx.Node:
-    while view.name(node) in _VIEWS and (below := source_of(node)) is not None:
+def _without_views(view: View, node: Any) -> tuple[Any, list[fx.Node]]:
+    """What a node is a view or a copy of, row after row, and the nodes from it to there."""
+    crossed = []
+    while (below := _below_view(view, node)) is not None:
+        crossed.append(node)
         node = below
-    return node
+    return node, crossed
+
+
+def _below_view(view: View, node: Any) -> fx.Node | None:
+    """What a node lays out anew, in the same order and dtype."""
+    if not isinstance(node, fx.Node) or view.name(node) not in _VIEWS:
+        return None
+    below = source_of(node)
+    return below if below is not None and is_tensor(below) and example(below).dtype == example(node).dtype else None
 
 
 def _is_of_its_logits(view: View, lse: fx.Node, site: LossSite, steps: _Steps) -> bool:

@@ -49,6 +49,16 @@ SPELLINGS = {
     "as OLMo": as_olmo,
     "of those that count": of_those_that_count,
     "of each row": of_each_row,
+    "bool masks": lambda z, t: F.cross_entropy(z, t) + C * (squares(z) * (t != -100)).sum() / (t != -100).sum(),
+    "at least one": lambda z, t: (
+        F.cross_entropy(z, t) + C * (squares(z) * (t != -100)).sum() / (t != -100).sum().clamp(min=1)
+    ),
+    "as T5X": lambda z, t: (
+        F.cross_entropy(z, t, reduction="none") + C * z.logsumexp(-1, keepdim=True).squeeze(-1) ** 2
+    ),
+    "squares as rows": lambda z, t: (
+        F.cross_entropy(z, t, reduction="none") + C * z.view(2, -1, V).logsumexp(-1).square().view(-1)
+    ),
     "factor of 0": lambda z, t: F.cross_entropy(z, t) + 0.0 * squares(z).mean(),
 }  # fmt: skip
 
@@ -91,7 +101,11 @@ def logged(z, t):
 
 
 LEFT = {
-    "another reduction": (lambda z, t: F.cross_entropy(z, t) + C * squares(z).sum(), "no mean of the rows"),
+    "another reduction": (lambda z, t: F.cross_entropy(z, t) + C * squares(z).sum(), "not reduced as the loss is"),
+    "a mean beside rows": (lambda z, t: F.cross_entropy(z, t, reduction="none") + C * squares(z).mean(), None),
+    "another dtype's bits": (
+        lambda z, t: F.cross_entropy(z, t) + C * (squares(z) * (t != -100).float().view(torch.int32)).mean(), None
+    ),
     "of other rows": (lambda z, t: F.cross_entropy(z[1:], t[1:]) + C * squares(z).mean(), None),
     "subtracted": (lambda z, t: F.cross_entropy(z, t) - C * squares(z).mean(), None),
     "of the absolute value": (lambda z, t: F.cross_entropy(z, t) + C * z.logsumexp(-1).abs().mean(), None),
@@ -106,6 +120,70 @@ def test_what_is_no_z_loss_of_these_rows_stays(name):
     function, reason = LEFT[name]
     report = compare(lambda x, w, t: function(F.linear(x, w), t), x, head, ignoring, expect=("cross_entropy",))
     assert reason is None or reason in reasons(report, "linear_cross_entropy")
+
+
+def prompt_is_masked(z, t):
+    mask = (t != -100).float()
+    mask[:4] = 0
+    return F.cross_entropy(z, t) + C * (squares(z) * mask).sum() / mask.sum()
+
+
+def mask_behind_a_view(z, t):
+    mask = t != -100
+    mask.view(-1)[1] = True
+    return F.cross_entropy(z, t, reduction="sum") + C * (squares(z) * mask).sum()
+
+
+def count_is_clamped(z, t):
+    mask = (t != -100).float()
+    count = mask.sum()
+    count.clamp_(min=100)
+    return F.cross_entropy(z, t) + C * (squares(z) * mask).sum() / count
+
+
+def mask_after_its_count(z, t):
+    mask = (t != -100).float()
+    count = mask.sum()
+    mask.mul_(2)
+    return F.cross_entropy(z, t) + C * (squares(z) * mask).sum() / count
+
+
+WRITTEN = (prompt_is_masked, mask_behind_a_view, count_is_clamped, mask_after_its_count)
+
+
+@pytest.mark.parametrize("function", WRITTEN, ids=lambda f: f.__name__)
+def test_masks_and_counts_that_are_written_to(function):
+    report = compare(lambda x, w, t: function(F.linear(x, w), t), x, head, ignoring, expect=("cross_entropy",))
+    assert "writes to the target, or to a mask" in reasons(report, "linear_cross_entropy")
+
+
+def test_a_target_that_is_written_to_behind_its_mask():
+    def before_the_head(x, w, t):
+        t = t.clone()
+        mask = t != -100
+        t[1] = -100
+        z = F.linear(x, w)
+        return F.cross_entropy(z, t) + C * (squares(z) * mask).mean()
+
+    def behind_a_copy(x, w, t):
+        y = t.view(2, -1)[:, 1:].contiguous()
+        mask = t.view(2, -1)[:, 1:] != -100
+        y[0, 1] = -100
+        z = F.linear(x[: y.numel()], w)
+        return F.cross_entropy(z, y.view(-1)) + C * (squares(z) * mask.reshape(-1)).mean()
+
+    for function in (before_the_head, behind_a_copy):
+        compare(function, x, head, ignoring, expect=("cross_entropy",))
+
+
+def test_a_target_that_is_written_to_before_its_mask():
+    def function(x, w, t):
+        t = t.clone()
+        t[t == 3] = -100
+        z = F.linear(x, w)
+        return F.cross_entropy(z, t) + C * (squares(z) * (t != -100)).mean()
+
+    compare(function, x, head, ignoring)
 
 
 def test_a_part_that_is_read_alone_is_named():
