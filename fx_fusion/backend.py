@@ -44,6 +44,7 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
+from fx_fusion.rewrite.loss_outside import for_a_loss_outside
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
@@ -114,7 +115,7 @@ class Rewritten:
     @property
     def changed(self) -> bool:
         """Whether anything of the graph was replaced."""
-        return bool(self.report.floats or any(site.status == "fused" for site in self.sites))
+        return bool(self.report.floats or self.report.deferred or any(site.status == "fused" for site in self.sites))
 
 
 def compile_graph(
@@ -174,7 +175,8 @@ def rewrite(
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report.index)
     sites = [site for found in sites_of.values() for site in found]
-    report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
+    report.deferred, report.computed, report.returned = deferred.waiting, deferred.computed, deferred.left
+    report.assumes = assumptions.sentences()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def another(version: Version, options: Options) -> Compiled:
@@ -225,7 +227,7 @@ def rewrite_graphs(
             view,
             may_assume=options.speculate and (module is gm or view.outside is not None),
             masks=options.masks if module is gm else None,
-            may_defer=options.defer_outputs and module is gm,
+            may_defer=bool(options.defer_outputs) and module is gm,
             outer=None if view.outside is None else searches[view.outside.view],
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
@@ -233,7 +235,8 @@ def rewrite_graphs(
         editor = Editor(view, assumptions, **asked)
         sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, index))
         if module is gm:
-            deferred = defer_outputs(gm, editor.deferrals, editor.now)
+            left = for_a_loss_outside(searches[view], editor, options.defer_outputs == "all")
+            deferred = defer_outputs(gm, editor.deferrals, editor.now, left)
         keep_results_apart(module.graph)
         module.graph.lint()
         module.recompile()
@@ -259,7 +262,7 @@ def _as_dynamo_wrote_it(
         report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), rows(untouched))
         report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
-        report.floats, report.deferred, report.computed, report.assumes = 0, (), (), ()
+        report.floats, report.deferred, report.computed, report.assumes, report.returned = 0, (), (), (), ()
         publish(report, [])
     except Exception as another:
         _tell(another, strict=False)

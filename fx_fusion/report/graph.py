@@ -29,6 +29,7 @@ class GraphReport:
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
     computed: tuple[str, ...] = ()  # outputs that could wait, and are read
+    returned: tuple[str, ...] = ()  # logits of a graph that trains, and has no loss
     assumes: tuple[str, ...] = ()
     calls: Calls = field(default_factory=Calls)
     reads: Reads = field(default_factory=Reads)
@@ -68,6 +69,11 @@ class GraphReport:
             yield _deferred(self)
         if self.computed:
             yield f"computed beside the loss: {', '.join(self.computed)}"
+        if self.returned:
+            yield (
+                f"returns {', '.join(self.returned)}, which nothing in it reads: for F.cross_entropy they need not "
+                'be made, options={"defer_outputs": "all"}'
+            )
         if self.assumes:
             yield _assumed(self)
         yield from self.linears.sentences()
@@ -78,7 +84,8 @@ class GraphReport:
 def _deferred(graph: GraphReport) -> str:
     reads = graph.reads
     read = f"; read in {reads.calls_read} of {reads.calls} calls" if reads.calls else ""
-    return f"deferred until read: {', '.join(graph.deferred)}{read}"
+    taken = f"; a loss outside took what they are made of in {reads.calls_taken}" if reads.calls_taken else ""
+    return f"deferred until read: {', '.join(graph.deferred)}{read}{taken}"
 
 
 def _assumed(graph: GraphReport) -> str:

@@ -74,7 +74,8 @@ class Deferral:
     """Outputs that leave the graph and share memory: the module that computes them, from which nodes, and what they are
     called.
 
-    ``computed``: the graph returns them all the same, without gradients. ``can_compute``: it could.
+    ``computed``: the graph returns them all the same, without gradients. ``can_compute``: it could. ``of_linear``: they are
+    the result, of this dtype, of one linear layer of the cuts, or a cast of it.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -85,6 +86,7 @@ class Deferral:
     grad: bool
     can_compute: bool = False
     computed: bool = False
+    of_linear: torch.dtype | None = None
 
 
 def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -126,11 +128,11 @@ def cut_off(
         copies[n] = graph.node_copy(n, lambda operand: copies[operand])
     graph.output(tuple(copies[node] for node in nodes))
     autocast = autocast_of(region, example(nodes[0]).device.type)
-    module, names = fx.GraphModule(torch.nn.Module(), graph), tuple(map(_called, nodes))
+    module, names = fx.GraphModule(torch.nn.Module(), graph), tuple(map(called, nodes))
     return Deferral(tuple(nodes), module, tuple(inputs), names, autocast, region[0], can_compute)
 
 
-def _called(node: fx.Node) -> str:
+def called(node: fx.Node) -> str:
     """What the model calls an output: the name of what it is a cast of (accelerate casts logits to float32), with the module
     that made it where the name does not speak of logits."""
     while len(node.all_input_nodes) == 1 and _is_cast(example(below := node.all_input_nodes[0]), example(node)):
@@ -145,11 +147,15 @@ def _is_cast(before: Any, after: Any) -> bool:
 
 
 class DeferredOutputs:
-    """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
+    """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors. ``left``: what
+    others are called that could be, for a loss outside of the graph."""
 
-    def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
+    def __init__(
+        self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any], left: Iterable[str] = ()
+    ):  # fmt: skip
         self.waiting = tuple(name for d in deferrals if not d.computed for name in d.names)
         self.computed = tuple(name for d in deferrals if d.computed for name in d.names)
+        self.left = tuple(left)
         self.can_compute = bool(deferrals) and all(d.can_compute for d in deferrals)
         self._deferrals = tuple(deferrals)
         self._metas = [_static_metas(d.nodes) for d in deferrals]
@@ -196,16 +202,21 @@ class DeferredOutputs:
         places = self._values[d]
         values = None if places is None else tuple(results[i] for i in places)
         recipe = Recipe(
-            deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, values=values, on_read=call.was_read
-        )
+            deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, values=values,
+            on_read=call.was_read, of_linear=deferral.of_linear, on_loss=call.was_taken,
+        )  # fmt: skip
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
+            return recipe.values()
+        if recipe.of_linear is not None and recipe.is_sharded():  # gathered now, and perhaps no more when it is read
             return recipe.values()
         return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
 
 
-def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:
+def defer_outputs(
+    gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any], left: Iterable[str] = ()
+) -> DeferredOutputs:  # fmt: skip
     """Take deferred outputs out of the graph's results and put what they are computed from in their place."""
-    deferred = DeferredOutputs(gm, deferrals, now)
+    deferred = DeferredOutputs(gm, deferrals, now, left)
     for deferral in deferrals:
         for node in deferral.nodes:
             _erase_dead(node, {now(cut) for cut in deferral.cuts})

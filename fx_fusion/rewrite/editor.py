@@ -199,13 +199,16 @@ class Editor:
         self.assumptions.assume(inputs)
 
     def defer(
-        self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], *, like: fx.Node, can_compute: bool = False
+        self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], *, like: fx.Node, can_compute: bool = False,
+        of_linear: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """``outputs`` leave the results of the graph; they will be computed from ``cuts`` when one of them is read, in the
-        grad mode and autocast region of ``like``. ``can_compute``: whether ``compute`` could make them."""
+        grad mode and autocast region of ``like``. ``can_compute``: whether ``compute`` could make them. ``of_linear``: the
+        dtype of the linear layer whose result, or a cast of it, they are (``rewrite.loss_outside``)."""
         sources, region = [self.now(cut) for cut in cuts], self.view.effects.region[like]
         self.deferrals += [
-            cut_off(group, sources, region, can_compute=can_compute) for group in sharing_memory(outputs)
+            replace(cut_off(group, sources, region, can_compute=can_compute), of_linear=of_linear)
+            for group in sharing_memory(outputs)
         ]
 
     def compute(self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], changed: fx.Node, value: fx.Node) -> None:

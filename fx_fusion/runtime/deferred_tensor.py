@@ -81,6 +81,10 @@ class _Step:
 
 _Source = _Output | _Step
 
+# Functions that may take what a deferred tensor would be computed of: they are given their arguments, and return None where
+# they have to read it after all.
+TAKEN: dict[Any, Callable[..., Tensor | None]] = {}
+
 
 class _Hook:
     """A hook on the gradient of a tensor that nobody has read: on the value as soon as there is one. FSDP puts one on every
@@ -197,6 +201,10 @@ class DeferredTensor(torch.Tensor):
         assert self._source is not None, "it was computed already"
         return self._source
 
+    def step(self) -> _Step | None:
+        """The cast or view that it is of another deferred tensor; None where it is an output of a graph."""
+        return self._source if isinstance(self._source, _Step) else None
+
     def materialize(self) -> Tensor:
         """The tensor as the model would have returned it. Computed once."""
         source = self._source  # another thread may compute it in between
@@ -264,6 +272,12 @@ class DeferredTensor(torch.Tensor):
                     step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
                 if step is not None and step.is_lazy():
                     return DeferredTensor._make(step, step.meta(), args[0].device)
+        if func in TAKEN and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
+            with source.recipe.reading:
+                found = TAKEN[func](*args, **kwargs) if args[0]._value is None else None
+            if found is not None:
+                source.recipe.on_loss()
+                return found
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -22,7 +22,7 @@ class Call:
     """One call of a graph."""
 
     def __init__(self, reads: Reads):
-        self._reads, self.read = reads, False
+        self._reads, self.read, self.taken = reads, False, False
 
     def was_read(self) -> None:
         """Remember that one of its deferred outputs was read."""
@@ -31,11 +31,19 @@ class Call:
             self._reads.calls_read += 1
 
 
+    def was_taken(self) -> None:
+        """Remember that a loss outside of the graph was computed without reading them."""
+        if not self.taken:
+            self.taken = True
+            self._reads.calls_taken += 1
+
+
 class Reads:
-    """The calls of a graph with deferred outputs, and how many of them were read."""
+    """The calls of a graph with deferred outputs, how many of them were read, and in how many a loss outside of the graph
+    took what they would be computed of."""
 
     def __init__(self) -> None:
-        self.calls = self.calls_read = 0
+        self.calls = self.calls_read = self.calls_taken = 0
         self._in_a_row = 0  # before the last call
         self._last = Call(self)
 

@@ -49,11 +49,13 @@ class Recipe:
         grad: whether the graph computes them with gradients.
         values: the outputs where the graph computed them already, without gradients; the module is for those then.
         on_read: is called when they are read.
+        of_linear: the module is one linear layer, whose result has this dtype, and perhaps a cast.
+        on_loss: is called when a loss takes the operands instead.
     """
 
     def __init__(
         self,
-        module: Callable[..., tuple[Tensor, ...]],
+        module: torch.nn.Module,
         operands: Sequence[Any],
         names: Sequence[str],
         autocast: tuple[str, torch.dtype, bool],
@@ -61,6 +63,8 @@ class Recipe:
         *,
         values: tuple[Tensor, ...] | None = None,
         on_read: Callable[[], None] = lambda: None,
+        of_linear: torch.dtype | None = None,
+        on_loss: Callable[[], None] = lambda: None,
     ):
         self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -70,6 +74,7 @@ class Recipe:
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
         self._computed, self._on_read = values, on_read
+        self.of_linear, self.on_loss = of_linear, on_loss
         self._values: tuple[Tensor, ...] | None = None
         _WAITING.add(self)
 
@@ -79,6 +84,10 @@ class Recipe:
     def is_traced(self) -> bool:
         """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
         return any(isinstance(o, FakeTensor) for o in self.operands)
+
+    def is_sharded(self) -> bool:
+        """Whether FSDP has an operand in parts, and gathers it for the model alone."""
+        return any(owner is not None for owner in self.owners)
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""

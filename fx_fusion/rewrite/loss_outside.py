@@ -1,0 +1,164 @@
+"""A loss outside of the compiled model: ``logits = model(x); loss = F.cross_entropy(logits.view(-1, n), y.view(-1))``.
+
+No graph holds lm_head and loss together. With ``options={"defer_outputs": "all"}`` logits that a graph returns and that
+nothing else in it reads are deferred too, and ``F.cross_entropy`` of logits that nobody has read is one call of the op that
+makes them in chunks. What else reads them gets them as the model would have computed them: by one product, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.dtypes import autocast_dtype, keeps_values
+from fx_fusion.graph.size_hints import elements, expected
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.rewrite.deferral import called, deferrable_outputs
+from fx_fusion.rewrite.editor import Editor
+from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
+from fx_fusion.runtime.recipe import Recipe
+
+_FEWEST_CLASSES = 4096
+_FEWEST_LOGITS = {"cuda": 2**26, "cpu": 2**24}  # below, they fit beside everything else, and launches cost more
+_CASTS = {getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to")}
+_LAYOUTS = {getattr(torch.Tensor, name) for name in ("view", "reshape", "flatten", "contiguous")}
+
+
+# -- while a graph is rewritten ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Head:
+    """A linear layer whose large result a graph trains, returns, as ``output``, and does not read."""
+
+    linear: fx.Node
+    operands: list[fx.Node]
+    output: fx.Node
+
+
+def heads(search: Search) -> Iterator[Head]:
+    """Every such layer."""
+    view = search.view
+    for node in [n for n in view.graph.nodes if n in view.order]:
+        bound = view.arguments_of(node, "linear")
+        if bound is None or not _is_large(example(node)):
+            continue
+        operands = [bound[name] for name in ("input", "weight", "bias") if bound[name] is not None]
+        plain = all(is_tensor(o) and type(example(o)).__name__ != "DTensor" for o in operands)
+        if not plain or not example(node).requires_grad or not view.effects.region[node][0]:
+            continue
+        outputs, _ = deferrable_outputs(search, [node], set(), operands)
+        if len(outputs) == 1 and view.source(outputs[0]).base is node:  # it, or a cast of it that keeps its values
+            yield Head(node, operands, outputs[0])
+
+
+def for_a_loss_outside(search: Search, editor: Editor, defer: bool) -> tuple[str, ...]:
+    """With ``defer``, defer the result of each; else what they are called, to be said."""
+    found = list(heads(search))
+    for head in found if defer else ():
+        editor.defer([head.output], head.operands, like=head.linear, of_linear=example(head.linear).dtype)
+    return () if defer else tuple(called(head.output) for head in found)
+
+
+def _is_large(logits: Tensor) -> bool:
+    fewest = _FEWEST_LOGITS.get(logits.device.type)
+    return fewest is not None and expected(logits.shape[-1]) >= _FEWEST_CLASSES and elements(logits) >= fewest
+
+
+# -- while the loss is computed ------------------------------------------------------------------------------------------
+def _cross_entropy(
+    input: Any, target: Any, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """``F.cross_entropy`` of logits that nobody has read, from what they would be computed of; None if it has to read them.
+    Raises StaleTensorError if that has changed."""
+    if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+        return None
+    if not isinstance(target, Tensor) or type(target) is DeferredTensor or target.dtype != torch.int64:
+        return None
+    logits = _classes_last(input)
+    if logits is None or logits.shape[:-1] != target.shape or not torch.is_grad_enabled() or not _is_large(logits):
+        return None
+    plain = weight is None or (not weight.requires_grad and weight.dtype != torch.float64 and weight.dim() == 1)
+    if not plain or target.device != input.device or not 0 <= label_smoothing <= 1:
+        return None  # or PyTorch says what is wrong
+    if weight is not None and (len(weight) != logits.shape[-1] or weight.device != input.device):
+        return None
+    found = _rows(logits)
+    if found is None:
+        return None
+    recipe, x, dtype = found
+    recipe.check()
+    _, lm_head, bias = _linear(recipe)
+    needs = [t is not None and t.requires_grad for t in (x, lm_head, bias)]
+    x, lm_head, bias = (None if t is None else t.to(dtype) for t in (x.reshape(-1, x.shape[-1]), lm_head, bias))
+    options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
+    loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    return loss.to(input.dtype if autocast_dtype(input.device.type) is None else torch.float32)
+
+
+def _classes_last(logits: Any) -> Any:
+    """Logits (rows, classes), or (batch, length, classes) below the transposition that ``F.cross_entropy`` wants; None for
+    others."""
+    if logits.dim() == 2:
+        return logits
+    step = logits.step() if logits.dim() == 3 else None
+    swaps = step is not None and (
+        (step.func is torch.Tensor.transpose and {d % 3 for d in step.args} == {1, 2})
+        or (step.func is torch.Tensor.permute and step.args in ((0, 2, 1), ((0, 2, 1),)))
+    )
+    return step.below if swaps and step is not None and step.grad else None
+
+
+def _rows(logits: Any) -> tuple[Recipe, Tensor, torch.dtype] | None:
+    """The recipe behind logits, the rows that its linear layer makes them of, and its dtype; None where there is more
+    between than casts that keep values, other layouts of the rows, and slices of them."""
+    steps, tensor = [], logits
+    while (step := tensor.step()) is not None:
+        steps.append((step, tensor))
+        tensor = step.below
+    recipe = tensor.source.recipe
+    dtype = recipe.of_linear
+    if dtype is None or recipe.inference or not recipe.grad or recipe.is_sharded():
+        return None
+    x, classes = _linear(recipe)[0], tensor.shape[-1]
+    for step, made in reversed(steps):
+        if not step.grad or made.dim() == 0 or made.shape[-1] != classes or not keeps_values(step.below.dtype, made.dtype):
+            return None
+        if step.func in _LAYOUTS:
+            x = x.reshape(*made.shape[:-1], x.shape[-1])
+        elif step.func is torch.Tensor.__getitem__:
+            if not _keeps_classes(step.args[0], step.below.dim()):
+                return None
+            x = x[step.args[0]]
+        elif step.func not in _CASTS:
+            return None
+    return None if dtype == torch.float64 or logits.dtype == torch.float64 else (recipe, x, dtype)
+
+
+def _keeps_classes(index: Any, dims: int) -> bool:
+    """Whether an index takes rows by slices and numbers, and all classes."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or isinstance(item, (int, slice)) for item in items):
+        return False
+    reaches = Ellipsis in items or len(items) == dims  # the last dim, with the last item
+    return not reaches or items[-1] is Ellipsis or items[-1] == slice(None)
+
+
+def _linear(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input, weight and bias of the linear layer of a recipe."""
+    placeholders = recipe.module.graph.find_nodes(op="placeholder")
+    node = next(n for n in recipe.module.graph.nodes if n.op == "call_function" and n.target is F.linear)
+    given = dict(zip(placeholders, recipe.operands, strict=True))
+    named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+    bias = named.get("bias")
+    return given[named["input"]], given[named["weight"]], None if bias is None else given[bias]
+
+
+TAKEN[F.cross_entropy] = _cross_entropy
