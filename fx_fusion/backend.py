@@ -44,7 +44,7 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
-from fx_fusion.rewrite.loss_outside import for_a_loss_outside
+from fx_fusion.rewrite.loss_outside import for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
@@ -175,8 +175,8 @@ def rewrite(
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report.index)
     sites = [site for found in sites_of.values() for site in found]
-    report.deferred, report.computed, report.returned = deferred.waiting, deferred.computed, deferred.left
-    report.assumes = assumptions.sentences()
+    report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
+    report.returned = deferred.left
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def another(version: Version, options: Options) -> Compiled:
@@ -216,8 +216,7 @@ def rewrite_graphs(
     """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of each, and the outputs
     that are computed only when they are read."""
     sites: dict[fx.GraphModule, list[Site]] = {}
-    deferred = None
-    fuel = pipeline.Fuel(options.fuel)
+    deferred, fuel = None, pipeline.Fuel(options.fuel)
     searches: dict[View, Search] = {}
     views = views_of(gm)
     if DECISIONS in gm.meta:
@@ -231,11 +230,12 @@ def rewrite_graphs(
             outer=None if view.outside is None else searches[view.outside.view],
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
-        asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
-        editor = Editor(view, assumptions, **asked)
+        read, least = options.outputs_are_read, options.memory == "min"
+        editor = Editor(view, assumptions, outputs_are_read=read, saves_memory=least)
+        found = heads(searches[view])
         sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, index))
         if module is gm:
-            left = for_a_loss_outside(searches[view], editor, options.defer_outputs == "all")
+            left = for_a_loss_outside(found, editor, defer=options.defer_outputs == "all")
             deferred = defer_outputs(gm, editor.deferrals, editor.now, left)
         keep_results_apart(module.graph)
         module.graph.lint()

@@ -103,9 +103,11 @@ def emit(editor: Editor, match: Match) -> None:
         x, lm_head, bias, target = operands(editor, head, site)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
-            editor.saves_memory, *(("", 0, 0, 1) if head.shards is None else head.shards.part),
-            match.statics["z_loss"], match.statics["z_over"],
+            editor.saves_memory, *(() if head.shards is None else head.shards.part),
         )  # fmt: skip
+        if match.statics["z_loss"]:
+            part = ("", 0, 0, 1) if head.shards is None else ()
+            options = (*options, *part, match.statics["z_loss"], match.statics["z_over"])
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
         loss = editor.item(call, 0, like=root)
         if site.sign < 0:
@@ -136,11 +138,11 @@ def _hands_out_logits(editor: Editor, match: Match) -> bool:
     return bool(match.deferred) and apart and plain and region[head.seen.source] == region[site.root]
 
 
-def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over):
+def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""):
     return wrong_dtype(x=x, lm_head=lm_head)
 
 
-def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over):
+def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""):
     return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
 
@@ -169,7 +171,6 @@ FUSION = Fusion(
             ("sum", 0.1, 0.0, 1.0, {"weight": None}),
             ("none", 0.0, 30.0, 0.5, {"bias": None, "weight": None}),
             ("mean", 0.1, 30.0, 0.5, {}),
-            ("mean", 0.0, 0.0, 1.0, {"bias": None, "weight": None, "z_loss": 1e-4, "z_over": "masked"}),
         )
     ),
     find=find,

@@ -7,7 +7,7 @@ makes them in chunks. What else reads them gets them as the model would have com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from fx_fusion.rewrite.deferral import called, deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
 from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.torch_internals.nodes import is_erased
 
 _FEWEST_CLASSES = 4096
 _FEWEST_LOGITS = {"cuda": 2**26, "cpu": 2**24}  # below, they fit beside everything else, and launches cost more
@@ -41,12 +42,13 @@ class Head:
     output: fx.Node
 
 
-def heads(search: Search) -> Iterator[Head]:
-    """Every such layer."""
+def heads(search: Search) -> list[Head]:
+    """Every such layer of a graph that is not rewritten yet."""
     view = search.view
-    for node in [n for n in view.graph.nodes if n in view.order]:
+    found = []
+    for node in view.graph.nodes:
         bound = view.arguments_of(node, "linear")
-        if bound is None or not _is_large(example(node)):
+        if bound is None or not is_tensor(node) or not _is_large(example(node)):
             continue
         operands = [bound[name] for name in ("input", "weight", "bias") if bound[name] is not None]
         plain = all(is_tensor(o) and type(example(o)).__name__ != "DTensor" for o in operands)
@@ -54,15 +56,16 @@ def heads(search: Search) -> Iterator[Head]:
             continue
         outputs, _ = deferrable_outputs(search, [node], set(), operands)
         if len(outputs) == 1 and view.source(outputs[0]).base is node:  # it, or a cast of it that keeps its values
-            yield Head(node, operands, outputs[0])
+            found.append(Head(node, operands, outputs[0]))
+    return found
 
 
-def for_a_loss_outside(search: Search, editor: Editor, defer: bool) -> tuple[str, ...]:
-    """With ``defer``, defer the result of each; else what they are called, to be said."""
-    found = list(heads(search))
-    for head in found if defer else ():
+def for_a_loss_outside(found: Iterable[Head], editor: Editor, defer: bool) -> tuple[str, ...]:
+    """With ``defer``, defer the results of those that no rewrite has touched; else what they are called, to be said."""
+    untouched = [head for head in found if not is_erased(head.linear) and editor.now(head.output) is head.output]
+    for head in untouched if defer else ():
         editor.defer([head.output], head.operands, like=head.linear, of_linear=example(head.linear).dtype)
-    return () if defer else tuple(called(head.output) for head in found)
+    return () if defer else tuple(called(head.output) for head in untouched)
 
 
 def _is_large(logits: Tensor) -> bool:
