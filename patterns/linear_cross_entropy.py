@@ -142,7 +142,9 @@ def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoot
     return wrong_dtype(x=x, lm_head=lm_head)
 
 
-def why_keep(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""):
+def why_keep(
+    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""
+):  # fmt: skip
     return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
 
