@@ -137,13 +137,15 @@ def emit(editor: Editor, match: Match) -> None:
 
 def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
     """Store in 16 bits what autocast would cast to them: float32 tables make float32 of queries and keys in 16 bits, and
-    attention reads them in 16 bits again. The rotation is in float32 either way, and rounded once."""
+    attention reads them in 16 bits again. The rotation is in float32 either way, and rounded once. (The gradients of several
+    readers would be added up in 16 bits.)"""
     for node in made:
         if node.target is not rope or node.args[_OUT] != "promoted":
             continue
         narrow = example(node.args[0]).dtype
+        once = all(len(item.users) == 1 for item in node.users)
         readers = [user for item in node.users for user in item.users]
-        if narrow.itemsize == 2 and readers and all(_casts_to(editor.view, reader, narrow) for reader in readers):
+        if narrow.itemsize == 2 and once and all(_casts_to(editor.view, reader, narrow) for reader in readers):
             editor.change_results(node, (*node.args[:_OUT], "input", *node.args[_OUT + 1 :]), like=match.root)
 
 

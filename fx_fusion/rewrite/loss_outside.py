@@ -70,7 +70,9 @@ def for_a_loss_outside(found: Iterable[Head], editor: Editor, defer: bool) -> tu
 
 def _is_large(logits: Tensor) -> bool:
     fewest = _FEWEST_LOGITS.get(logits.device.type)
-    return fewest is not None and expected(logits.shape[-1]) >= _FEWEST_CLASSES and elements(logits) >= fewest
+    if fewest is None or logits.dim() == 0:
+        return False
+    return expected(logits.shape[-1]) >= _FEWEST_CLASSES and elements(logits) >= fewest
 
 
 # -- while the loss is computed ------------------------------------------------------------------------------------------

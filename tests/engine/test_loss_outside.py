@@ -221,6 +221,13 @@ def test_logits_are_there_at_once(why, monkeypatch):
     assert ("returns logits, which nothing in it reads" in str(report)) == (why == "default"), str(report)
 
 
+def test_a_linear_layer_of_one_number_is_no_head():
+    """``F.linear`` of two vectors has no dims, and no classes."""
+    x, w = torch.randn(8), torch.randn(8, requires_grad=True)
+    found = torch.compile(lambda x, w: F.linear(x, w), backend=rewriting_backend())(x, w)
+    torch.testing.assert_close(found, torch.dot(x, w))
+
+
 def test_lengths_that_change():
     model = Model()
     compiled = torch.compile(model, backend=rewriting_backend(defer_outputs="all"), dynamic=True)

@@ -219,6 +219,19 @@ def test_float32_that_somebody_else_reads_stays(wide_tables):
     torch.testing.assert_close(found[0], expected.detach(), rtol=1e-3, atol=1e-3)
 
 
+def test_float32_that_two_read_stays(wide_tables):
+    """The gradients of both are added up in float32, as eager does."""
+
+    def twice(q, k, v, cos, sin):
+        q, k = (x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin for x in (q, k))
+        attend = F.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=True) + attend(q, k, v)
+
+    _, report = under_autocast(twice, wide_tables)
+    report.assert_fused(rope=1)
+    assert "out='promoted'" in report.graphs[0].after
+
+
 def test_without_autocast_attention_reads_float32(wide_tables):
     q, k, v, cos, sin = wide_tables
     given = [q.clone().requires_grad_(), k.clone().requires_grad_(), v.float().requires_grad_(), cos, sin]
