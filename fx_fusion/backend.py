@@ -173,10 +173,9 @@ def rewrite(
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
-    sites_of, deferred = rewrite_graphs(gm, options, assumptions, report.index)
+    sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
     sites = [site for found in sites_of.values() for site in found]
     report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
-    report.returned = deferred.left
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def another(version: Version, options: Options) -> Compiled:
@@ -211,12 +210,13 @@ def rewrite(
 
 
 def rewrite_graphs(
-    gm: fx.GraphModule, options: Options, assumptions: Assumptions, index: int
+    gm: fx.GraphModule, options: Options, assumptions: Assumptions, report: GraphReport
 ) -> tuple[dict[fx.GraphModule, list[Site]], DeferredOutputs]:
     """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of each, and the outputs
-    that are computed only when they are read."""
+    that are computed only when they are read. Tells the report of those that could be, for a loss outside."""
     sites: dict[fx.GraphModule, list[Site]] = {}
-    deferred, fuel = None, pipeline.Fuel(options.fuel)
+    deferred = None
+    fuel = pipeline.Fuel(options.fuel)
     searches: dict[View, Search] = {}
     views = views_of(gm)
     if DECISIONS in gm.meta:
@@ -230,13 +230,13 @@ def rewrite_graphs(
             outer=None if view.outside is None else searches[view.outside.view],
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
-        read, least = options.outputs_are_read, options.memory == "min"
-        editor = Editor(view, assumptions, outputs_are_read=read, saves_memory=least)
-        found = heads(searches[view])
-        sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, index))
+        asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
+        editor = Editor(view, assumptions, **asked)
+        found = heads(searches[view]) if module is gm else []
+        sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, report.index))
         if module is gm:
-            left = for_a_loss_outside(found, editor, defer=options.defer_outputs == "all")
-            deferred = defer_outputs(gm, editor.deferrals, editor.now, left)
+            report.returned = for_a_loss_outside(found, editor, defer=options.defer_outputs == "all")
+            deferred = defer_outputs(gm, editor.deferrals, editor.now)
         keep_results_apart(module.graph)
         module.graph.lint()
         module.recompile()

@@ -105,10 +105,8 @@ def emit(editor: Editor, match: Match) -> None:
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
             editor.saves_memory, *(() if head.shards is None else head.shards.part),
         )  # fmt: skip
-        if match.statics["z_loss"]:
-            part = ("", 0, 0, 1) if head.shards is None else ()
-            options = (*options, *part, match.statics["z_loss"], match.statics["z_over"])
-        call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), like=root)
+        z_loss = {name: match.statics[name] for name in ("z_loss", "z_over")} if match.statics["z_loss"] else {}
+        call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), z_loss, like=root)
         loss = editor.item(call, 0, like=root)
         if site.sign < 0:
             loss = editor.method("neg", (loss,), like=root)

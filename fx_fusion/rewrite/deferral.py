@@ -103,7 +103,8 @@ def sharing_memory(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def cut_off(
-    nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any, ...], *, can_compute: bool = False
+    nodes: Sequence[fx.Node], cuts: Iterable[fx.Node], region: tuple[Any, ...], *, can_compute: bool = False,
+    of_linear: torch.dtype | None = None,
 ) -> Deferral:  # fmt: skip
     """A graph module that computes ``nodes`` from ``cuts`` and placeholders. Reads the graph; changes nothing."""
     given = set(cuts)
@@ -129,7 +130,7 @@ def cut_off(
     graph.output(tuple(copies[node] for node in nodes))
     autocast = autocast_of(region, example(nodes[0]).device.type)
     module, names = fx.GraphModule(torch.nn.Module(), graph), tuple(map(called, nodes))
-    return Deferral(tuple(nodes), module, tuple(inputs), names, autocast, region[0], can_compute)
+    return Deferral(tuple(nodes), module, tuple(inputs), names, autocast, region[0], can_compute, of_linear=of_linear)
 
 
 def called(node: fx.Node) -> str:
@@ -147,15 +148,11 @@ def _is_cast(before: Any, after: Any) -> bool:
 
 
 class DeferredOutputs:
-    """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors. ``left``: what
-    others are called that could be, for a loss outside of the graph."""
+    """The outputs of one graph that were cut off; ``wrap`` makes the compiled graph return deferred tensors."""
 
-    def __init__(
-        self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any], left: Iterable[str] = ()
-    ):  # fmt: skip
+    def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
         self.waiting = tuple(name for d in deferrals if not d.computed for name in d.names)
         self.computed = tuple(name for d in deferrals if d.computed for name in d.names)
-        self.left = tuple(left)
         self.can_compute = bool(deferrals) and all(d.can_compute for d in deferrals)
         self._deferrals = tuple(deferrals)
         self._metas = [_static_metas(d.nodes) for d in deferrals]
@@ -212,11 +209,9 @@ class DeferredOutputs:
         return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
 
 
-def defer_outputs(
-    gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any], left: Iterable[str] = ()
-) -> DeferredOutputs:  # fmt: skip
+def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:
     """Take deferred outputs out of the graph's results and put what they are computed from in their place."""
-    deferred = DeferredOutputs(gm, deferrals, now, left)
+    deferred = DeferredOutputs(gm, deferrals, now)
     for deferral in deferrals:
         for node in deferral.nodes:
             _erase_dead(node, {now(cut) for cut in deferral.cuts})

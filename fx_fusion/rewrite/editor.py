@@ -207,7 +207,7 @@ class Editor:
         dtype of the linear layer whose result, or a cast of it, they are (``rewrite.loss_outside``)."""
         sources, region = [self.now(cut) for cut in cuts], self.view.effects.region[like]
         self.deferrals += [
-            replace(cut_off(group, sources, region, can_compute=can_compute), of_linear=of_linear)
+            cut_off(group, sources, region, can_compute=can_compute, of_linear=of_linear)
             for group in sharing_memory(outputs)
         ]
 

@@ -51,7 +51,7 @@ def heads(search: Search) -> list[Head]:
         if bound is None or not is_tensor(node) or not _is_large(example(node)):
             continue
         operands = [bound[name] for name in ("input", "weight", "bias") if bound[name] is not None]
-        plain = all(is_tensor(o) and type(example(o)).__name__ != "DTensor" for o in operands)
+        plain = all(is_tensor(o) and getattr(example(o), "placements", None) is None for o in operands)
         if not plain or not example(node).requires_grad or not view.effects.region[node][0]:
             continue
         outputs, _ = deferrable_outputs(search, [node], set(), operands)
@@ -94,14 +94,14 @@ def _cross_entropy(
         return None  # or PyTorch says what is wrong
     if weight is not None and (len(weight) != logits.shape[-1] or weight.device != input.device):
         return None
-    found = _rows(logits)
+    found = _operands(logits)
     if found is None:
         return None
-    recipe, x, dtype = found
+    recipe, x, lm_head, bias = found
     recipe.check()
-    _, lm_head, bias = _linear(recipe)
     needs = [t is not None and t.requires_grad for t in (x, lm_head, bias)]
-    x, lm_head, bias = (None if t is None else t.to(dtype) for t in (x.reshape(-1, x.shape[-1]), lm_head, bias))
+    rows = x.reshape(-1, x.shape[-1])
+    x, lm_head, bias = (None if t is None else t.to(recipe.of_linear) for t in (rows, lm_head, bias))
     options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
     loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
     loss = loss.view(target.shape) if reduction == "none" else loss
@@ -121,18 +121,17 @@ def _classes_last(logits: Any) -> Any:
     return step.below if swaps and step is not None and step.grad else None
 
 
-def _rows(logits: Any) -> tuple[Recipe, Tensor, torch.dtype] | None:
-    """The recipe behind logits, the rows that its linear layer makes them of, and its dtype; None where there is more
+def _operands(logits: Any) -> tuple[Recipe, Tensor, Tensor, Tensor | None] | None:
+    """The recipe behind logits, the rows that its linear layer makes them of, its weight and bias; None where there is more
     between than casts that keep values, other layouts of the rows, and slices of them."""
     steps, tensor = [], logits
     while (step := tensor.step()) is not None:
         steps.append((step, tensor))
         tensor = step.below
     recipe = tensor.source.recipe
-    dtype = recipe.of_linear
-    if dtype is None or recipe.inference or not recipe.grad or recipe.is_sharded():
+    if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad or recipe.is_sharded():
         return None
-    x, classes = _linear(recipe)[0], tensor.shape[-1]
+    (x, lm_head, bias), classes = _linear(recipe), tensor.shape[-1]
     for step, made in reversed(steps):
         if not step.grad or made.dim() == 0 or made.shape[-1] != classes or not keeps_values(step.below.dtype, made.dtype):
             return None
@@ -144,7 +143,7 @@ def _rows(logits: Any) -> tuple[Recipe, Tensor, torch.dtype] | None:
             x = x[step.args[0]]
         elif step.func not in _CASTS:
             return None
-    return None if dtype == torch.float64 or logits.dtype == torch.float64 else (recipe, x, dtype)
+    return None if logits.dtype == torch.float64 else (recipe, x, lm_head, bias)
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:

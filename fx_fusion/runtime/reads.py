@@ -30,7 +30,6 @@ class Call:
             self.read = True
             self._reads.calls_read += 1
 
-
     def was_taken(self) -> None:
         """Remember that a loss outside of the graph was computed without reading them."""
         if not self.taken:

@@ -128,7 +128,8 @@ class ClassPart:
         dz = powers * q_sum[:, None]
         dz.scatter_add_(1, column[:, None], -torch.where(own, q_target, 0.0)[:, None])
         if smoothing:
-            dz -= share * counts[:, None] * (1.0 if own_w is None else own_w)
+            smooth = share * (1.0 if own_w is None else own_w)
+            dz -= smooth if z_factor is None else smooth * counts[:, None]  # rows that are ignored may have a z-loss
         dz *= upstream[:, None]
         if entropy is not None:
             shifted = z - (stats[0] + stats[1].log() - entropy)[:, None]

@@ -218,9 +218,9 @@ def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, den
         over_classes = (top + total.log()) * w_sum - (z.sum(1) if w is None else z @ w)  # Σ_c w_c (lse − z_c)
         row_loss = (1 - smoothing) * row_loss + smoothing / v * over_classes
     loss.copy_(torch.where(counts, row_loss, 0))
-    lse, has_loss = top + total.log(), counts
+    has_loss = counts
     if z_factor is not None:
-        has_loss = counts | (z_factor != 0)
+        lse, has_loss = top + total.log(), counts | (z_factor != 0)
         loss += torch.where(has_loss, z_factor * lse.square(), 0)
     if dlogits is None:
         return
@@ -231,7 +231,8 @@ def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, den
     dz = powers.mul_((q_sum / total)[:, None])
     dz.scatter_add_(1, index[:, None], -q_target[:, None])
     if smoothing:
-        dz -= smoothing / v * (1.0 if w is None else w) * counts[:, None]
+        share = smoothing / v * (1.0 if w is None else w)
+        dz -= share if z_factor is None else share * counts[:, None]  # rows that are ignored may have a z-loss
     if ratio is not None:
         dz *= 1 - ratio * ratio
     factor = has_loss * scale if dloss is None else has_loss * dloss * scale

@@ -101,9 +101,10 @@ def _squared(view: View, site: LossSite, operand: Any, steps: _Steps) -> fx.Node
         term = edge.base if isinstance(edge.base, Term) else view.term(edge.base)
         steps.squares.update((*edge.crossed, *term.nodes))
         if term.op == "square":
-            inner, crossed = _without_views(view, view.edge(term.operands[0]).base)
-            steps.squares.update((*view.edge(term.operands[0]).crossed, *crossed))
-            return inner
+            inner = view.edge(term.operands[0])
+            lse, crossed = _without_views(view, inner.base)
+            steps.squares.update((*inner.crossed, *crossed))
+            return lse
         if isinstance(edge.base, fx.Node) and (below := _below_view(view, edge.base)) is not None:
             operand = below
             continue
