@@ -54,4 +54,5 @@ add_layer_norm = fused_op(
     depends_on={"h": ("x", "residual")},
     grads=(("h", "x", "residual"), "weight", "bias"),
     backward_reference=_bwd_reference,
+    symbolic=True,
 )

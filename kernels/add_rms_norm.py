@@ -50,4 +50,5 @@ add_rms_norm = fused_op(
     depends_on={"h": ("x", "residual")},
     grads=(("h", "x", "residual"), "weight"),
     backward_reference=_bwd_reference,
+    symbolic=True,
 )

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
-from fx_fusion.ops.launch import launch
+from fx_fusion.ops.launch import launch, refuse_symbols
 from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
 
@@ -160,6 +160,7 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     k_out = None if k is None else k_out  # without k the op's k_out is an empty tensor of one dim
     q, k, q_out, k_out, cos_rows, sin_rows = _positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
     b, h, s, d = q.shape
+    refuse_symbols(h, d, 0 if k is None else k.shape[1], cos.shape[-1])
     in_pairs, out_pairs = _layouts(style, backward)
     lanes = next_power_of_2(d // 2)
     plan = rope_plan(h, s, lanes, heads_first=q.stride(1) > q.stride(2))
@@ -185,7 +186,8 @@ def rope_plan(heads: int, positions: int, lanes: int, *, heads_first: bool) -> P
     Returns tiles of POSITIONS x HEADS rows and PROGRAM_HEADS, the heads that one program rotates with one cos and sin."""
     rows = max(1, 512 // lanes)
     if heads_first:  # cos and sin have as many rows as x, and serve four heads
-        return Plan(POSITIONS=min(next_power_of_2(positions), rows), HEADS=1, PROGRAM_HEADS=4, num_warps=2)
+        fewer = isinstance(positions, int) and next_power_of_2(positions) < rows
+        return Plan(POSITIONS=next_power_of_2(positions) if fewer else rows, HEADS=1, PROGRAM_HEADS=4, num_warps=2)
     tile_heads = min(next_power_of_2(heads), rows)
     return Plan(POSITIONS=1, HEADS=tile_heads, PROGRAM_HEADS=tile_heads, num_warps=1)
 
@@ -268,8 +270,8 @@ rope_bwd = plain_op(
     _fake_bwd,
 )
 
-trace_launches(rope, _fwd)
-trace_launches(rope_bwd, _bwd)
+trace_launches(rope, _fwd, symbolic=True)
+trace_launches(rope_bwd, _bwd, symbolic=True)
 
 
 def _setup_context(ctx, inputs, output):

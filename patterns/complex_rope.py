@@ -104,7 +104,7 @@ def guard(q, freqs, out):
 
 
 def why_keep(q, freqs, out):
-    return too_small(q)
+    return too_small(q, symbolic=True)
 
 
 FUSION = Fusion(

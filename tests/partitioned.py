@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from torch._dynamo.utils import detect_fake_mode
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -26,7 +27,8 @@ class _Enough(Exception):
 @dataclass
 class Partitioned:
     """What the forward saves, besides inputs and parameters: bytes by shape and dtype; the ops of the backward, and of those
-    how many are norms' backwards that hand out y; what was decided; what became of the linears; the gradients."""
+    how many are norms' backwards that hand out y; what was decided; what became of the linears; the gradients; what is
+    guarded of symbolic sizes."""
 
     saved: Counter = field(default_factory=Counter)
     backward: Counter = field(default_factory=Counter)
@@ -34,6 +36,7 @@ class Partitioned:
     decisions: Decisions = field(default_factory=Decisions)
     linears: Linears = field(default_factory=Linears)
     gradients: dict = field(default_factory=dict)
+    guards: set = field(default_factory=set)
 
     @property
     def bytes(self):
@@ -52,6 +55,8 @@ def partitioning(found, *, step=True):
             found.linears = gm.meta.get(LINEARS, Linears())
             joint_pass(found.decisions, found.linears, options)(joint.graph)
             joint.graph.lint()
+            if (mode := detect_fake_mode(inputs)) is not None and mode.shape_env is not None:
+                found.guards |= {str(guard.expr) for guard in mode.shape_env.guards}
             joint.recompile()
             both = min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **rest

@@ -4,18 +4,20 @@ Run in a process of its own without Triton's interpreter, whose kernels can't be
 """
 
 import json
+import sys
 
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fx_fusion.kernels import rope
 from fx_fusion.kernels.norms import row_norm
 from fx_fusion.memory import candidates
 from fx_fusion.ops import library
 from tests.helpers import tiny_llama
 from tests.partitioned import partitioned
 
-WRITTEN = {"y_ptr", "stats_ptr", "dx_ptr", "parts_ptr", "dw_ptr"}
+WRITTEN = {"y_ptr", "stats_ptr", "dx_ptr", "parts_ptr", "dw_ptr", "qo_ptr", "ko_ptr"}
 
 
 def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
@@ -27,8 +29,9 @@ def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
 
 def main():
     triton_kernel_wrap.get_mutated_tensors = writes
-    library._is_static_cuda = lambda tensor: True
+    library._is_traceable = lambda tensor, symbolic: symbolic or all(isinstance(n, int) for n in tensor.shape)
     row_norm.multiprocessors = lambda tensor: 132
+    rope.interpreting = lambda: True  # kernels, and not what they compute in torch
     candidates._SMALLEST = 1
     with torch.device("meta"):
         model = tiny_llama()
@@ -36,16 +39,22 @@ def main():
         model.to_empty(device="cpu")
         model.tie_weights()
         ids = torch.zeros(2, 16, dtype=torch.long)
-        only = ["rms_norm", "add_rms_norm", "linear_cross_entropy"]
-        found = {
-            memory: partitioned(model, {"input_ids": ids, "labels": ids}, memory, fusions=only, step=False)
-            for memory in ("speed", "min")
-        }
+        only = ["rms_norm", "add_rms_norm", "rope", "linear_cross_entropy"]
+        dynamic = sys.argv[1:] == ["dynamic"]
+
+        def step(memory, **options):
+            return partitioned(model, {"input_ids": ids, "labels": ids}, memory, step=False, dynamic=dynamic, **options)
+
+        found = {memory: step(memory, fusions=only) for memory in ("speed", "min")}
+        guards = found["min"].guards - step("min", select="never").guards
+        of_sizes = sorted(guard for guard in guards if not guard.startswith("Eq(zf"))  # eps is to be a constant
     launches = {memory: of.backward["triton_kernel_wrapper_functional"] for memory, of in found.items()}
     kinds = found["min"].again()
     again = {kind: kinds[kind] for kind in ("norm of a sum", "norm", "mul")}
     sizes = {memory: of.bytes for memory, of in found.items()}
-    print(json.dumps({"again": again, "launches": launches, "bytes": sizes, "handed_out": found["min"].handed_out}))
+    ops = sorted(name for name in found["min"].backward if name in library.names())
+    of_norms = {"again": again, "handed_out": found["min"].handed_out, "ops": ops}
+    print(json.dumps({**of_norms, "launches": launches, "bytes": sizes, "guards": of_sizes}))
 
 
 if __name__ == "__main__":

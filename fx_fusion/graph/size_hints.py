@@ -35,14 +35,14 @@ def trained(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def too_small(tensor: torch.Tensor) -> str | None:
-    """Why an op does not pay on a tensor of unknown and small size, or None.
+def too_small(tensor: torch.Tensor, *, symbolic: bool = False) -> str | None:
+    """Why an op does not pay on a tensor of unknown and small size, or None. ``symbolic``: of the op's ``fused_op``.
 
-    With static sizes Inductor launches the kernels itself. With symbolic ones it calls the op, which costs the host some
-    70 us forward and 130 us backward (H200 machine), a kernel of Inductor's some 20 us. From 2^24 elements on, the kernels
-    of a step run longer than that and hide it.
+    With static sizes Inductor launches the kernels itself, and with symbolic ones where the launchers take them, of all dims
+    but the last. Otherwise it calls the op, which costs the host some 70 us forward and 130 us backward (H200 machine), a
+    kernel of Inductor's some 20 us. From 2^24 elements on, the kernels of a step run longer than that and hide it.
     """
-    static = all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
+    static = all(isinstance(n, int) for n in (tensor.shape[-1:] if symbolic else (*tensor.shape, *tensor.stride())))
     if device_type(tensor) == "cuda" and not static and elements(tensor) < 2**24:
         return f"{elements(tensor):.0f} elements of dynamic size: below 2^24 the host's time for calling an op would show"
     return None

@@ -129,10 +129,10 @@ def have_again(joint: JointGraph, norm: Norm) -> None:
 
 
 def _handed_out(joint: JointGraph, norm: Norm, backward: fx.Node) -> fx.Node:
-    value = norm.y.meta["val"]
+    value, rows = norm.y.meta["val"], backward.kwargs["kwargs"]["h_ptr"]  # type: ignore[index]
     with joint.graph.inserting_before(backward):
         memory = joint.graph.call_function(
-            torch.ops.aten.empty.memory_format, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+            torch.ops.aten.empty_like.default, (rows,), {"dtype": value.dtype, "memory_format": torch.contiguous_format}
         )
     memory.meta["val"] = value
     bias = {} if norm.bias is None else {"HAS_BIAS": True, "b_ptr": norm.bias}

@@ -1,9 +1,9 @@
 """``fused_op``: a forward and a backward launcher become one differentiable torch op.
 
-Where a launcher only allocates and launches, and sizes are static, AOTAutograd traces it: Inductor sees the kernels and
-launches them as its own, without a dispatch into Python for every op (some 70 us forward, 130 us backward on the host of
-an H200). With host work (chunk loops around cuBLAS), symbolic sizes, or layouts that need a copy back, the op stays opaque
-and Inductor calls it.
+Where a launcher only allocates and launches, AOTAutograd traces it: Inductor sees the kernels and launches them as its
+own, without a dispatch into Python for every op (some 70 us forward, 130 us backward on the host of an H200). With host work
+(chunk loops around cuBLAS), symbolic sizes that a launcher does not take, or layouts that need a copy back, the op stays
+opaque and Inductor calls it.
 
 On a CPU tensor an op runs its reference, the pattern function; with ``TRITON_INTERPRET=1`` it runs its kernel in
 Triton's interpreter, which is how kernels are checked on a machine without a GPU.
@@ -70,6 +70,7 @@ def fused_op(
     depends_on: Mapping[str, Sequence[str]] | None = None,
     backward_reference: Callable[..., Any] | None = None,
     cheap: bool = False,
+    symbolic: bool = False,
 ) -> FusedOp:
     """Define ``fx_fusion::name`` and ``fx_fusion::name_bwd`` and connect them.
 
@@ -92,6 +93,8 @@ def fused_op(
             (then the reference can't be differentiated).
         cheap: whether the op takes little longer than to read its inputs and write its outputs, and draws no random numbers:
             then the backward may compute outputs again that were to be saved (``fx_fusion.memory``).
+        symbolic: whether the launchers can be traced with symbolic sizes: they choose by none, and refuse those that they
+            need as a number (``ops.launch.refuse_symbols``).
     """
     op, bwd = define(name, forward[0]), define(f"{name}_bwd", backward[0])
     parameters, results = parameter_names(op), result_names(op)
@@ -192,8 +195,8 @@ def fused_op(
         return tuple(made) if len(made) > 1 else made[0]
 
     torch.library.register_fake(f"{NAMESPACE}::{name}_bwd", fake_backward, lib=LIBRARY)
-    trace_launches(op, forward[1], cheap=cheap)
-    trace_launches(bwd, backward_like_fake)
+    trace_launches(op, forward[1], cheap=cheap, symbolic=symbolic)
+    trace_launches(bwd, backward_like_fake, symbolic=symbolic)
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         bound = {**dict(zip(parameters, inputs, strict=True)), **dict(zip(results, as_tuple(output), strict=True))}

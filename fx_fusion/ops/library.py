@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from fx_fusion.errors import DeclarationError
 from fx_fusion.ops.launch import NotTraceable, traced
@@ -72,8 +73,9 @@ def register_lowerings() -> None:
     lowerings.register(_OVERLOADS, _LOWERINGS)
 
 
-def trace_launches(overload: Any, launcher: Callable[..., Any], *, cheap: bool = False) -> None:
-    """Let AOTAutograd trace the op's launcher on CUDA tensors of static size, instead of leaving a call of the op."""
+def trace_launches(overload: Any, launcher: Callable[..., Any], *, cheap: bool = False, symbolic: bool = False) -> None:
+    """Let AOTAutograd trace the op's launcher on CUDA tensors, instead of leaving a call of the op: on those of static size,
+    and where the launcher takes it, of ``symbolic`` size too."""
     if cheap:
         CHEAP_OPS.add(overload)
 
@@ -82,13 +84,15 @@ def trace_launches(overload: Any, launcher: Callable[..., Any], *, cheap: bool =
             return launcher(*args)
 
     def applies(args: tuple[Any, ...]) -> bool:
-        return all(map(_is_static_cuda, (a for a in args if isinstance(a, Tensor))))
+        return all(_is_traceable(a, symbolic) for a in args if isinstance(a, Tensor))
 
     lowerings.trace_instead(overload, applies, launch, NotTraceable, LIBRARY)
 
 
-def _is_static_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
+def _is_traceable(tensor: Tensor, symbolic: bool) -> bool:
+    numbers = (*tensor.shape, *tensor.stride())
+    sized = not has_free_unbacked_symbols(numbers) if symbolic else all(isinstance(n, int) for n in numbers)
+    return tensor.device.type == "cuda" and sized
 
 
 def register_autograd(

@@ -33,7 +33,7 @@ from fx_fusion.kernels.lib.moments import rounds
 from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.kernels.lib.rows import as_rows, row_order, write_back
 from fx_fusion.kernels.norms.row_norm_kernels import row_norm_bwd_kernel, row_norm_bwd_wide_kernel, row_norm_fwd_kernel
-from fx_fusion.ops.launch import launch
+from fx_fusion.ops.launch import launch, refuse_symbols
 
 _WHOLE_ROW = 16384  # columns that one program keeps in registers; wider rows are read again, in blocks
 
@@ -79,11 +79,13 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
     order = row_order(x)
     rows = as_rows(x.permute(order))
     m, n = rows.shape
+    refuse_symbols(n, rows.stride(0))
     y = torch.empty_like(x, dtype=result_dtype(dtype, weight, round_first))
     h = x if residual is None else torch.empty_like(x, dtype=dtype)
     stats = empty_stats(x, center)
     if m and n:
         res, h_rows, y_rows = (rows if t is None else as_rows(t.permute(order)) for t in (residual, h, y))
+        refuse_symbols(res.stride(0))
         plan = row_norm_fwd_plan(n)
         launch(row_norm_fwd_kernel, (cdiv(m, plan.ROWS),),
             rows, res, y_rows if weight is None else weight.contiguous(), y_rows if bias is None else bias.contiguous(),
@@ -103,6 +105,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     order = row_order(h)
     rows = as_rows(h.permute(order))
     m, n = rows.shape
+    refuse_symbols(n, rows.stride(0))
     dx = torch.empty_like(h)
     wanted = [t is not None and need for t, need in zip((weight, bias), needs[1:], strict=False)]
     wanted += [False] * (2 - len(wanted))
@@ -110,11 +113,15 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
     sums: list = [None, None]
     if m and n:
         plan = row_norm_bwd_plan(n, sum(t.element_size() for t in (dy, dh, h) if t is not None), center, h)
-        programs = min(cdiv(m, plan.ROWS), multiprocessors(h) * plan.programs_per_sm)
+        programs = multiprocessors(h) * plan.programs_per_sm
+        if isinstance(m, int):
+            programs = min(cdiv(m, plan.ROWS), programs)
         rows_each = cdiv(cdiv(m, programs), plan.ROWS) * plan.ROWS
-        programs = cdiv(m, rows_each)
+        if isinstance(m, int):  # the last ones of a symbolic number of rows may find none
+            programs = cdiv(m, rows_each)
         parts = torch.empty((needs_dw + needs_db, programs, n), dtype=torch.float32, device=h.device)
         dys, dhs = (rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
+        refuse_symbols(dys.stride(0), dhs.stride(0))
         dx_rows = as_rows(dx.permute(order))
         w = rows if weight is None else weight.contiguous()
         sizes = (m, n, dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each)

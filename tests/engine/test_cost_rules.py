@@ -13,16 +13,18 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     from fx_fusion.fusion.registry import fusion_named
     from fx_fusion.graph.size_hints import elements
 
-    norm, loss = fusion_named("rms_norm").why_keep, fusion_named("cross_entropy").why_keep
+    gated, norm, loss = (fusion_named(n).why_keep for n in ("gated_rms_norm", "rms_norm", "cross_entropy"))
     mode = FakeTensorMode(shape_env=ShapeEnv())
     context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
     few, many = (mode.from_tensor(torch.empty(n, 3), symbolic_context=context).shape[0] for n in (64, 16384))
     assert isinstance(few, torch.SymInt)
     with mode:
         small, large, static = (torch.empty(n, 2048, device="cuda") for n in (few, many, 64))
-        assert "below 2^24" in norm(small, None, 1e-6, 0.0, True)
-        assert norm(large, None, 1e-6, 0.0, True) is None
-        assert norm(static, None, 1e-6, 0.0, True) is None  # Inductor launches the kernels itself
+        assert "below 2^24" in gated(small, small, None, 1e-6, True, True, True, 1)
+        assert gated(large, large, None, 1e-6, True, True, True, 1) is None
+        assert gated(static, static, None, 1e-6, True, True, True, 1) is None  # Inductor launches the kernels itself
+        assert norm(small, None, 1e-6, 0.0, True) is None  # with a symbolic number of rows, too
+        assert "below 2^24" in norm(small.t(), None, 1e-6, 0.0, True)  # of columns it does not
         assert "classes" in loss(torch.empty(2**20, 1000, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)
         assert loss(torch.empty(8192, 128256, device="cuda"), None, None, -100, 0.0, 0.0, 1.0) is None
     seen = []

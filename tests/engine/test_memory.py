@@ -72,16 +72,21 @@ def test_what_of_a_llama_is_saved():
     assert {v.module.split(".")[-1] for v in after.decisions.values if v.kind == "mul"} >= {"mlp"}
 
 
-def test_launches_that_are_traced():
-    """As on a GPU: AOTAutograd traced the kernels, and the backward of each norm hands out its result."""
+@pytest.mark.parametrize("sizes", ["static", "dynamic"])
+def test_launches_that_are_traced(sizes):
+    """As on a GPU: AOTAutograd traced the kernels, and the backward of each norm hands out its result; no op is left, and no
+    size is guarded."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.traced_launches"], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
-    )
+        [sys.executable, "-W", "error:Raw SymInt", "-m", "tests.traced_launches", sizes],
+        capture_output=True, text=True, check=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["again"] == {"norm of a sum": 3, "norm": 1, "mul": 2}
-    assert found["launches"]["min"] == found["launches"]["speed"]
+    assert found["launches"]["min"] == found["launches"]["speed"] == 4 + 1 + 2, "norms, their weights' sums, RoPE"
     assert found["handed_out"] == 4
+    assert found["ops"] == []
+    assert found["guards"] == []
     assert found["bytes"]["min"] < 0.8 * found["bytes"]["speed"]
 
 
