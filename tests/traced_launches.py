@@ -40,10 +40,11 @@ def main():
         model.tie_weights()
         ids = torch.zeros(2, 16, dtype=torch.long)
         only = ["rms_norm", "add_rms_norm", "rope", "linear_cross_entropy"]
-        dynamic = sys.argv[1:] == ["dynamic"]
+        dynamic, autocast = (how in sys.argv[1:] for how in ("dynamic", "autocast"))
 
         def step(memory, **options):
-            return partitioned(model, {"input_ids": ids, "labels": ids}, memory, step=False, dynamic=dynamic, **options)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return partitioned(model, {"input_ids": ids, "labels": ids}, memory, step=False, dynamic=dynamic, **options)
 
         found = {memory: step(memory, fusions=only) for memory in ("speed", "min")}
         guards = found["min"].guards - step("min", select="never").guards
@@ -53,8 +54,9 @@ def main():
     again = {kind: kinds[kind] for kind in ("norm of a sum", "norm", "mul")}
     sizes = {memory: of.bytes for memory, of in found.items()}
     ops = sorted(name for name in found["min"].backward if name in library.names())
+    narrowed = found["min"].decisions.narrowed
     of_norms = {"again": again, "handed_out": found["min"].handed_out, "ops": ops}
-    print(json.dumps({**of_norms, "launches": launches, "bytes": sizes, "guards": of_sizes}))
+    print(json.dumps({**of_norms, "launches": launches, "bytes": sizes, "guards": of_sizes, "narrowed": narrowed}))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import fx
 from fx_fusion.float8.linears import Linears
 from fx_fusion.float8.rewrite import to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
+from fx_fusion.memory.narrow import narrow_norms
 from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.ops.layouts import without_donated_buffers
 from fx_fusion.ops.library import register_lowerings
@@ -63,8 +64,8 @@ LINEARS = "fx_fusion_linears"  # and what became of its linears
 
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
-    """What is done to a joint graph before it is partitioned: its linears, then what the backward computes again. Where
-    something of it raises, the rest is done all the same."""
+    """What is done to a joint graph before it is partitioned: its linears, then norms that are read in 16 bits and what the
+    backward computes again. Where one of both raises, the other is done all the same."""
     decisions.asked = True
     linears.recipe, linears.asked = options.float8, options.float8 != "off"
 
@@ -77,6 +78,7 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
                     raise
                 _tell(linears, f"{type(error).__name__}: {error}", "not every linear is in float8")
         try:
+            decisions.narrowed = narrow_norms(graph)
             decide(graph, options.memory, decisions)
         except Exception as error:
             if options.strict:

@@ -24,7 +24,7 @@ from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.partitioner import compute_again
 from fx_fusion.torch_internals.traced_kernels import functional_graph, insert, launch_with_result, launched
 
-_FORWARD, _BACKWARD = qualified_name(row_norm_fwd_kernel), qualified_name(row_norm_bwd_kernel)
+FORWARD, _BACKWARD = qualified_name(row_norm_fwd_kernel), qualified_name(row_norm_bwd_kernel)
 _WITHOUT_ADD = {add_rms_norm.overload: rms_norm, add_layer_norm.overload: layer_norm}
 
 
@@ -62,44 +62,46 @@ def norms(joint: JointGraph) -> Iterator[Norm]:
 
 def _of_op(node: fx.Node) -> Norm | None:
     op = _WITHOUT_ADD.get(node.target)
-    y, h = (_result(node, i) for i in (0, 1))
+    y, h = (result_of(node, i) for i in (0, 1))
     if op is None or y is None or h is None:
         return None
     _, _, *rest = node.args
     tensors = rest[: op.parameters.index("eps") - 1]
-    return Norm(y, *_again(op, h, tensors, rest[len(tensors) :]), behind_add=True)
+    return Norm(y, *_again(op, h, tensors, rest[len(tensors) :], y.meta["val"].dtype), behind_add=True)
 
 
 def _of_launch(joint: JointGraph, node: fx.Node) -> Norm | None:
     found = launched(node)
-    if found is None or qualified_name(found[0]) != _FORWARD:
+    if found is None or qualified_name(found[0]) != FORWARD:
         return None
     given: Mapping[str, Any] = found[1]
-    y = _result(node, "y_ptr")
-    h = _result(node, "h_ptr") if given["HAS_RES"] else given["x_ptr"]
+    y = result_of(node, "y_ptr")
+    h = result_of(node, "h_ptr") if given["HAS_RES"] else given["x_ptr"]
     if y is None or h is None:
         return None
     weight, bias = (given[f"{n}_ptr"] if given[f"HAS_{name}"] else None for n, name in (("w", "WEIGHT"), ("b", "BIAS")))
+    dtype = y.meta["val"].dtype
     if given["CENTER"]:
-        again = _again(layer_norm, h, [weight, bias], [given["eps"], given["ROUND_FIRST"]])
+        again = _again(layer_norm, h, [weight, bias], [given["eps"], given["ROUND_FIRST"]], dtype)
     else:
-        again = _again(rms_norm, h, [weight], [given["eps"], given["offset"], given["ROUND_FIRST"]])
-    return Norm(y, *again, given["HAS_RES"], bias, _backward(joint, _result(node, "stats_ptr")))
+        again = _again(rms_norm, h, [weight], [given["eps"], given["offset"], given["ROUND_FIRST"]], dtype)
+    return Norm(y, *again, given["HAS_RES"], bias, _backward(joint, result_of(node, "stats_ptr")))
 
 
 def _again(
-    op: Any, h: fx.Node, tensors: list[Any], constants: list[Any]
+    op: Any, h: fx.Node, tensors: list[Any], constants: list[Any], dtype: torch.dtype
 ) -> tuple[tuple[fx.Node, ...], Callable[..., Tensor]]:
     there = [t is not None for t in tensors]
 
     def norm(x: Tensor, *given: Tensor) -> Tensor:
         rest = iter(given)
-        return op(x, *(next(rest) if known else None for known in there), *constants)
+        return op(x, *(next(rest) if known else None for known in there), *constants).to(dtype)
 
     return (h, *(t for t in tensors if t is not None)), norm
 
 
-def _result(node: fx.Node, key: int | str) -> fx.Node | None:
+def result_of(node: fx.Node, key: int | str) -> fx.Node | None:
+    """The node that takes one of several results, by its number or, of a launch, by the name of its argument."""
     return next((u for u in node.users if u.target is operator.getitem and u.args[1] == key), None)
 
 

@@ -44,6 +44,7 @@ class Decisions:
     ``written``: the inputs that the graph writes to, which the backward then finds as they were left; ``parameters``: those
     that are parameters, in memory anyway."""
 
+    narrowed: int = 0  # norms that are stored in 16 bits, as they are read (``memory.narrow``)
     written: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     asked: bool = False
@@ -53,14 +54,15 @@ class Decisions:
     trouble: str = ""  # why nothing was decided, if something raised
 
     def sentences(self) -> list[str]:
-        """One for what is computed again, one for what could be; or why nothing is known."""
+        """One for norms, one for what is computed again, one for what could be; or why nothing is known."""
         if self.trouble:
             return [f"what the backward computes again is torch's choice alone: {self.trouble}"]
         if self.asked and not self.made:
             return ["from torch's compile cache: what its backward computes again was decided when it was compiled"]
+        narrowed = [f"stored in 16 bits, as all that reads them casts them: {self.narrowed} x norm"] if self.narrowed else []
         sides = [[v for v in self.values if v.again is again] for again in (True, False)]
         both = {_alike(v) for v in sides[0]} & {_alike(v) for v in sides[1]}
-        return [_sentence(values, both, self.step) for values in sides if values]
+        return narrowed + [_sentence(values, both, self.step) for values in sides if values]
 
 
 def _alike(value: Value) -> tuple[str, str]:

@@ -52,6 +52,15 @@ def is_cast(node: fx.Node) -> bool:
     return node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
+def cast_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype to which a node casts its first argument, and does nothing else; None for another node."""
+    if not is_cast(node):
+        return None
+    options = {**dict(zip(("dtype",), node.args[1:], strict=False)), **node.kwargs}
+    dtype = options.pop("dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) and all(value in (None, False) for value in options.values()) else None
+
+
 def is_empty(node: fx.Node) -> bool:
     """Whether a node is memory that something else fills."""
     aten = torch.ops.aten

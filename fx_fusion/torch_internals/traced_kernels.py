@@ -47,6 +47,15 @@ def launch_with_result(
     return launch, result
 
 
+def launch_into(node: fx.Node, name: str, memory: fx.Node) -> None:
+    """Give a launch other memory for its result ``name``, also where the old one stood for an argument that it has not."""
+    arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
+    old = arguments[name]
+    given = {n: memory if value is old else value for n, value in arguments.items()}
+    node.kwargs = {**node.kwargs, "kwargs": given}
+    node.meta["val"] = {**node.meta["val"], name: memory.meta["val"]}
+
+
 def functional_graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     """``function`` traced on fake tensors, in the ops that Inductor has, with launches and writes as functional nodes, as
     AOTAutograd has them. Gone: raises, and the graph stays as it is there."""

@@ -72,17 +72,18 @@ def test_what_of_a_llama_is_saved():
     assert {v.module.split(".")[-1] for v in after.decisions.values if v.kind == "mul"} >= {"mlp"}
 
 
-@pytest.mark.parametrize("sizes", ["static", "dynamic"])
-def test_launches_that_are_traced(sizes):
+@pytest.mark.parametrize("how", ["static", "dynamic", "autocast"])
+def test_launches_that_are_traced(how):
     """As on a GPU: AOTAutograd traced the kernels, and the backward of each norm hands out its result; no op is left, and no
-    size is guarded."""
+    size is guarded. Under autocast the norms are stored in bfloat16, as the linear layers read them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-W", "error:Raw SymInt", "-m", "tests.traced_launches", sizes],
+        [sys.executable, "-W", "error:Raw SymInt", "-m", "tests.traced_launches", how],
         capture_output=True, text=True, check=True, env=environment, cwd=ROOT,
     )  # fmt: skip
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["again"] == {"norm of a sum": 3, "norm": 1, "mul": 2}
+    assert found["narrowed"] == (4 if how == "autocast" else 0), "the last one is returned: deferred logits are made of it"
     assert found["launches"]["min"] == found["launches"]["speed"] == 4 + 1 + 2, "norms, their weights' sums, RoPE"
     assert found["handed_out"] == 4
     assert found["ops"] == []
