@@ -9,6 +9,7 @@ version runs, compiled at first need.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,11 +100,20 @@ def compiled_apart(
     takes_numbers = bool(graph.graph.find_nodes(op="call_method", target="item"))
     called: list[bool] = []
 
+    def call(*args: Any) -> Any:
+        with around(), capturing_items() if takes_numbers else contextlib.nullcontext():
+            return compiled(*args)
+
     def run(*args: Any) -> Any:
         # The first call compiles what the user's first call would have: no recompilation for a stance to refuse.
-        stance: Any = contextlib.nullcontext() if called else torch.compiler.set_stance("default")
+        if called:
+            return call(*args)
         called.append(True)
-        with stance, around(), capturing_items() if takes_numbers else contextlib.nullcontext():
-            return compiled(*args)
+        with torch.compiler.set_stance("default"):
+            results = call(*args)
+        # Compilers leave exceptions behind in cycles, and those hold the frames of all callers: a training loop's logits.
+        # Dynamo collects the young ones.
+        gc.collect()
+        return results
 
     return run

@@ -1,14 +1,19 @@
 """Deferred outputs that are read in call after call: a version of the graph that computes them beside the loss."""
 
 import contextlib
+import gc
+import weakref
+from functools import partial
 
 import pytest
 import torch
 
 import fx_fusion
+from fx_fusion.backend import compile_graph
 from fx_fusion.errors import StaleTensorError
+from fx_fusion.options import parse
 from fx_fusion.runtime.reads import HABIT
-from fx_fusion.testing import rewriting_backend
+from fx_fusion.testing import eager_rest, rewriting_backend
 from tests.helpers import tiny_llama
 
 B, S = 2, 16
@@ -193,3 +198,37 @@ def test_floats_that_change_are_numbers_of_the_other_version_too():
             torch.testing.assert_close(evaluated(compiled, x=x), evaluated(model, x=x))
     assert len(report.graphs) == 2
     assert not any(g.broke or g.fallback for g in report.graphs), str(report)
+
+
+def test_a_version_compiled_in_the_middle_of_a_run_keeps_nothing_alive():
+    """An exception that a compiler caught and kept in a cycle has the frames of all its callers, and what they hold."""
+
+    def keeping_an_exception(gm, example_inputs, options):
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept = error
+        assert kept.__traceback__ is not None
+        gc.collect()  # as in a long compilation: what survived is old, and Dynamo collects the young when it is done
+        return eager_rest(gm, example_inputs, options)
+
+    parsed = parse(None, {"select": "always", "strict": True})
+    model = torch.compile(tiny_llama().eval(), backend=partial(compile_graph, options=parsed, rest=keeping_an_exception))
+    alive = []
+
+    def evaluate():
+        with torch.no_grad():
+            logits = model(input_ids=ids, labels=ids).logits * 1
+        alive.append(weakref.ref(logits))
+        return logits.sum()
+
+    evaluate(), gc.collect()
+    gc.disable()
+    try:
+        with fx_fusion.recording() as report:
+            for _ in range(HABIT + 1):
+                evaluate()
+    finally:
+        gc.enable()
+    assert len(report.graphs) == 1, "the version that computes logits beside the loss"
+    assert [reference() for reference in alive[1:]] == [None] * (HABIT + 1)
