@@ -25,6 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,6 +96,23 @@ def bert(dropout: float) -> Callable[[int], nn.Module]:
         return BertForMaskedLM(config)
 
     return build
+
+
+class WithZLoss(nn.Module):
+    """The loss of a language model and 1e-4 times the squared logsumexp of its logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        logits = self.model(input_ids=input_ids).logits[:, :-1].flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss + 1e-4 * logits.logsumexp(-1).square().mean())
+
+
+def llama_with_z_loss(layers: int) -> nn.Module:
+    return WithZLoss(llama(layers))
 
 
 class LowRank(nn.Module):
@@ -219,6 +237,15 @@ def accumulate(model: nn.Module, batch: Batch) -> Tensor:
     return torch.stack(losses).sum()
 
 
+def train_with_own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """As loops of one's own: the model gives logits, the loss is outside of what is compiled."""
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
 def evaluate(model: nn.Module, batch: Batch) -> Tensor:
     with torch.no_grad():
         return model(**batch).loss
@@ -239,6 +266,7 @@ class Setup:
     step: Callable[[nn.Module, Batch], Tensor] = train
     change: Callable[[nn.Module], None] | None = None  # of the model
     autocast: bool = False  # and float32 parameters
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fx_fusion
     is_bert: bool = False
 
     @property
@@ -262,6 +290,9 @@ SETUPS = {
     "lora": Setup(plain, change=with_lora),
     "dynamic": Setup(other_lengths),
     "accumulate": Setup(plain, step=accumulate),
+    "own-loss": Setup(plain, step=train_with_own_loss),
+    "own-loss-deferred": Setup(plain, step=train_with_own_loss, options={"defer_outputs": "all"}),
+    "z-loss": Setup(plain, llama_with_z_loss),
     "evaluate": Setup(ones, step=evaluate),
     "evaluate-read": Setup(ones, step=evaluate_and_read),
     "evaluate-read-padded": Setup(padded, step=evaluate_and_read),
@@ -330,7 +361,7 @@ def compare(name: str, layers: int, options: dict[str, Any]) -> dict[str, Any]:
     for variant in VARIANTS:
         try:
             with fx_fusion.recording() as report:
-                row[variant] = measure(SETUPS[name], variant, layers, options)
+                row[variant] = measure(SETUPS[name], variant, layers, {**SETUPS[name].options, **options})
         except Exception as error:  # the other set-ups go on; the row says what happened
             traceback.print_exc()
             return {**row, "error": f"{variant}: {type(error).__name__}: {str(error)[:300]}"}
