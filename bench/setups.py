@@ -366,7 +366,8 @@ def compare(name: str, layers: int, options: dict[str, Any]) -> dict[str, Any]:
             traceback.print_exc()
             return {**row, "error": f"{variant}: {type(error).__name__}: {str(error)[:300]}"}
     row["fused"] = dict(Counter(site.fusion for site in report.sites if site.status == "fused"))
-    row["calls"] = [[graph.calls.assumed, graph.calls.otherwise] for graph in report.graphs if graph.assumes]
+    asked = [g.unmet if g.unassumed else g.calls for g in report.graphs if g.assumes or g.unassumed]
+    row["calls"] = [[calls.assumed, calls.otherwise] for calls in asked]
     row["fallbacks"] = [graph.fallback for graph in report.graphs if graph.fallback]
     theirs, ours = row["inductor"], row["fx_fusion"]
     row["speed"], row["memory"] = round(theirs["ms"] / ours["ms"], 3), round(ours["gib"] / theirs["gib"], 3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import time
 import warnings
 import weakref
@@ -21,8 +20,6 @@ from torch import fx
 from fx_fusion import pipeline
 from fx_fusion.errors import FusionError, OptionError, where_raised
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.devices import planned_gpu
-from fx_fusion.graph.masks.assumed import GUESS
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
@@ -34,6 +31,7 @@ from fx_fusion.report.diff import rows
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.recording import publish, recording_in, recordings
 from fx_fusion.report.site import Site
+from fx_fusion.report.version import Version, graph_numbers, new_report
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import (
     DeferredOutputs,
@@ -48,15 +46,14 @@ from fx_fusion.rewrite.loss_outside import for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
-from fx_fusion.runtime.reads import Reads, follow
+from fx_fusion.runtime.reads import follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
-from fx_fusion.runtime.speculate import compiled_apart, speculate
+from fx_fusion.runtime.speculate import Checks, Inputs, compiled_apart, first_inputs, speculate
 from fx_fusion.torch_internals import bisector, loggers
 from fx_fusion.torch_internals import inductor as inductor_itself
-from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, current_compile_id, why_it_ends
+from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
-_graph_numbers = itertools.count()
 bisector.make_known()
 loggers.warn_while_compiling()
 
@@ -95,18 +92,21 @@ fx_fusion.reset = inductor_itself.reset  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class Version:
-    """Another version of a graph: of which, in words which, and who counts how its deferred outputs are read."""
+class Unmet:
+    """What a graph would assume, by these options, had it held in the first call; and what those inputs were instead."""
 
-    of: int
-    sentence: str
-    reads: Reads | None = None
+    index: int  # of the graph
+    options: Options
+    sentences: tuple[str, ...]
+    checks: Checks
+    inputs: Inputs
 
 
 @dataclass
 class Rewritten:
-    """What became of a graph: its example inputs, report and sites, and what goes around the compiled function."""
+    """What became of a graph: it, its example inputs, report and sites, and what goes around the compiled function."""
 
+    gm: fx.GraphModule
     example_inputs: Sequence[Any]
     report: GraphReport
     sites: list[Site]
@@ -127,10 +127,7 @@ def compile_graph(
     version: Version | None = None,
 ) -> Compiled:
     """Rewrite the graph and compile it with ``rest``. Whatever of ours raises, the graph is compiled as Dynamo wrote it.
-
-    Args:
-        version: of which graph this is another version, if it is.
-    """
+    ``version``: of which graph this is another version, if it is."""
     untouched = gm
     try:
         with without_saved_tensor_hooks():
@@ -139,7 +136,7 @@ def compile_graph(
     except Exception as error:
         return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     try:
-        compiled = rest(gm, rewritten.example_inputs, options)
+        compiled = rest(rewritten.gm, rewritten.example_inputs, options)
     except CONTROL_FLOW:  # Dynamo starts again, which is no failure
         raise
     except OursFailed as failed:
@@ -164,18 +161,27 @@ def rewrite(
     options: Options,
     rest: Rest,
     version: Version | None,
+    unmet: Unmet | None = None,
 ) -> Rewritten:
-    """Rewrite a graph in place; ``untouched`` is a copy of it."""
+    """Rewrite a graph in place, or another copy of ``untouched``, which is one, where the first inputs are not what it would
+    assume: then another version is the first to be compiled."""
     started = time.perf_counter()
-    report = _new_report(gm, version, options)
+    report = new_report(gm, version, options, index=None if unmet is None else unmet.index)
     gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
+    checks = assumptions.checks()
+    inputs = first_inputs(checks, example_inputs) if unmet is None and options.fuel is None else None
+    if inputs is not None:
+        unmet = Unmet(report.index, options, assumptions.sentences(), checks, inputs)
+        return rewrite(snapshot(untouched), untouched, example_inputs, options.for_inputs(inputs), rest, version, unmet)
     sites = [site for found in sites_of.values() for site in found]
-    report.deferred, report.computed, report.assumes = deferred.waiting, deferred.computed, assumptions.sentences()
+    report.deferred, report.computed = deferred.waiting, deferred.computed
+    report.assumes = (report.assumes or assumptions.sentences()) if checks else ()
+    report.unassumed = unmet.sentences if unmet is not None else ()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def another(version: Version, options: Options) -> Compiled:
@@ -187,10 +193,20 @@ def rewrite(
             _tell(error, strict=options.strict, instead=f"graph {version.of} {version.sentence}: it runs uncompiled")
             return untouched
 
-    def without_assumption(ones: bool, masks: str | None) -> Compiled:
+    def without_assumption(inputs: Inputs) -> Compiled:
         sentence = "without its assumption, compiled when it first did not hold"
-        masks = options.masks if masks == GUESS else masks
-        return another(Version(report.index, sentence), replace(options, speculate=options.speculate and ones, masks=masks))
+        return another(Version(report.index, sentence), options.for_inputs(inputs))
+
+    def speculating(fast: Compiled) -> Compiled:
+        fast = speculate(fast, None, checks, without_assumption, report.calls)
+        if unmet is None:
+            return fast
+
+        def for_others(inputs: Inputs) -> Compiled:
+            which, assumes = "for other inputs, compiled when they first came", unmet.sentences if inputs is None else ()
+            return another(Version(report.index, which, assumes=assumes), unmet.options.for_inputs(inputs))
+
+        return speculate(fast, unmet.inputs, unmet.checks, for_others, report.unmet)
 
     def computing() -> Compiled:
         sentence = "while its deferred outputs are read in call after call"
@@ -201,12 +217,12 @@ def rewrite(
         lambda compiled: deferred.wrap(compiled, report.reads),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
-        lambda fast: speculate(fast, assumptions.checks(), without_assumption, report.calls),
+        speculating,
         read_deferred_inputs(activations),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds = time.perf_counter() - started
-    return Rewritten(example_inputs, report, sites, layers)
+    return Rewritten(gm, example_inputs, report, sites, layers)
 
 
 def rewrite_graphs(
@@ -259,7 +275,7 @@ def _as_dynamo_wrote_it(
     try:
         layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
-        report = rewritten.report if rewritten is not None else GraphReport(next(_graph_numbers), rows(untouched))
+        report = rewritten.report if rewritten is not None else GraphReport(next(graph_numbers), rows(untouched))
         report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
         report.floats, report.deferred, report.computed, report.assumes, report.returned = 0, (), (), (), ()
@@ -275,24 +291,6 @@ def _tell(error: BaseException, *, strict: bool, instead: str = "the graph goes 
         raise FusionError(where_raised(error)) from error
     trace.log_fallback(error, instead)
     warnings.warn(f"fx_fusion: {where_raised(error).rstrip('.')}; {instead}.", stacklevel=4)
-
-
-def _new_report(gm: fx.GraphModule, version: Version | None, options: Options) -> GraphReport:
-    compile_id, attempt = current_compile_id()
-    report = GraphReport(
-        index=next(_graph_numbers),
-        rows_before=rows(gm),
-        nodes_before=len(gm.graph.nodes),
-        compile_id=compile_id,
-        attempt=attempt,
-        broke=why_it_ends(gm),
-        planned_for=planned_gpu(),
-        options=options.given(),
-    )
-    if version is not None:
-        report.instead_of, report.version = version.of, version.sentence
-        report.reads = version.reads or report.reads
-    return report
 
 
 def _announce(rewritten: Rewritten) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fx_fusion.errors import OptionError, nearest
@@ -56,6 +56,13 @@ class Options:
     def cuda_graphs(self) -> bool:
         """Whether Inductor captures CUDA graphs, so that the host's time counts for nothing."""
         return captures_cuda_graphs(self.inductor)
+
+    def for_inputs(self, inputs: tuple[bool, str | None] | None) -> Options:
+        """Those of a version for such inputs (``runtime.speculate.Inputs``)."""
+        if inputs is None:
+            return self
+        ones, masks = inputs
+        return replace(self, speculate=self.speculate and ones, masks=self.masks if masks == GUESS else masks)
 
     def key(self) -> tuple[Any, ...]:
         """What decides about our rewrite, for the compile cache."""

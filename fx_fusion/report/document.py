@@ -23,7 +23,7 @@ from fx_fusion.runtime.speculate import Calls
 
 SCHEMA = 3  # of the document; another number where a program that reads it would go wrong
 _READ = (1, 2, SCHEMA)  # 1: graphs have no options; 1 and 2: products of linears are no gradient of an input, or one
-_WRITTEN_APART = ("rows_before", "rows_after", "calls", "reads", "memory", "linears", "verified")
+_WRITTEN_APART = ("rows_before", "rows_after", "calls", "unmet", "reads", "memory", "linears", "verified")
 
 
 def environment() -> dict[str, str]:
@@ -64,6 +64,7 @@ def _of_graph(graph: GraphReport) -> dict[str, Any]:
     return {
         **facts,
         "calls": asdict(graph.calls),
+        "unmet": asdict(graph.unmet),
         "reads": {"calls": graph.reads.calls, "read": graph.reads.calls_read, "taken": graph.reads.calls_taken},
         "memory": asdict(graph.memory), "linears": asdict(graph.linears), "verified": asdict(graph.verified),
         "before": [list(row) for row in graph.rows_before],
@@ -81,7 +82,8 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     before, after = (tuple(Row(*map(_frozen, row)) for row in given[when]) for when in ("before", "after"))
     graph = GraphReport(**{name: _frozen(value) for name, value in given.items() if name in known})
     graph.rows_before, graph.rows_after = before, after
-    graph.calls, graph.reads, graph.memory = Calls(**given["calls"]), reads, Decisions(**memory)
+    graph.calls, graph.unmet = Calls(**given["calls"]), Calls(**given.get("unmet", {}))
+    graph.reads, graph.memory = reads, Decisions(**memory)
     graph.verified = Verified(**given.get("verified", {}))  # files of before have none
     linears = dict(given.get("linears", {}))
     kinds = {False: FORWARD, True: OF_INPUT}

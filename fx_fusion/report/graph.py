@@ -31,6 +31,8 @@ class GraphReport:
     computed: tuple[str, ...] = ()  # outputs that could wait, and are read
     returned: tuple[str, ...] = ()  # logits of a graph that trains, and has no loss
     assumes: tuple[str, ...] = ()
+    unassumed: tuple[str, ...] = ()  # what it would assume, had it held in the first call
+    unmet: Calls = field(default_factory=Calls)  # of that
     calls: Calls = field(default_factory=Calls)
     reads: Reads = field(default_factory=Reads)
     memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
@@ -75,7 +77,9 @@ class GraphReport:
                 'be made, options={"defer_outputs": "all"}'
             )
         if self.assumes:
-            yield _assumed(self)
+            yield f"assumes, and checks at run time: {', '.join(self.assumes)}{_held(self.calls)}"
+        if self.unassumed:
+            yield f"not assumed, as it did not hold in the first call: {', '.join(self.unassumed)}{_held(self.unmet)}"
         yield from self.linears.sentences()
         yield from self.memory.sentences()
         yield from self.verified.sentences()
@@ -88,7 +92,5 @@ def _deferred(graph: GraphReport) -> str:
     return f"deferred until read: {', '.join(graph.deferred)}{read}{taken}"
 
 
-def _assumed(graph: GraphReport) -> str:
-    calls = graph.calls
-    held = f"; held in {calls.assumed} of {calls.assumed + calls.otherwise} calls" if calls != Calls() else ""
-    return f"assumes, and checks at run time: {', '.join(graph.assumes)}{held}"
+def _held(calls: Calls) -> str:
+    return f"; held in {calls.assumed} of {calls.assumed + calls.otherwise} calls" if calls != Calls() else ""

@@ -1,9 +1,9 @@
 """Versions of one graph: one that assumes a padding mask of ones, or a causal mask, and others for where that is not so.
 
 Collators pass an ``attention_mask`` with every batch, nearly always all ones; then attention is causal. The graph is
-compiled under that assumption. Before each call the assumption is checked (one small reduction and one host sync, skipped
-while the same tensor comes back unchanged, or batches are padded one after another); where it does not hold, another
-version runs, compiled at first need.
+compiled under that assumption, unless the batch that it is compiled for is padded. Before each call the assumption is
+checked (one small reduction and one host sync, skipped while the same tensor comes back unchanged, or batches are padded one
+after another); for what the graph was not compiled for another version runs, compiled at first need.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.torch_internals.dynamo import capturing_items
-from fx_fusion.torch_internals.fakes import FakeTensor
+from fx_fusion.torch_internals.fakes import FakeTensor, unset_fake_temporarily
 from fx_fusion.torch_internals.nodes import write_for_dynamo
 
 Compiled = Callable[..., Any]
+Checks = Sequence[tuple[int, str]]
+"""Positions of arguments, and what is assumed of them: all ones, or a kind of mask."""
+Inputs = tuple[bool, str | None] | None
+"""What the arguments of a call are: as assumed (None), or whether padding is all ones, and the best kind that all masks are
+of (None if there is none; a guess if there are no masks)."""
 _numbers = itertools.count()
 
 
@@ -38,42 +43,51 @@ class Calls:
 
 
 def speculate(
-    fast: Compiled,
-    checks: Sequence[tuple[int, str]],
-    compile_version: Callable[[bool, str | None], Compiled],
-    calls: Calls,
+    first: Compiled, of_first: Inputs, checks: Checks, compile_version: Callable[[Inputs], Compiled], calls: Calls
 ) -> Compiled:
-    """Call ``fast`` where the arguments are what it assumes, else another version, made at first need; count both.
-
-    Args:
-        checks: positions of arguments, and what they have to be: all ones, or a kind of mask.
-        compile_version: returns the version for padding that is all ones or not, and for masks of the best kind that all of
-            them are of (None if there is none; a guess if there are no masks).
-    """
+    """Call the version of a graph for what its arguments are, made at first need: ``first`` is the one for ``of_first``.
+    Count how often they are what was assumed of them."""
     if not checks:
-        return fast
-    ones = {i: Padding() for i, kind in checks if kind == ONES}
-    masks = [(i, kind) for i, kind in checks if kind != ONES]
-    versions: dict[tuple[bool, str | None], Compiled] = {}
+        return first
+    padding = {i: Padding() for i, kind in checks if kind == ONES}
+    versions: dict[Inputs, Compiled] = {of_first: first}
 
     def run(*args: Any) -> Any:
-        if any(isinstance(args[i], FakeTensor) or args[i].is_meta for i, _ in checks):
-            return fast(*args)  # who has no values asks for the types of the results: all versions have the same
-        on_gpu = any(args[i].is_cuda for i, _ in checks)
-        unknown = on_gpu and torch.cuda.is_current_stream_capturing()  # whoever replays the kernels brings other masks
-        held = not unknown and all(padding.is_absent(args[i]) for i, padding in ones.items())
-        if held and all(is_of_kind(args[i], kind) for i, kind in masks):
-            calls.assumed += 1
-            return fast(*args)
-        calls.otherwise += 1
-        kinds = () if unknown else KINDS
-        best = next((kind for kind in kinds if all(is_of_kind(args[i], kind) for i, _ in masks)), None)
-        version = held, best if masks else GUESS
-        if version not in versions:
-            versions[version] = compile_version(*version)
-        return versions[version](*args)
+        if any(_has_no_values(args[i]) for i, _ in checks):
+            return first(*args)  # who has no values asks for the types of the results: all versions have the same
+        inputs = _inputs_of(checks, args, lambda i: padding[i].is_absent(args[i]))
+        calls.assumed += inputs is None
+        calls.otherwise += inputs is not None
+        if inputs not in versions:
+            versions[inputs] = compile_version(inputs)
+        return versions[inputs](*args)
 
     return run
+
+
+def first_inputs(checks: Checks, examples: Sequence[Any]) -> Inputs:
+    """What the arguments are that a graph is compiled for, as far as they have values; else as assumed."""
+    if not checks or not all(isinstance(examples[i], torch.Tensor) and not _has_no_values(examples[i]) for i, _ in checks):
+        return None
+    with unset_fake_temporarily():
+        return _inputs_of(checks, examples, lambda i: is_of_kind(examples[i], ONES))
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def _inputs_of(checks: Checks, args: Sequence[Any], is_absent: Callable[[int], bool]) -> Inputs:
+    """``is_absent``: whether the padding at a position is all ones."""
+    on_gpu = any(args[i].is_cuda for i, _ in checks)
+    unknown = on_gpu and torch.cuda.is_current_stream_capturing()  # whoever replays the kernels brings other masks
+    masks = [(i, kind) for i, kind in checks if kind != ONES]
+    ones = not unknown and all(is_absent(i) for i, kind in checks if kind == ONES)
+    if ones and all(is_of_kind(args[i], kind) for i, kind in masks):
+        return None
+    kinds = () if unknown else KINDS
+    best = next((kind for kind in kinds if all(is_of_kind(args[i], kind) for i, _ in masks)), None)
+    return ones, best if masks else GUESS
 
 
 def compiled_apart(

@@ -210,7 +210,7 @@ def _without_the_rewrite(program: Program, rest: str, usual: list[Call], exact: 
     compare(program, found, usual, exact, without)
     if without.failure:
         verdict.failure, verdict.judged = "", 0
-    elif not verdict.failure and verdict.graphs > len(graphs) and not any(g.assumes for g in verdict.report.graphs):
+    elif not verdict.failure and verdict.graphs > len(graphs) and not any(g.assumes or g.unassumed for g in verdict.report.graphs):
         verdict.failure = f"{verdict.graphs} graphs for {len(graphs)}"
 
 
