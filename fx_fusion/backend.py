@@ -19,12 +19,13 @@ from torch import fx
 
 from fx_fusion import pipeline
 from fx_fusion.errors import FusionError, OptionError, where_raised
+from fx_fusion.float8.linears import Linears
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.compile import DECISIONS, LINEARS, Compiled, OursFailed, inductor, plain_inductor
-from fx_fusion.memory.recompute import describe_inputs
+from fx_fusion.memory.recompute import Decisions, describe_inputs
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import trace
 from fx_fusion.report.diff import rows
@@ -95,7 +96,7 @@ fx_fusion.reset = inductor_itself.reset  # type: ignore[attr-defined]
 class Unmet:
     """What a graph would assume, by these options, had it held in the first call; and what those inputs were instead."""
 
-    index: int  # of the graph
+    report: GraphReport  # of the graph as Dynamo wrote it
     options: Options
     sentences: tuple[str, ...]
     checks: Checks
@@ -166,7 +167,7 @@ def rewrite(
     """Rewrite a graph in place, or another copy of ``untouched``, which is one, where the first inputs are not what it would
     assume: then another version is the first to be compiled."""
     started = time.perf_counter()
-    report = new_report(gm, version, options, index=None if unmet is None else unmet.index)
+    report = new_report(gm, version, options) if unmet is None else unmet.report
     gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
     activations = activation_positions(gm)
     example_inputs = read_deferred_examples(gm, example_inputs)
@@ -176,7 +177,8 @@ def rewrite(
     checks = assumptions.checks()
     inputs = first_inputs(checks, example_inputs) if unmet is None and options.fuel is None else None
     if inputs is not None:
-        unmet = Unmet(report.index, options, assumptions.sentences(), checks, inputs)
+        anew = replace(report, memory=Decisions(), linears=Linears(), returned=())
+        unmet = Unmet(anew, options, assumptions.sentences(), checks, inputs)
         return rewrite(snapshot(untouched), untouched, example_inputs, options.for_inputs(inputs), rest, version, unmet)
     sites = [site for found in sites_of.values() for site in found]
     report.deferred, report.computed = deferred.waiting, deferred.computed

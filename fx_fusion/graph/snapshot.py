@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fx_fusion.torch_internals.dynamo import take_sources
 from fx_fusion.torch_internals.nodes import empty_like, take_codegen
 
 
@@ -18,6 +19,7 @@ def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
     take_codegen(graph, gm.graph)
     copy = fx.GraphModule(gm, graph)
     copy.meta.update(gm.meta)
+    take_sources(copy, gm)
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
             setattr(copy, name, snapshot(child))

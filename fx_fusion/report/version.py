@@ -28,13 +28,11 @@ class Version:
     assumes: tuple[str, ...] = ()
 
 
-def new_report(
-    gm: fx.GraphModule, version: Version | None, options: Options, *, index: int | None = None
-) -> GraphReport:  # fmt: skip
-    """The report of a graph that is as Dynamo wrote it; ``index``: its number, if it has one."""
+def new_report(gm: fx.GraphModule, version: Version | None, options: Options) -> GraphReport:
+    """The report of a graph that is as Dynamo wrote it."""
     compile_id, attempt = current_compile_id()
     report = GraphReport(
-        index=next(graph_numbers) if index is None else index,
+        index=next(graph_numbers),
         rows_before=rows(gm),
         nodes_before=len(gm.graph.nodes),
         compile_id=compile_id,

@@ -93,6 +93,18 @@ def parameter_path(node: fx.Node) -> str:
     return ".".join(reversed(parts))
 
 
+def take_sources(gm: fx.GraphModule, source: fx.GraphModule) -> None:
+    """Note on a copy of a captured graph what Dynamo noted on ``source``: where its inputs come from, which of them keep
+    their address (CUDA graphs copy all others), and why it ends. Gone: a copy is a graph that nobody captured."""
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(source, name):
+            setattr(gm, name, getattr(source, name))
+    both = zip(*(module.graph.find_nodes(op="placeholder") for module in (gm, source)), strict=True)
+    for node, original in both:
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+
+
 def publish_artifact(name: str, payload: Any) -> None:
     """Add an artifact to the structured trace (``TORCH_TRACE``, read by tlparse); ``payload`` returns its text.
     Gone: nothing is added."""

@@ -3,17 +3,21 @@
 import contextlib
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 import fx_fusion
+from fx_fusion.backend import compile_graph
 from fx_fusion.graph.masks.assumed import ONES
 from fx_fusion.graph.snapshot import snapshot
+from fx_fusion.options import parse
 from fx_fusion.runtime import mask_values
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.runtime.speculate import compiled_apart
-from fx_fusion.testing import rewriting_backend
+from fx_fusion.testing import eager_rest, rewriting_backend
+from fx_fusion.torch_internals.dynamo import parameter_path
 from fx_fusion.torch_internals.nodes import region_change
 from tests.helpers import tiny_llama, tokens
 
@@ -366,3 +370,34 @@ def test_the_first_batch_says_what_is_compiled_first(order):
         assert "graph 0: not assumed, as it did not hold in the first call: kwargs_attention_mask is all ones" in str(
             report
         ).replace(f"graph {first.index}", "graph 0")
+
+
+def test_a_graph_compiled_for_padding_first_keeps_what_dynamo_noted():
+    """Which inputs are parameters (CUDA graphs copy the others in each call), and why the graph ends where it does."""
+    seen = []
+
+    def rest(gm, examples, options):
+        seen.append(gm)
+        return eager_rest(gm, examples, options)
+
+    def broken(ids, mask):
+        out = model(input_ids=ids, attention_mask=mask).logits
+        torch._dynamo.graph_break()
+        return out.sum()
+
+    model = tiny_llama()
+    parsed = parse(None, {"select": "always", "strict": True})
+    for mask in (ones, padded):
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            torch.compile(broken, backend=partial(compile_graph, options=parsed, rest=rest))(ids, mask)
+        assert bool(report.graphs[0].unassumed) == (mask is padded)
+        assert report.graphs[0].broke.startswith("graph break at")
+    notes = []
+    for gm in (gm for gm in seen if len(gm.graph.nodes) > 50):
+        inputs = gm.graph.find_nodes(op="placeholder")
+        static = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in inputs]
+        notes.append((gm._param_name_to_source, [parameter_path(node) for node in inputs], static, bool(gm.compile_subgraph_reason)))
+    assert len(notes) == 2
+    assert notes[0] == notes[1]
+    assert "layers.0.mlp.up_proj.weight" in str(notes[0][1])
