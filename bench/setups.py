@@ -195,6 +195,16 @@ def other_lengths() -> list[Batch]:
     return [{k: v[:, :n].contiguous() for k, v in batch.items()} for batch, n in zip(plain() * 2, lengths, strict=True)]
 
 
+def padded_to_the_longest() -> list[Batch]:
+    """As collators pad: to the longest row of each batch, another length every step."""
+    made = []
+    for i, share in enumerate(SHARES):
+        longest = int(SIZES.length * share)
+        lengths = [longest, *(int(longest * SHARES[(i + b) % 8]) for b in range(1, SIZES.batch))]
+        made.append(with_mask(tokens(SIZES.batch, longest), lengths))
+    return made
+
+
 def bert_batches(shortest: float) -> Callable[[], list[Batch]]:
     """64 rows of 512, lengths from this share of 512 to all of it; a sixth of the tokens is to be guessed."""
 
@@ -289,6 +299,7 @@ SETUPS = {
     "checkpoint-padded": Setup(padded, change=with_checkpointing),
     "lora": Setup(plain, change=with_lora),
     "dynamic": Setup(other_lengths),
+    "dynamic-padded": Setup(padded_to_the_longest),
     "accumulate": Setup(plain, step=accumulate),
     "own-loss": Setup(plain, step=train_with_own_loss),
     "own-loss-deferred": Setup(plain, step=train_with_own_loss, options={"defer_outputs": "all"}),

@@ -164,8 +164,8 @@ def rewrite(
     version: Version | None,
     unmet: Unmet | None = None,
 ) -> Rewritten:
-    """Rewrite a graph in place, or another copy of ``untouched``, which is one, where the first inputs are not what it would
-    assume: then another version is the first to be compiled."""
+    """Rewrite a graph in place; where its first inputs are not what it would assume, a copy of ``untouched`` (the graph as
+    it was), for such inputs."""
     started = time.perf_counter()
     report = new_report(gm, version, options) if unmet is None else unmet.report
     gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
@@ -177,13 +177,13 @@ def rewrite(
     checks = assumptions.checks()
     inputs = first_inputs(checks, example_inputs) if unmet is None and options.fuel is None else None
     if inputs is not None:
-        anew = replace(report, memory=Decisions(), linears=Linears(), returned=())
+        anew = replace(report, memory=Decisions(), linears=Linears(), returned=(), seconds=time.perf_counter() - started)
         unmet = Unmet(anew, options, assumptions.sentences(), checks, inputs)
         return rewrite(snapshot(untouched), untouched, example_inputs, options.for_inputs(inputs), rest, version, unmet)
     sites = [site for found in sites_of.values() for site in found]
     report.deferred, report.computed = deferred.waiting, deferred.computed
     report.assumes = (report.assumes or assumptions.sentences()) if checks else ()
-    report.unassumed = unmet.sentences if unmet is not None else ()
+    report.unassumed = tuple(s for s in unmet.sentences if s not in report.assumes) if unmet is not None else ()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def another(version: Version, options: Options) -> Compiled:
@@ -223,7 +223,7 @@ def rewrite(
         read_deferred_inputs(activations),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
-    report.seconds = time.perf_counter() - started
+    report.seconds += time.perf_counter() - started
     return Rewritten(gm, example_inputs, report, sites, layers)
 
 
@@ -280,7 +280,7 @@ def _as_dynamo_wrote_it(
         report = rewritten.report if rewritten is not None else GraphReport(next(graph_numbers), rows(untouched))
         report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
-        report.floats, report.deferred, report.computed, report.assumes, report.returned = 0, (), (), (), ()
+        report.floats, report.deferred, report.computed, report.returned, report.assumes, report.unassumed = 0, *((),) * 5
         publish(report, [])
     except Exception as another:
         _tell(another, strict=False)

@@ -27,12 +27,49 @@ def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
     return [n for n, value in kwargs.items() if n in names and isinstance(value, torch.Tensor)]
 
 
+class Read(torch.nn.Module):
+    """A norm in float32 and who reads it."""
+
+    def __init__(self, readers):
+        super().__init__()
+        self.norm, self.readers = torch.nn.RMSNorm(64, eps=1e-6), readers
+        self.weight = torch.nn.Parameter(torch.empty(64, 64, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.readers(self.norm(x), self.weight)
+
+
+READERS = {
+    "two products": lambda y, w: (y.bfloat16() @ w) * (y.bfloat16() @ w.t()),
+    "one cast, returned": lambda y, w: y.bfloat16(),
+    "two casts, returned": lambda y, w: (y.bfloat16(), y.bfloat16()),
+    "a product, and a cast that is returned": lambda y, w: (y.bfloat16() @ w, y.bfloat16()),
+    "parts of it, returned": lambda y, w: (y[:2].bfloat16(), y[1:].bfloat16()),
+    "chunks": lambda y, w: [part.bfloat16() for part in y.chunk(2, -1)],
+    "its bits": lambda y, w: (y.view(torch.int32), y.bfloat16()),
+    "float32 too": lambda y, w: (y.bfloat16() @ w).float() + y,
+}
+
+
+def narrowed_by_reader():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = {"x": torch.empty(4, 64)}
+        found = {}
+        for name, readers in READERS.items():
+            model = Read(readers)
+            found[name] = partitioned(model, batch, step=False, fusions=["rms_norm"]).decisions.narrowed
+    print(json.dumps(found))
+
+
 def main():
     triton_kernel_wrap.get_mutated_tensors = writes
     library._is_traceable = lambda tensor, symbolic: symbolic or all(isinstance(n, int) for n in tensor.shape)
     row_norm.multiprocessors = lambda tensor: 132
     rope.interpreting = lambda: True  # kernels, and not what they compute in torch
     candidates._SMALLEST = 1
+    if sys.argv[1:] == ["readers"]:
+        narrowed_by_reader()
+        return
     with torch.device("meta"):
         model = tiny_llama()
     with FakeTensorMode(allow_non_fake_inputs=True):

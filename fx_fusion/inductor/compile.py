@@ -49,7 +49,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
         except CONTROL_FLOW:
             raise
         except Exception as error:
-            if options.strict or not (linears.any or any(value.again for value in decisions.values)):
+            if options.strict or not (linears.any or decisions.narrowed or any(value.again for value in decisions.values)):
                 raise
             trouble = f"with ours Inductor raised {type(error).__name__}: {error}"
             _tell(decisions, trouble, "what the backward computes again is torch's choice alone")
@@ -65,7 +65,7 @@ LINEARS = "fx_fusion_linears"  # and what became of its linears
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
     """What is done to a joint graph before it is partitioned: its linears, then norms that are read in 16 bits and what the
-    backward computes again. Where one of both raises, the other is done all the same."""
+    backward computes again. Where one of them raises, the others are done all the same."""
     decisions.asked = True
     linears.recipe, linears.asked = options.float8, options.float8 != "off"
 
@@ -79,6 +79,11 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
                 _tell(linears, f"{type(error).__name__}: {error}", "not every linear is in float8")
         try:
             decisions.narrowed = narrow_norms(graph)
+        except Exception as error:
+            if options.strict:
+                raise
+            warnings.warn(f"fx_fusion: norms are stored as they are computed: {type(error).__name__}: {error}", stacklevel=2)
+        try:
             decide(graph, options.memory, decisions)
         except Exception as error:
             if options.strict:

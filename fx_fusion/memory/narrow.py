@@ -7,7 +7,7 @@ what it stores once, as the copies are rounded; the gradient of y stays float32.
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fx_fusion.memory.norms import FORWARD, result_of
 from fx_fusion.ops.launch import qualified_name
@@ -30,6 +30,7 @@ def narrow_norms(graph: fx.Graph) -> int:
 
 
 def _views(y: fx.Node) -> list[fx.Node]:
+    """A node, and its views."""
     found = [y]
     for member in found:
         found += [u for u in member.users if is_view(u)]
@@ -37,12 +38,17 @@ def _views(y: fx.Node) -> list[fx.Node]:
 
 
 def _read_in(y: fx.Node) -> torch.dtype | None:
-    """The dtype of 16 bits, of a y of 32, to which all that reads y or a view of it casts it; None where there is none."""
+    """The dtype of 16 bits, of a y of 32, to which all that reads y or a view of it casts it; None where there is none, or
+    where one of several casts is returned: whoever writes to it would write to the others."""
     views = _views(y)
-    if any(member.meta["val"].dtype != torch.float32 for member in views):
-        return None  # its bits as numbers of another kind
-    dtypes = {cast_to(u) for member in views for u in member.users if u not in views}
+    if not all(isinstance(value := member.meta["val"], Tensor) and value.dtype == torch.float32 for member in views):
+        return None  # parts, or its bits as numbers of another kind
+    casts = [u for member in views for u in member.users if u not in views]
+    dtypes = {cast_to(u) for u in casts}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
+    returned = set(y.graph.output_node().all_input_nodes)
+    if len(casts) > 1 and any(returned.intersection(_views(cast)) for cast in casts):
+        return None
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 

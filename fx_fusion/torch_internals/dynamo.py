@@ -96,7 +96,7 @@ def parameter_path(node: fx.Node) -> str:
 def take_sources(gm: fx.GraphModule, source: fx.GraphModule) -> None:
     """Note on a copy of a captured graph what Dynamo noted on ``source``: where its inputs come from, which of them keep
     their address (CUDA graphs copy all others), and why it ends. Gone: a copy is a graph that nobody captured."""
-    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+    for name in ("_backend_id", "_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
         if hasattr(source, name):
             setattr(gm, name, getattr(source, name))
     both = zip(*(module.graph.find_nodes(op="placeholder") for module in (gm, source)), strict=True)

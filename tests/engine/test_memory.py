@@ -72,16 +72,30 @@ def test_what_of_a_llama_is_saved():
     assert {v.module.split(".")[-1] for v in after.decisions.values if v.kind == "mul"} >= {"mlp"}
 
 
+def traced(what):
+    """What tests.traced_launches prints, in a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error:Raw SymInt", "-m", "tests.traced_launches", what],
+        capture_output=True, text=True, check=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_norms_are_stored_as_all_their_readers_read_them():
+    """Two casts that are returned are two tensors, and so are one that is returned and one that a product saved: who writes to
+    one does not write to the other."""
+    assert traced("readers") == {
+        "two products": 1, "one cast, returned": 1, "two casts, returned": 0, "a product, and a cast that is returned": 0,
+        "parts of it, returned": 0, "chunks": 0, "its bits": 0, "float32 too": 0,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("how", ["static", "dynamic", "autocast"])
 def test_launches_that_are_traced(how):
     """As on a GPU: AOTAutograd traced the kernels, and the backward of each norm hands out its result; no op is left, and no
     size is guarded. Under autocast the norms are stored in bfloat16, as the linear layers read them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-W", "error:Raw SymInt", "-m", "tests.traced_launches", how],
-        capture_output=True, text=True, check=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = traced(how)
     assert found["again"] == {"norm of a sum": 3, "norm": 1, "mul": 2}
     assert found["narrowed"] == (4 if how == "autocast" else 0), "the last one is returned: deferred logits are made of it"
     assert found["launches"]["min"] == found["launches"]["speed"] == 4 + 1 + 2, "norms, their weights' sums, RoPE"

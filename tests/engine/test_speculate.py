@@ -13,6 +13,7 @@ from fx_fusion.backend import compile_graph
 from fx_fusion.graph.masks.assumed import ONES
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.options import parse
+from fx_fusion.report.facts import facts
 from fx_fusion.runtime import mask_values
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.runtime.speculate import compiled_apart
@@ -364,6 +365,7 @@ def test_the_first_batch_says_what_is_compiled_first(order):
     assert (fired[0]["causal_mask"] > 0) == (order[0] == "o"), "attention is causal where there is no padding"
     assert (fired[1]["causal_mask"] > 0) == (order[0] != "o")
     held = sum(mask is ones for mask in masks)
+    assert facts(report)["fx_fusion/assumption_held"] == held / len(masks), "each call counts once"
     if order[0] != "o":
         assert first.unassumed == other.assumes == ("kwargs_attention_mask is all ones",)
         assert (first.unmet.assumed, first.unmet.otherwise) == (held, len(masks) - held)
