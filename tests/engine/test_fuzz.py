@@ -23,7 +23,7 @@ LEAST = {  # about half of what fuses: a fuzzer that fuses nothing tests nothing
     "ropes": {"rope": 3},
     "complex_ropes": {"complex_rope": 4},
     "written_out": {"attention": 3},
-    "masked": {"causal_mask": 1, "block_sparse_attention": 1},
+    "masked": {"block_sparse_attention": 1},
     "grouped": {"causal_mask": 2, "repeat_kv": 5},
     "losses": {"cross_entropy": 2},
     "heads": {"cross_entropy": 2},

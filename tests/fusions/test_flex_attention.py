@@ -281,7 +281,7 @@ def test_models_whose_attention_is_written_out(kind, checkpointed, on_cpu):
 
 
 def test_a_padded_batch_of_gpt_oss(on_cpu):
-    """Right padding: the graph that was compiled for a mask of ones, and the one for padding."""
+    """Right padding in the first batch: one graph, for any padding."""
     model = tiny("gpt_oss", **SIZES)
     ids = torch.randint(1, 128, (2, 100))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
@@ -289,7 +289,7 @@ def test_a_padded_batch_of_gpt_oss(on_cpu):
     batch["labels"][1, 60:] = -100
     with fx_fusion.recording() as report:
         found = _step(torch.compile(model, backend=rewriting_backend(), dynamic=False), model, batch)
-    assert report.count("flex_attention") == 4, str(report)
+    assert (len(report.graphs), report.count("flex_attention")) == (1, 2), str(report)
     for name, value in _step(model, model, batch).items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
