@@ -165,7 +165,8 @@ def check(found, name):
     for results in found.values():
         errors, waited, counts, fallbacks, graphs = results[name]
         assert not fallbacks
-        limit = 3e-2 if "mixed" in name else 1e-5
+        # A gradient that crosses ranks in float16 may round the other way: 2^-13 at 0.25 to 0.5, times the learning rate of 0.1.
+        limit = 3e-2 if "mixed" in name else 1e-5 + 2 * 0.1 * 2**-13 if "float16" in name else 1e-5
         assert max(errors.values()) < limit, errors
         assert waited == waits
         assert all(counts[fusion] >= number for fusion, number in least.items()), counts
