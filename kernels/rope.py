@@ -186,8 +186,8 @@ def rope_plan(heads: int, positions: int, lanes: int, *, heads_first: bool) -> P
     Returns tiles of POSITIONS x HEADS rows and PROGRAM_HEADS, the heads that one program rotates with one cos and sin."""
     rows = max(1, 512 // lanes)
     if heads_first:  # cos and sin have as many rows as x, and serve four heads
-        fewer = isinstance(positions, int) and next_power_of_2(positions) < rows
-        return Plan(POSITIONS=next_power_of_2(positions) if fewer else rows, HEADS=1, PROGRAM_HEADS=4, num_warps=2)
+        most = next_power_of_2(positions) if isinstance(positions, int) else rows
+        return Plan(POSITIONS=min(most, rows), HEADS=1, PROGRAM_HEADS=4, num_warps=2)
     tile_heads = min(next_power_of_2(heads), rows)
     return Plan(POSITIONS=1, HEADS=tile_heads, PROGRAM_HEADS=tile_heads, num_warps=1)
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fx_fusion.memory.norms import FORWARD, result_of
 from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.partitioner import cast_to, is_view
-from fx_fusion.torch_internals.traced_kernels import launch_into, launched
+from fx_fusion.torch_internals.traced_kernels import launch_into, launched, memory_for
 
 
 def narrow_norms(graph: fx.Graph) -> int:
@@ -55,12 +55,7 @@ def _read_in(y: fx.Node) -> torch.dtype | None:
 def _store(node: fx.Node, y: fx.Node, rows: fx.Node, dtype: torch.dtype) -> None:
     """Let a launch write y in ``dtype``, and whoever cast it read it as it is. ``rows``: of y's shape."""
     views = _views(y)
-    with node.graph.inserting_before(node):
-        memory = node.graph.call_function(
-            torch.ops.aten.empty_like.default, (rows,), {"dtype": dtype, "memory_format": torch.contiguous_format}
-        )
-    memory.meta["val"] = y.meta["val"].to(dtype)
-    launch_into(node, "y_ptr", memory)
+    launch_into(node, "y_ptr", memory_for(y.meta["val"].to(dtype), rows, node))
     for member in views:
         member.meta["val"] = member.meta["val"].to(dtype)
         for cast in [u for u in member.users if u not in views]:

@@ -22,7 +22,7 @@ from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.memory.joint_graph import JointGraph, base
 from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.partitioner import compute_again
-from fx_fusion.torch_internals.traced_kernels import functional_graph, insert, launch_with_result, launched
+from fx_fusion.torch_internals.traced_kernels import functional_graph, insert, launch_with_result, launched, memory_for
 
 FORWARD, _BACKWARD = qualified_name(row_norm_fwd_kernel), qualified_name(row_norm_bwd_kernel)
 _WITHOUT_ADD = {add_rms_norm.overload: rms_norm, add_layer_norm.overload: layer_norm}
@@ -131,12 +131,7 @@ def have_again(joint: JointGraph, norm: Norm) -> None:
 
 
 def _handed_out(joint: JointGraph, norm: Norm, backward: fx.Node) -> fx.Node:
-    value, rows = norm.y.meta["val"], backward.kwargs["kwargs"]["h_ptr"]  # type: ignore[index]
-    with joint.graph.inserting_before(backward):
-        memory = joint.graph.call_function(
-            torch.ops.aten.empty_like.default, (rows,), {"dtype": value.dtype, "memory_format": torch.contiguous_format}
-        )
-    memory.meta["val"] = value
+    memory = memory_for(norm.y.meta["val"], backward.kwargs["kwargs"]["h_ptr"], backward)  # type: ignore[index]
     bias = {} if norm.bias is None else {"HAS_BIAS": True, "b_ptr": norm.bias}
     launch, y = launch_with_result(backward, "y_ptr", memory, {"STORE_Y": True, **bias})
     joint.is_of_backward(memory, launch, y)

@@ -47,6 +47,16 @@ def launch_with_result(
     return launch, result
 
 
+def memory_for(result: torch.Tensor, rows: fx.Node, before: fx.Node) -> fx.Node:
+    """A node in front of ``before`` that allocates contiguous memory for ``result``, an example. ``rows`` has its shape: of
+    symbolic sizes a graph has no numbers."""
+    options = {"dtype": result.dtype, "memory_format": torch.contiguous_format}
+    with before.graph.inserting_before(before):
+        memory = before.graph.call_function(torch.ops.aten.empty_like.default, (rows,), options)
+    memory.meta["val"] = result
+    return memory
+
+
 def launch_into(node: fx.Node, name: str, memory: fx.Node) -> None:
     """Give a launch other memory for its result ``name``, also where the old one stood for an argument that it has not."""
     arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
