@@ -32,6 +32,7 @@ FUSION = Fusion(
     kernel=geglu,
     guard=guard,
     why_keep=why_keep,
+    float8=True,
     before=("swish",),
     cases=(
         case("one_element", m=1, n=1, bench=False),

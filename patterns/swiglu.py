@@ -28,6 +28,7 @@ FUSION = Fusion(
     kernel=swiglu,
     guard=guard,
     why_keep=why_keep,
+    float8=True,
     before=("swish",),
     cases=(
         case("one_element", m=1, n=1, bench=False),

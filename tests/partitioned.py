@@ -27,7 +27,7 @@ class _Enough(Exception):
 class Partitioned:
     """What the forward saves, besides inputs and parameters: bytes by shape and dtype; the ops of the backward, and of those
     how many are norms' backwards that hand out y; what was decided; what became of the linears; the gradients; what is
-    guarded of symbolic sizes."""
+    guarded of symbolic sizes; the kernels that forward and backward launch, with what they store besides."""
 
     saved: Counter = field(default_factory=Counter)
     backward: Counter = field(default_factory=Counter)
@@ -36,6 +36,7 @@ class Partitioned:
     linears: Linears = field(default_factory=Linears)
     gradients: dict = field(default_factory=dict)
     guards: set = field(default_factory=set)
+    launched: list = field(default_factory=list)
 
     @property
     def bytes(self):
@@ -66,6 +67,7 @@ def partitioning(found, *, step=True):
                     shape = tuple(map(expected, value.shape))
                     found.saved[shape, value.dtype] += math.prod(shape) * value.dtype.itemsize
             found.backward += Counter(_name(n) for n in both[1].graph.nodes if n.op == "call_function")
+            found.launched += [_launches(part.graph) for part in both]
             launches = filter(None, map(launched, both[1].graph.nodes))
             found.handed_out += sum(bool(given.get("STORE_Y")) for _, given in launches)
             if not step:
@@ -101,6 +103,15 @@ def partitioned(model, batch, memory="min", *, step=True, dynamic=None, **option
     out = compiled(**batch)
     (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
     found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def _launches(graph):
+    """The kernels of a graph in order, as ``name`` or ``name: y, dgate``."""
+    found = []
+    for kernel, given in filter(None, map(launched, graph.nodes)):
+        stored = [name.removeprefix("STORE_").lower() for name, value in given.items() if name.startswith("STORE_") and value]
+        found.append(kernel.fn.__name__ + (f": {', '.join(sorted(stored))}" if stored else ""))
     return found
 
 

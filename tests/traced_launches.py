@@ -11,6 +11,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fx_fusion.kernels import rope
+from fx_fusion.kernels.float8 import glu, quantise, turn
 from fx_fusion.kernels.norms import row_norm
 from fx_fusion.memory import candidates
 from fx_fusion.ops import library
@@ -18,12 +19,16 @@ from tests.helpers import tiny_llama
 from tests.partitioned import partitioned
 
 WRITTEN = {"y_ptr", "stats_ptr", "dx_ptr", "parts_ptr", "dw_ptr", "qo_ptr", "ko_ptr"}
+OF_GATES = {"q_ptr", "scale_ptr", "qg_ptr", "gate_scale_ptr", "qu_ptr", "up_scale_ptr", "dgate_ptr", "dup_ptr", "y_ptr"}
+OF_GATES |= {"largest_ptr", "bits_ptr"}
 
 
 def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
     """What PyTorch finds out with Triton's compiler for a GPU."""
     names = WRITTEN | {"h_ptr"} if kwargs.get("HAS_RES") else WRITTEN
-    names = names if kwargs.get("STORE_Y", True) else names - {"y_ptr"}
+    names = OF_GATES if "qg_ptr" in kwargs or "q_ptr" in kwargs or "dgate_ptr" in kwargs else names
+    for name in ("Y", "DGATE", "DUP"):
+        names = names if kwargs.get(f"STORE_{name}", True) else names - {f"{name.lower()}_ptr"}
     return [n for n, value in kwargs.items() if n in names and isinstance(value, torch.Tensor)]
 
 
@@ -61,6 +66,25 @@ def narrowed_by_reader():
     print(json.dumps(found))
 
 
+def of_gates():
+    """The launches of forward and backward in a Llama of one layer, by recipe."""
+    for module in (quantise, turn, glu):
+        module.interpreting = lambda: True
+    with torch.device("meta"):
+        model = tiny_llama(num_hidden_layers=1).bfloat16()
+    found = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        ids = torch.zeros(2, 16, dtype=torch.long)
+        for recipe in ("rowwise_gw_hp", "rowwise"):
+            of = partitioned(model, {"input_ids": ids, "labels": ids}, "speed", step=False, fusions=["swiglu"], float8=recipe)
+            ops = sorted(name for name in of.backward if name in library.names())
+            both = dict(zip(("forward", "backward"), of.launched, strict=True))
+            found[recipe] = {**both, "ops": ops, "trouble": of.linears.trouble}
+    print(json.dumps(found))
+
+
 def main():
     triton_kernel_wrap.get_mutated_tensors = writes
     library._is_traceable = lambda tensor, symbolic: symbolic or all(isinstance(n, int) for n in tensor.shape)
@@ -69,6 +93,9 @@ def main():
     candidates._SMALLEST = 1
     if sys.argv[1:] == ["readers"]:
         narrowed_by_reader()
+        return
+    if sys.argv[1:] == ["gates"]:
+        of_gates()
         return
     with torch.device("meta"):
         model = tiny_llama()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.cost import measure, table
 from fx_fusion.cost.estimate import Estimate, estimate
+from fx_fusion.float8.choice import without_support
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.legality import asked
 from fx_fusion.fusion.match import Match
@@ -25,6 +27,9 @@ _HOST_BOUND = (
     "between convolutions laid out channels last its kernels are faster and the host is slower: "
     'fused under CUDA graphs (mode="reduce-overhead") and with select="always"'
 )
+_LARGE = 2**22  # elements: below, float8 gains nothing that shows
+_RESHAPES = ("view", "reshape", "flatten")
+_PRODUCTS = ("linear", "addmm", "matmul", "mm", "einsum")
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,23 @@ def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Rea
         return _HOST_BOUND
     if returns_contiguous(fusion, match, view):
         return "the graph returns its result contiguous; the kernel would make it channels last, and copy it"
+    if fusion.float8 and options.float8 != "off" and _writes_float8(match, view):
+        return None
     return asked(fusion, "why_keep", match) or table.why_slower(fusion, match)
+
+
+def _writes_float8(match: Match, view: View) -> bool:
+    """Whether a product reads a site's result, which may be in float8 then. Where it is not (``float8.choice``) the kernel
+    stores bfloat16, as fast as Inductor's."""
+    (result,) = match.outputs
+    value = example(result)
+    static = all(isinstance(size, int) for size in value.shape)
+    if value.dtype != torch.bfloat16 or without_support(value.device) or not static or value.numel() < _LARGE:
+        return False
+    found = [result]
+    for node in found:
+        found += [user for user in node.users if view.transparent(user) is node or view.name(user) in _RESHAPES]
+    return any(view.name(user) in _PRODUCTS for node in found for user in node.users)
 
 
 def returns_contiguous(fusion: Fusion, match: Match, view: View) -> bool:

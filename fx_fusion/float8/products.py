@@ -82,7 +82,7 @@ def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]
         weight = _origin(b)
         with_weight = input_number(weight) in parameters and input_number(_origin(a)) not in parameters
         if with_weight and (bias is None or bias.meta["val"].dim() == 1):
-            yield Product(node, a, b, bias, weight, _source(a), node in joint.backward)
+            yield Product(node, a, b, bias, weight, source(a), node in joint.backward)
 
 
 def weight_gradients(joint: JointGraph, found: Collection[Product]) -> Iterator[WeightGradient]:
@@ -94,7 +94,7 @@ def weight_gradients(joint: JointGraph, found: Collection[Product]) -> Iterator[
         if node not in joint.backward or node.args[0].target is not _ATEN.permute.default:
             continue
         operands = node.args[0].args[0], node.args[1]
-        sides = [multiply.get(_source(operand), []) for operand in operands]
+        sides = [multiply.get(source(operand), []) for operand in operands]
         pairs = ((one, other) for one in sides[0] for other in sides[1] if one.weight is other.weight)
         for one, other in pairs:
             if one.backward is not other.backward:
@@ -115,12 +115,12 @@ def batches_of_one_to_products(graph: fx.Graph, parameters: frozenset[int]) -> N
         if node.args[0].meta["val"].shape[0] == 1
     ]
     with_weight = [node for node in batches if input_number(_origin(node.args[1])) in parameters]
-    sources = {_source(node.args[0]) for node in with_weight}
+    sources = {source(node.args[0]) for node in with_weight}
     for node in batches:
         a, b = node.args
         if node in with_weight:
             _write(node, _first_product, [a, b])
-        elif a.target is _ATEN.permute.default and {_source(a.args[0]), _source(b)} <= sources:
+        elif a.target is _ATEN.permute.default and {source(a.args[0]), source(b)} <= sources:
             _write(node, _first_gradient, [a.args[0], b])
 
 
@@ -147,7 +147,8 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _source(node: fx.Node) -> fx.Node:
+def source(node: fx.Node) -> fx.Node:
+    """What a node is a reshape of."""
     while is_reshape(node):
         node = node.all_input_nodes[0]
     return node

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from fx_fusion.float8.choice import slower, slower_gradients, why_not, without_support
+from fx_fusion.float8.gates import quantise_in_gates
+from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
 from fx_fusion.float8.products import Product, WeightGradient, batches_of_one_to_products, products, weight_gradients
 from fx_fusion.float8.writer import Writer
@@ -51,7 +53,8 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     left = {g: _HALF for g in gradients if g.forward in kept or g.of_input in kept}
     if select != "always":
         left.update(slower_gradients(g for g in gradients if g not in left))
-    writer = Writer(graph, emulate, power_of_two=len(left) < len(gradients))
+    inserter = Inserter(graph)
+    writer = Writer(inserter, emulate, power_of_two=len(left) < len(gradients))
     both: list[Product | WeightGradient] = [*found, *gradients]
     for product in sorted(both, key=lambda product: product.node):
         if isinstance(product, WeightGradient):
@@ -61,3 +64,4 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
         if not reason:
             writer.write(product)
         linears.products.append((place, kind, reason))
+    quantise_in_gates(inserter, writer.rows, writer.power_of_two)

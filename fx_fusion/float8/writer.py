@@ -15,33 +15,47 @@ For the backward the scales of x's rows are saved besides.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.products import Product, WeightGradient
 from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.memory.joint_graph import base
-from fx_fusion.torch_internals.partitioner import checkpoint_of, compute_again, is_fusible, set_checkpoint
+from fx_fusion.torch_internals.partitioner import compute_again, is_fusible
 from fx_fusion.torch_internals.scaled_mm import scaled_product
-from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
 
 _LEAST = 2.0**-120  # a power of two, and above float32's subnormals
 
 
-class Writer:
-    """Writes products of one graph anew. What several read is quantised once, and equal functions are traced once.
-    ``power_of_two``: the scales of activations and of their gradients are powers of two."""
+@dataclass(frozen=True)
+class Quantised:
+    """The nodes of rows in float8 and of their scales, and all that were put in for them."""
 
-    def __init__(self, graph: fx.Graph, emulate: bool, power_of_two: bool):
-        self._graph, self._emulate, self._power_of_two = graph, emulate, power_of_two
-        self._rows: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node]] = {}
+    q: fx.Node
+    scale: fx.Node
+    made: tuple[fx.Node, ...]
+
+
+class Writer:
+    """Writes products of one graph anew. What several read is quantised once.
+
+    Attributes:
+        power_of_two: whether the scales of activations and of their gradients are powers of two.
+        rows: what was quantised so, by ``Product.activation``.
+    """
+
+    def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool):
+        self._inserter, self._emulate, self.power_of_two = inserter, emulate, power_of_two
+        self.rows: dict[tuple[fx.Node, Any], Quantised] = {}
         self._turned: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
-        self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
 
     def write(self, product: Product | WeightGradient) -> None:
         """Put the product in float8 in the place of the one that is there. They come in the order of the graph, gradients of
@@ -50,38 +64,37 @@ class Writer:
         result = self._gradient(product) if isinstance(product, WeightGradient) else self._with_weight(product)
         result.meta = {**node.meta, "val": result.meta["val"]}
         node.replace_all_uses_with(result)
-        self._graph.erase_node(node)
+        self._inserter.graph.erase_node(node)
 
     def _with_weight(self, product: Product) -> fx.Node:
         of_a, of_weight = self._rows_of(product, product.node, product.a), self._weight(product)
         multiply = _emulated if self._emulate else _multiplied_back if product.backward else _multiplied
-        operands = [*of_a, *of_weight[-2:], *([] if product.bias is None else [product.bias])]
+        operands = [of_a.q, of_a.scale, *of_weight[-2:], *([] if product.bias is None else [product.bias])]
         return self._insert(product.node, multiply, operands, of_weight[-1])[-1]
 
     def _gradient(self, product: WeightGradient) -> fx.Node:
         node, key = product.node, product.forward.activation
-        q, of_dy = self._rows_of(product.of_input, node, product.dy)
-        of_x = self._rows[key][1]
+        dy = self._rows_of(product.of_input, node, product.dy)
+        of_x = self.rows[key].scale
         if key not in self._turned:
             made = self._insert(node, turn_rows, [product.x, of_x], node.prev)
             for member in made:
                 compute_again(member)  # or a copy of x is saved besides
             self._turned[key] = made[-1]
-        *_, of_rows, scale = self._insert(node, into_dy, [of_dy, of_x], node.prev)
-        dy = self._insert(node, turn_rows, [q, of_rows], node.prev)[-1]
-        operands = (self._turned[key], dy) if product.transposed else (dy, self._turned[key])
+        *_, of_rows, scale = self._insert(node, into_dy, [dy.scale, of_x], node.prev)
+        turned = self._insert(node, turn_rows, [dy.q, of_rows], node.prev)[-1]
+        operands = (self._turned[key], turned) if product.transposed else (turned, self._turned[key])
         multiply = _emulated_over_rows if self._emulate else _multiplied_over_rows
         return self._insert(node, multiply, [*operands, scale], node.prev)[-1]
 
-    def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> Quantised:
         """What the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to read
         it, as ``a``."""
         key = product.activation
-        if key not in self._rows:
-            rows = _ROWS[is_fusible(base(a)), self._power_of_two]
-            *_, q, scale = self._insert(node, rows, [a], a)
-            self._rows[key] = q, scale
-        return self._rows[key]
+        if key not in self.rows:
+            made = self._insert(node, _ROWS[_is_inductors(a), self.power_of_two], [a], a)
+            self.rows[key] = Quantised(made[-2], made[-1], tuple(made))
+        return self.rows[key]
 
     def _weight(self, product: Product) -> list[fx.Node]:
         """The nodes of the weight in float8: the last two are its values and scales."""
@@ -92,7 +105,7 @@ class Writer:
         elif turned:
             made = self._insert(node, quantise_columns, [b], node.prev)
         else:
-            rows = _rows_of_transposed_inline if is_fusible(base(b)) else _rows_of_transposed
+            rows = _rows_of_transposed_inline if _is_inductors(b) else _rows_of_transposed
             made = self._insert(node, rows, [b], node.prev)
             if not product.backward:
                 self._largest[product.weight] = self._insert(node, _largest, [made[-1]], made[-1])[-1]
@@ -104,17 +117,15 @@ class Writer:
     def _insert(
         self, product: fx.Node, function: Callable[..., Any], operands: Sequence[fx.Node], after: fx.Node
     ) -> list[fx.Node]:  # fmt: skip
-        """The nodes of a function of ``operands``, put behind ``after`` and them. Those of a checkpointed product are
-        computed again with it, or for it, and never saved."""
-        values = [n.meta["val"] for n in operands]
-        key = function, *((str(v.shape), str(v.stride()), v.dtype, v.device) for v in values)
-        if key not in self._traced:
-            self._traced[key] = functional_graph(function, values)
-        made = insert(self._traced[key], self._graph, operands, max(*operands, after))
-        if (said := checkpoint_of(product)) is not None:
-            for node in made:
-                set_checkpoint(node, said)
-        return made
+        return self._inserter.insert(function, operands, after, like=product)
+
+
+def _is_inductors(node: fx.Node) -> bool:
+    """Whether a kernel of Inductor's makes a node: it can quantise it then. Of several results, who makes them."""
+    node = base(node)
+    while node.target is operator.getitem:
+        node = base(node.all_input_nodes[0])
+    return is_fusible(node)
 
 
 def _rows_by_powers(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,7 @@ class Fusion:
         parallel: dims along which a part of the inputs gives that part of the result (``...`` of a norm): DTensors that are
             sharded along them are fused part by part, on each rank its own.
         on_cpu: whether it pays on CPU tensors.
+        float8: whether its kernels can write their results in float8 (``float8.gates``): then it pays beside float8 linears.
         before: names of fusions that are tried after this one, since they may want nodes of its matches.
 
         integers: tensors of class indices: parameter to the dim that bounds them.
@@ -119,6 +120,7 @@ class Fusion:
     traffic: tuple[str, str] | None = None
     parallel: tuple[str, ...] = ()
     on_cpu: bool = False
+    float8: bool = False
     before: tuple[str, ...] = ()
 
     integers: Mapping[str, str] = field(default_factory=dict)

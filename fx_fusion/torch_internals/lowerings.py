@@ -67,8 +67,8 @@ def trace_instead(
     parameters = overload._schema.arguments
 
     def decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        operands = (*args, *(kwargs[a.name] for a in parameters[len(args) :] if a.name in kwargs))
-        if len(operands) == len(parameters) and applies(operands):
+        operands = (*args, *(kwargs.get(a.name, a.default_value) for a in parameters[len(args) :]))
+        if applies(operands):
             try:
                 with mode:
                     return launcher(*operands)

@@ -59,6 +59,18 @@ def _power_of_two(scale):
 
 
 @triton.jit
+def row_scale(largest, POWER_OF_TWO: tl.constexpr):
+    """Returns the scale of rows whose largest magnitude this is, and what their numbers are multiplied by."""
+    largest = tl.where(largest < 1e-30, 1e-30, largest)
+    scale = largest * (1.0 / 448.0)
+    factor = 448.0 / largest
+    if POWER_OF_TWO:
+        scale = _power_of_two(scale)
+        factor = 1.0 / scale
+    return scale, factor
+
+
+@triton.jit
 def quantise_rows_kernel(
     x_ptr, q_ptr, scale_ptr, m, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -74,13 +86,8 @@ def quantise_rows_kernel(
             inside = (rows < m)[:, None] & (start + cols < n)[None, :]
             more = tl.load(x_ptr + rows[:, None] * stride + start + cols[None, :], inside, 0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(more), 1))
-    largest = tl.where(largest < 1e-30, 1e-30, largest)
-    scale = largest * (1.0 / 448.0)
-    if POWER_OF_TWO:
-        scale = _power_of_two(scale)
-        factor = (1.0 / scale)[:, None]
-    else:
-        factor = (448.0 / largest)[:, None]
+    scale, factor = row_scale(largest, POWER_OF_TWO)
+    factor = factor[:, None]
     tl.store(scale_ptr + rows, scale, rows < m)
     tl.store(q_ptr + rows[:, None] * n + cols[None, :], _in_e4m3(x, factor).to(q_ptr.dtype.element_ty), live)
     if WIDE:

@@ -65,7 +65,7 @@ def _tile(m, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _glu_fwd_kernel(
+def glu_fwd_kernel(
     gate_ptr, up_ptr, y_ptr, m, n, gate_stride, up_stride,
     KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _glu_fwd_kernel(
 
 
 @triton.jit
-def _glu_bwd_kernel(
+def glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, m, n, dy_stride, gate_stride, up_stride,
     KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def glu_fwd(gate, up, kind: str):
     if y.numel():
         plan = glu_plan(n)
         launch(
-            _glu_fwd_kernel, _grid(m, n, plan), gates, ups, y, m, n, gates.stride(0), ups.stride(0),
+            glu_fwd_kernel, _grid(m, n, plan), gates, ups, y, m, n, gates.stride(0), ups.stride(0),
             KIND=ACTIVATIONS[kind].value, UNIT=unit_of(n, gates.stride(0), ups.stride(0)), **plan.meta(),
         )  # fmt: skip
     return y
@@ -130,7 +130,7 @@ def glu_bwd(dy, gate, up, kind: str):
     if dgate.numel():
         plan = glu_plan(n)
         launch(
-            _glu_bwd_kernel, _grid(m, n, plan), dys, gates, ups, dgate, dup, m, n, dys.stride(0), gates.stride(0),
+            glu_bwd_kernel, _grid(m, n, plan), dys, gates, ups, dgate, dup, m, n, dys.stride(0), gates.stride(0),
             ups.stride(0), KIND=ACTIVATIONS[kind].value, UNIT=unit_of(n, dys.stride(0), gates.stride(0), ups.stride(0)),
             **plan.meta(),
         )  # fmt: skip

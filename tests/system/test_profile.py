@@ -31,7 +31,7 @@ NAMES = {
     "_group_norm_fwd_kernel": "norm",
     "_rope_kernel": "rope",
     "triton_poi_fused_cat_cos_mul_sin_4": "rope",
-    "_glu_fwd_kernel": "gate, activation",
+    "glu_fwd_kernel": "gate, activation",
     "triton_poi_fused_mul_silu_5": "gate, activation",
     "_embedding_segments_kernel": "embedding",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<c10::BFloat16, 4>>": "optimizer",

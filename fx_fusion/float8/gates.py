@@ -1,0 +1,190 @@
+"""Gated linear units of a joint graph whose results are multiplied in float8: their kernels write them so.
+
+Where the products of a linear are written anew, what they multiply is quantised in a kernel of its own, which reads what the
+kernel before it has just stored. For SwiGLU and GEGLU one kernel does both; the backward's hands out y as well, which the
+gradient of the next weight multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.float8.inserter import Inserter, erase_unread
+from fx_fusion.float8.products import source
+from fx_fusion.float8.writer import Quantised
+from fx_fusion.kernels.float8.glu import quantise_glu, quantise_glu_bwd
+from fx_fusion.kernels.geglu import geglu
+from fx_fusion.kernels.lib.glu import ACTIVATIONS, glu_bwd_kernel, glu_fwd_kernel
+from fx_fusion.kernels.swiglu import swiglu
+from fx_fusion.memory.joint_graph import JointGraph, users
+from fx_fusion.ops.launch import qualified_name
+from fx_fusion.torch_internals.traced_kernels import launched
+
+_FORWARD, _BACKWARD = (swiglu.overload, geglu.overload), (swiglu.backward, geglu.backward)
+_KINDS = {number.value: kind for kind, number in ACTIVATIONS.items()}
+_FORWARD_KERNEL, _BACKWARD_KERNEL = qualified_name(glu_fwd_kernel), qualified_name(glu_bwd_kernel)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``y = a(gate) * up``, or its backward: an op or the launch that AOTAutograd traced of it.
+
+    Attributes:
+        node: it.
+        operands: gate and up; of a backward dy before them.
+        kind: which a: a key of ``ACTIVATIONS``.
+        result: which of its results was asked for: 0, or of a backward 0 for dgate, 1 for dup.
+    """
+
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    kind: str
+    result: int
+
+    @property
+    def backward(self) -> bool:
+        return len(self.operands) == 3
+
+    @property
+    def of(self) -> tuple[fx.Node, fx.Node, str]:
+        """What is the same for a forward and its backward."""
+        gate, up = map(source, self.operands[-2:])
+        return gate, up, self.kind
+
+
+def gate_of(result: fx.Node) -> Gate | None:
+    """The gated linear unit, or the backward of one, that a node is a result of."""
+    if result.target in _FORWARD:
+        gate, up, kind = (*result.args, "silu")[:3]
+        return Gate(result, (gate, up), kind, 0)  # type: ignore[arg-type]
+    if result.target is not operator.getitem:
+        return None
+    node, key = result.args
+    assert isinstance(node, fx.Node)
+    if node.target in _BACKWARD:
+        dy, gate, up, kind = (*node.args[:-1], "silu")[:4]
+        return Gate(node, (dy, gate, up), kind, key)  # type: ignore[arg-type]
+    found = launched(node)
+    name = "" if found is None else qualified_name(found[0])
+    if found is None or name not in (_FORWARD_KERNEL, _BACKWARD_KERNEL):
+        return None
+    backward = name == _BACKWARD_KERNEL
+    names = ("dy_ptr", "gate_ptr", "up_ptr")[not backward :]
+    results = ("dgate_ptr", "dup_ptr") if backward else ("y_ptr",)
+    return Gate(node, tuple(found[1][n] for n in names), _KINDS[found[1]["KIND"]], results.index(key))  # type: ignore[arg-type]
+
+
+def quantise_in_gates(
+    inserter: Inserter, quantised: Mapping[tuple[fx.Node, Any], Quantised], power_of_two: bool
+) -> None:  # fmt: skip
+    """Let the gated linear units quantise what was ``quantised`` of their results behind them, backwards only where both of
+    their results were. It is known by what it is a reshape of and the length of its rows."""
+    rows = {result: of for (result, width), of in quantised.items() if _is_whole(result, width)}
+    gates = {result: gate for result in rows if (gate := gate_of(result)) is not None}
+    if not gates:
+        return
+    joint = JointGraph(inserter.graph)
+    writer = _Gates(inserter, joint, power_of_two)
+    ys = {gate.of: node for node in joint.forward if (gate := gate_of(node)) is not None}
+    for y, gate in gates.items():
+        if not gate.backward:
+            ys[gate.of] = writer.forward(gate, y, rows[y])
+    for dgate, gate in gates.items():
+        dup = next((n for n, other in gates.items() if other.node is gate.node and other.result == 1), None)
+        if gate.backward and gate.result == 0 and dup is not None:
+            writer.backward(gate, (dgate, dup), (rows[dgate], rows[dup]), ys.get(gate.of))
+    erase_unread(inserter.graph, writer.unread)
+
+
+def _is_whole(result: fx.Node, width: Any) -> bool:
+    """Whether rows of this length are those of a node, of known sizes."""
+    shape = result.meta["val"].shape
+    return all(isinstance(size, int) for size in shape) and shape[-1] == width
+
+
+class _Gates:
+    """Writes gated linear units of one graph anew."""
+
+    def __init__(self, inserter: Inserter, joint: JointGraph, power_of_two: bool):
+        self._inserter, self._joint, self._power_of_two = inserter, joint, power_of_two
+        self.unread: list[fx.Node] = []  # what may be read by nothing now
+
+    def forward(self, gate: Gate, y: fx.Node, rows: Quantised) -> fx.Node:
+        """Quantise y where it is made. Returns y, which is stored where the forward reads it otherwise, and then another
+        node."""
+        store = any(reader not in self._joint.backward for reader in self._other_readers(y, rows))
+        function = _forward(gate.kind, self._power_of_two, y.meta["val"].shape if store else None)
+        made = self._inserter.insert(function, gate.operands, gate.node, like=rows.q)
+        *_, q, scale = made[:-1] if store else made
+        self._replace(rows, q, scale)
+        if store:
+            y.replace_all_uses_with(made[-1])
+        self.unread.append(y)
+        return made[-1] if store else y
+
+    def backward(
+        self, gate: Gate, results: tuple[fx.Node, fx.Node], rows: tuple[Quantised, Quantised], y: fx.Node | None
+    ) -> None:
+        """Quantise dgate and dup where they are made, store them where something else reads them, and hand out y if it is
+        read behind it only."""
+        joint = self._joint
+        readers = [] if y is None else joint.readers(y)
+        handed_out = y if readers and not joint.needs(gate.node, readers) else None
+        stored = [*(r if self._other_readers(r, q) else None for r, q in zip(results, rows, strict=True)), handed_out]
+        shapes = tuple(None if node is None else node.meta["val"].shape for node in stored)
+        made = self._inserter.insert(
+            _backward(gate.kind, self._power_of_two, shapes), gate.operands, gate.node, like=gate.node
+        )
+        joint.is_of_backward(*made)
+        found = made[len(made) - 4 - sum(shape is not None for shape in shapes) :]
+        self._replace(rows[0], *found[:2])
+        self._replace(rows[1], *found[2:4])
+        kept = [node for node in stored if node is not None]
+        for node, again in zip(kept, found[4:], strict=True):
+            if node is handed_out:
+                joint.read_instead(node, again)
+            else:
+                node.replace_all_uses_with(again)
+        self.unread += [*results, *kept]
+
+    def _other_readers(self, result: fx.Node, rows: Quantised) -> list[fx.Node]:
+        """Who reads a result or a view of it, but for what quantises it."""
+        return [reader for reader in users(result) if reader not in rows.made]
+
+    def _replace(self, rows: Quantised, q: fx.Node, scale: fx.Node) -> None:
+        """Let others read q and scale where they read those of ``rows``."""
+        rows.q.replace_all_uses_with(q)
+        rows.scale.replace_all_uses_with(scale)
+        self.unread += rows.made
+
+
+@functools.cache
+def _forward(kind: str, power_of_two: bool, y: torch.Size | None) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of gate and up: q and scale, and y in this shape."""
+
+    def run(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        *rows, stored = quantise_glu(gate, up, kind, power_of_two, y is not None)
+        return tuple(rows) if y is None else (*rows, stored.view(y))
+
+    return run
+
+
+@functools.cache
+def _backward(
+    kind: str, power_of_two: bool, shapes: tuple[torch.Size | None, ...]
+) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
+    """A function of dy, gate and up: q and scale of dgate and dup, and dgate, dup and y where a shape is given for them."""
+
+    def run(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        made = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [shape is not None for shape in shapes])
+        stored = zip(made[4:], shapes, strict=True)
+        return *made[:4], *(value.view(shape) for value, shape in stored if shape is not None)
+
+    return run

@@ -1,0 +1,161 @@
+"""SwiGLU and GEGLU beside float8 linears: one kernel computes and quantises, the backward's hands out y as well."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from bench.setups import with_lora
+from fx_fusion.cost import select
+from fx_fusion.float8 import rewrite
+from fx_fusion.float8.linears import FORWARD, OF_INPUT
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.view import View
+from fx_fusion.options import parse
+from fx_fusion.pipeline import Fuel
+from fx_fusion.pipeline import rewrite as rewrite_graph
+from fx_fusion.rewrite.editor import Editor
+from tests import zoo
+from tests.helpers import tiny_llama, tokens
+from tests.partitioned import partitioned
+
+RECIPES = ["rowwise_gw_hp", "rowwise"]
+
+
+def both(monkeypatch, model, batch, recipe, memory="speed", **options):
+    """A step whose gates quantise, and one where a kernel behind them does."""
+    found = partitioned(model, batch, memory, float8=recipe, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(rewrite, "quantise_in_gates", lambda *given: None)
+        behind = partitioned(model, batch, memory, float8=recipe, **options)
+    assert found.gradients.keys() == behind.gradients.keys()
+    assert [n for n, gradient in found.gradients.items() if not torch.equal(gradient, behind.gradients[n])] == []
+    assert not found.linears.trouble
+    return found, behind
+
+
+def of_a_llama():
+    ids = tokens()
+    return tiny_llama(num_hidden_layers=2).bfloat16(), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("memory", ["speed", "min"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("family", "op", "gates"), [("Llama", "swiglu", 2), ("Gemma2", "geglu", 2), ("T5", "geglu", 4)])
+def test_families(monkeypatch, family, op, gates, recipe, memory):
+    """The same bits; y is handed out by the backward, neither saved nor computed by a kernel of its own."""
+    found, behind = both(monkeypatch, zoo.build(family).bfloat16(), zoo.batch(), recipe, memory)
+    assert found.backward["quantise_glu_bwd"] == gates
+    assert found.backward[op] == found.backward[f"{op}_bwd"] == 0
+    assert behind.backward[f"{op}_bwd"] == gates
+    assert behind.backward["quantise_rows"] == found.backward["quantise_rows"] + 2 * gates
+    quantised = family != "T5"  # where a dropout of nothing stands in between
+    assert found.bytes < behind.bytes if quantised and memory == "speed" else found.bytes <= behind.bytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointed_layers(monkeypatch, recipe):
+    model, batch = of_a_llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found, _ = both(monkeypatch, model, batch, recipe)
+    assert found.backward["quantise_glu_bwd"] == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_who_else_reads_them(monkeypatch, recipe):
+    """LoRA's factors multiply in bfloat16 what the frozen linears multiply in float8: y, dgate and dup are stored too."""
+    torch.manual_seed(0)
+    model, batch = of_a_llama()
+    with_lora(model)
+    found, _ = both(monkeypatch, model.bfloat16(), batch, recipe, float8_keep=["*.a", "*.b"])
+    assert found.backward["quantise_glu_bwd"] == 2
+    assert found.backward["swiglu"] == 0
+
+
+class Returned(nn.Module):
+    """An MLP that returns what it multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        y = F.silu(self.gate(x)) * self.up(x)
+        return {"loss": self.down(y).square().mean() + y.float().mean(), "y": y}
+
+
+def test_y_is_returned_too(monkeypatch):
+    torch.manual_seed(0)
+    found, _ = both(monkeypatch, Returned().bfloat16(), {"x": torch.randn(2, 16, 64).bfloat16().requires_grad_()}, "rowwise")
+    assert found.backward["quantise_glu_bwd"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind", "there"),
+    [("*.up_proj", OF_INPUT, {"swiglu_bwd": 2, "quantise_glu_bwd": 0}), ("*.down_proj", FORWARD, {"quantise_glu_bwd": 2})],
+)
+def test_one_of_them_stays_in_bfloat16(monkeypatch, keep, kind, there):
+    """A backward writes both of its results in float8 or neither; its forward is another matter."""
+    found, _ = both(monkeypatch, *of_a_llama(), "rowwise", float8_keep=[keep])
+    assert {name: found.backward[name] for name in there} == there
+    assert sum(k == kind and bool(reason) for _, k, reason in found.linears.products) == 2
+
+
+# -- as on a GPU ------------------------------------------------------------------------------------------------------
+def test_launches():
+    """AOTAutograd traces the kernels, those of rows whose op is called with its defaults too: Inductor launches them all."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.traced_launches", "gates"],
+        capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    found = json.loads(run.stdout.splitlines()[-1])
+    for recipe, stored in (("rowwise_gw_hp", ": dgate, dup, y"), ("rowwise", ": y")):
+        of = found[recipe]
+        assert not of["trouble"]
+        assert [name for name in of["forward"] if "glu" in name] == ["quantise_glu_kernel"]
+        assert [name for name in of["backward"] if "glu" in name] == [f"quantise_glu_bwd_kernel{stored}"]
+        assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
+        assert of["ops"] == []
+
+
+def placed(reader, rows=4096, options=None):
+    """The sites of ``reader(silu(x @ gate) * (x @ up))`` on a GPU, by fusion: their status and why."""
+    def mlp(x, gate, up, down):
+        return reader(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    with FakeTensorMode() as mode:
+        shapes = (rows, 2048), (8192, 2048), (8192, 2048), (2048, 8192)
+        module = torch.fx.symbolic_trace(mlp)
+        FakeTensorProp(module, mode).propagate(*(torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes))
+        graph = module.graph
+        for node in graph.nodes:
+            node.meta["example_value"] = node.meta["val"]
+        view = View(graph)
+        sites = rewrite_graph(Search(view), parse(None, options), Editor(view), Fuel(None), graph=0)
+    return {site.fusion: (site.status, site.reason) for site in sites}
+
+
+FLOAT8 = {"float8": "rowwise"}
+
+
+def test_which_are_replaced():
+    """Where a product reads the result of a large one; elsewhere Inductor keeps it, as without float8."""
+    assert placed(F.linear, options=FLOAT8)["swiglu"][0] == "fused"
+    assert placed(lambda y, w: F.linear(y.view(2, -1, 8192), w), options=FLOAT8)["swiglu"][0] == "fused"
+    assert placed(F.linear)["swiglu"][0] == "kept"
+    assert placed(F.linear, rows=256, options=FLOAT8)["swiglu"][0] == "kept"
+    assert placed(lambda y, w: y * 2, options=FLOAT8)["swiglu"][0] == "kept"
+
+
+def test_a_gpu_without_float8(monkeypatch):
+    monkeypatch.setattr(select, "without_support", lambda device: "it has none")
+    assert placed(F.linear, options=FLOAT8)["swiglu"][0] == "kept"
