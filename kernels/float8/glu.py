@@ -9,8 +9,8 @@ multiplies them in 16 bits, y by the backward, which reads gate and up anyway.
 
 Shapes     dy, gate, up: (..., n), any row stride with unit stride along n; of m rows in all q: (m, n), s: (m, 1).
 Dtypes     bf16 | fp16 | fp32, alike; arithmetic in fp32; q float8_e4m3fn, s fp32.
-Traffic    forward: gate and up once, q once; backward: dy, gate, up once, two q; and what is stored besides. Rows longer than
-           a block are read twice, the second time from the cache.
+Traffic    forward: gate and up once, q once; backward: dy, gate, up once, two q; and what is stored besides. Rows longer
+           than a block are read twice, the second time from the cache.
 """
 
 import torch
