@@ -1,0 +1,292 @@
+"""Ways to train that ``bench.setups`` measures: a model, its batches, and what a step does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Any]
+IGNORED = -100
+SHARES = (1.0, 0.75, 0.875, 0.53125, 0.9375, 0.8125, 0.65625, 1.0)  # of a row that is no padding; 0.82 in the mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of models and batches."""
+
+    device: str = "cuda"
+    vocabulary: int = 128256
+    hidden: int = 2048
+    heads: int = 32
+    batch: int = 4
+    length: int = 2048
+    bert_batch: int = 64
+    bert_length: int = 512
+    bert_layers: int = 12
+    bert_vocabulary: int = 30522
+
+
+TINY = Sizes("cpu", 5000, 64, 4, 2, 64, 4, 32, 1, 5000)
+SIZES = Sizes()  # ``use`` changes them
+
+
+def use(sizes: Sizes) -> None:
+    """From now on, models and batches are of other sizes."""
+    global SIZES
+    SIZES = sizes
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+def llama(layers: int) -> nn.Module:
+    """The shape of Llama 3.2 1B with fewer layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=SIZES.vocabulary, hidden_size=SIZES.hidden, intermediate_size=4 * SIZES.hidden, num_hidden_layers=layers,
+        num_attention_heads=SIZES.heads, num_key_value_heads=SIZES.heads // 4, head_dim=SIZES.hidden // SIZES.heads,
+        max_position_embeddings=8192, rope_theta=5e5, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def llama_with_cache(layers: int) -> nn.Module:
+    """From transformers 5.18 on, without a mask, Inductor gets is_causal by itself then."""
+    model = llama(layers)
+    model.config.use_cache = True
+    return model
+
+
+def bert(dropout: float) -> Callable[[int], nn.Module]:
+    """BERT base for masked language modelling."""
+
+    def build(layers: int) -> nn.Module:
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout, vocab_size=SIZES.bert_vocabulary,
+            num_hidden_layers=SIZES.bert_layers,
+        )  # fmt: skip
+        return BertForMaskedLM(config)
+
+    return build
+
+
+class WithZLoss(nn.Module):
+    """The loss of a language model and 1e-4 times the squared logsumexp of its logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        logits = self.model(input_ids=input_ids).logits[:, :-1].flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss + 1e-4 * logits.logsumexp(-1).square().mean())
+
+
+def llama_with_z_loss(layers: int) -> nn.Module:
+    return WithZLoss(llama(layers))
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 16):
+        super().__init__()
+        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
+        self.base, self.a = base, nn.Linear(base.in_features, rank, **like)
+        self.b = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)) * 2.0
+
+
+def with_lora(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name.endswith("_proj"):
+                setattr(module, name, LowRank(child))
+
+
+def with_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def tokens(b: int, s: int, vocabulary: int = 0) -> Tensor:
+    return torch.randint(5, vocabulary or SIZES.vocabulary, (b, s), device=SIZES.device)
+
+
+def plain() -> list[Batch]:
+    return [{"input_ids": ids, "labels": ids} for ids in (tokens(SIZES.batch, SIZES.length) for _ in range(4))]
+
+
+def one_short_row() -> list[Batch]:
+    return [{"input_ids": ids, "labels": ids} for ids in (tokens(1, SIZES.length // 4) for _ in range(4))]
+
+
+def with_mask(ids: Tensor, lengths: list[int], *, left: bool = False) -> Batch:
+    shown = torch.arange(ids.shape[1], device=SIZES.device) < torch.tensor(lengths, device=SIZES.device)[:, None]
+    shown = shown.flip(-1) if left else shown
+    return {"input_ids": ids, "labels": ids.masked_fill(~shown, IGNORED), "attention_mask": shown.long()}
+
+
+def ones() -> list[Batch]:
+    return [with_mask(tokens(SIZES.batch, SIZES.length), [SIZES.length] * SIZES.batch) for _ in range(4)]
+
+
+def padded(left: bool = False) -> list[Batch]:
+    """A fifth of the tokens is padding, other lengths in every batch."""
+    rows = [[int(SIZES.length * SHARES[(i + b) % 8]) for b in range(SIZES.batch)] for i in range(8)]
+    return [with_mask(tokens(SIZES.batch, SIZES.length), lengths, left=left) for lengths in rows]
+
+
+def alternating() -> list[Batch]:
+    return [batch for pair in zip(padded(), ones() + ones(), strict=True) for batch in pair]
+
+
+def prompts() -> list[Batch]:
+    """Instructions: the loss is on the answer, the last two fifths of each row."""
+    made = ones()
+    for batch in made:
+        batch["labels"][:, : SIZES.length * 3 // 5] = IGNORED
+    return made
+
+
+def packed() -> list[Batch]:
+    """Documents of other lengths behind each other, without a mask: position_ids begin anew."""
+    lengths = [int(SIZES.length * share) for share in (0.5, 1.5, 0.25, 0.75, 1.0)]
+    positions = torch.cat([torch.arange(n, device=SIZES.device) for n in lengths])[None]
+    ids = [tokens(1, sum(lengths)) for _ in range(4)]
+    return [{"input_ids": i, "labels": i, "position_ids": positions} for i in ids]
+
+
+def other_lengths() -> list[Batch]:
+    lengths = [int(SIZES.length * share) for share in SHARES]
+    return [{k: v[:, :n].contiguous() for k, v in batch.items()} for batch, n in zip(plain() * 2, lengths, strict=True)]
+
+
+def padded_to_the_longest() -> list[Batch]:
+    """As collators pad: to the longest row of each batch, another length every step."""
+    made = []
+    for i, share in enumerate(SHARES):
+        longest = int(SIZES.length * share)
+        lengths = [longest, *(int(longest * SHARES[(i + b) % 8]) for b in range(1, SIZES.batch))]
+        made.append(with_mask(tokens(SIZES.batch, longest), lengths))
+    return made
+
+
+def bert_batches(shortest: float) -> Callable[[], list[Batch]]:
+    """64 rows of 512, lengths from this share of 512 to all of it; a sixth of the tokens is to be guessed."""
+
+    def make() -> list[Batch]:
+        made, b, s = [], SIZES.bert_batch, SIZES.bert_length
+        for _ in range(4):
+            lengths = torch.linspace(shortest * s, s, b).long()[torch.randperm(b)].tolist()
+            batch = with_mask(tokens(b, s, SIZES.bert_vocabulary), lengths)
+            batch["labels"] = batch["labels"].masked_fill(torch.rand(b, s, device=SIZES.device) > 0.15, IGNORED)
+            made.append(batch)
+        return made
+
+    return make
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+def train(model: nn.Module, batch: Batch) -> Tensor:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def train_and_read(model: nn.Module, batch: Batch) -> Tensor:
+    """As trainers that log how many tokens were right."""
+    out = model(**batch)
+    with torch.no_grad():
+        right = (out.logits.argmax(-1) == batch["labels"]).float().mean()
+    out.loss.backward()
+    return out.loss.detach() + 0 * right
+
+
+def accumulate(model: nn.Module, batch: Batch) -> Tensor:
+    """Four micro-batches, as transformers' Trainer weighs them."""
+    count = torch.tensor(4 * batch["labels"][:, 1:].numel(), device=SIZES.device)
+    losses = []
+    for _ in range(4):
+        loss = model(**batch, num_items_in_batch=count).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def train_with_own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """As loops of one's own: the model gives logits, the loss is outside of what is compiled."""
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def evaluate(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return model(**batch).loss
+
+
+def evaluate_and_read(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        out = model(**batch)
+        return out.loss + 0 * (out.logits.argmax(-1) == batch["labels"]).float().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One way to train."""
+
+    batches: Callable[[], list[Batch]]
+    model: Callable[[int], nn.Module] = llama
+    step: Callable[[nn.Module, Batch], Tensor] = train
+    change: Callable[[nn.Module], None] | None = None  # of the model
+    autocast: bool = False  # and float32 parameters
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fx_fusion
+    is_bert: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.step not in (evaluate, evaluate_and_read)
+
+
+SETUPS = {
+    "no-mask": Setup(plain),
+    "use-cache": Setup(plain, llama_with_cache),
+    "ones": Setup(ones),
+    "padded": Setup(padded),
+    "left-padded": Setup(lambda: padded(left=True)),
+    "alternating": Setup(alternating),
+    "prompts": Setup(prompts),
+    "packed": Setup(packed),
+    "small": Setup(one_short_row),
+    "autocast": Setup(plain, autocast=True),
+    "checkpoint": Setup(plain, change=with_checkpointing),
+    "checkpoint-padded": Setup(padded, change=with_checkpointing),
+    "lora": Setup(plain, change=with_lora),
+    "dynamic": Setup(other_lengths),
+    "dynamic-padded": Setup(padded_to_the_longest),
+    "accumulate": Setup(plain, step=accumulate),
+    "own-loss": Setup(plain, step=train_with_own_loss),
+    "own-loss-deferred": Setup(plain, step=train_with_own_loss, options={"defer_outputs": "all"}),
+    "z-loss": Setup(plain, llama_with_z_loss),
+    "evaluate": Setup(ones, step=evaluate),
+    "evaluate-read": Setup(ones, step=evaluate_and_read),
+    "evaluate-read-padded": Setup(padded, step=evaluate_and_read),
+    "train-read": Setup(ones, step=train_and_read),
+    "bert": Setup(bert_batches(1.0), bert(0.0), is_bert=True),
+    "bert-padded": Setup(bert_batches(0.125), bert(0.0), is_bert=True),
+    "bert-dropout": Setup(bert_batches(0.125), bert(0.1), is_bert=True),
+}
