@@ -22,12 +22,12 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.effects import entered
-from fx_fusion.graph.forms import inner_term
-from fx_fusion.graph.terms import example, is_tensor, same_sizes
+from fx_fusion.graph.terms import example, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.patterns.sites.products import permuted, rows_of_keys
+from fx_fusion.patterns.sites.read_scores import is_shifted
 from fx_fusion.patterns.sites.scores import has_product
-from fx_fusion.patterns.sites.softmax_attention import times, written_out
+from fx_fusion.patterns.sites.softmax_attention import normalised_exponentials, times, written_out
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
@@ -47,15 +47,10 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 def unread(view: View) -> Iterator[NearMiss]:
     """A softmax of scores in other words."""
     for node in view.graph.nodes:
-        term = view.term(node)
-        if term.op != "div" or not all(map(is_tensor, term.operands)):
+        found = normalised_exponentials(view, node)
+        if found is None or is_shifted(view, view.edge(found[0]).base) or not has_product(view, found[0]):
             continue
-        power, total = inner_term(view, term.operands[0], "exp"), inner_term(view, term.operands[1], "sum")
-        if power is None or total is None or not view.same_source(total.operands[0], term.operands[0]):
-            continue
-        if is_tensor(power.operands[0]) and has_product(view, power.operands[0]):
-            reason = "exp(x) / sum(exp(x)) overflows where softmax(x) does not; write softmax"
-            yield NearMiss("attention", node, node, reason)
+        yield NearMiss("attention", node, node, "exp(x) / sum(exp(x)) overflows where softmax(x) does not; write softmax")
 
 
 def emit(editor: Editor, match: Match) -> None:

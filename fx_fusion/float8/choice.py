@@ -61,34 +61,54 @@ def without_support(device: torch.device) -> str:
 
 def slower(products: Iterable[Product]) -> dict[Product, str]:
     """Those of ``products`` that would not win back what their operands cost, and the time of each in words."""
-    return _without_gain(products, lambda p: p.activation, _gain, lambda p: _seconds_of_a(p, _BYTES_OF_A))
+    return _without_gain(products, _activation, _gain, _seconds_of_a)
 
 
 def slower_gradients(gradients: Iterable[WeightGradient]) -> dict[WeightGradient, str]:
     """The same of gradients of weights: those of linears with one x share what it costs to turn it."""
-    return _without_gain(
-        gradients,
-        lambda g: g.forward.activation,
-        _gain_of_gradient,
-        lambda g: _seconds_of_a(g.forward, _BYTES_OF_X),
-    )
+    return _without_gain(gradients, _x, _gain_of_gradient, _seconds_of_x)
+
+
+def gained(
+    products: Iterable[Product], gradients: Iterable[WeightGradient]
+) -> dict[Product | WeightGradient, float]:  # fmt: skip
+    """The seconds that each gains in float8, in equal shares less what they share."""
+    found: dict[Product | WeightGradient, float] = {}
+    for together in _shared(products, _activation):
+        found.update({p: _gain(p) - _seconds_of_a(p) / len(together) for p in together})
+    for of_one_x in _shared(gradients, _x):
+        found.update({g: _gain_of_gradient(g) - _seconds_of_x(g) / len(of_one_x) for g in of_one_x})
+    return found
 
 
 def _without_gain(
     found: Iterable[T], shares: Callable[[T], Hashable], gain_of: Callable[[T], float], cost_of: Callable[[T], float]
 ) -> dict[T, str]:
     """Those that gain nothing by themselves, or together less than what they share costs."""
-    shared = defaultdict(list)
-    for product in found:
-        shared[shares(product)].append(product)
     kept: dict[T, str] = {}
-    for together in shared.values():
+    for together in _shared(found, shares):
         gains = {product: gain_of(product) for product in together}
         cost = cost_of(together[0])
         if sum(gain for gain in gains.values() if gain > 0) <= cost:
             gains = {product: min(gain - cost / len(together), 0) for product, gain in gains.items()}
         kept.update({p: f"float8 would cost {1e6 * -gain:.0f} µs more" for p, gain in gains.items() if gain <= 0})
     return kept
+
+
+def _shared(found: Iterable[T], shares: Callable[[T], Hashable]) -> Iterable[list[T]]:
+    """Those that share what it costs to quantise an activation."""
+    groups: dict[Hashable, list[T]] = defaultdict(list)
+    for product in found:
+        groups[shares(product)].append(product)
+    return groups.values()
+
+
+def _activation(product: Product) -> Hashable:
+    return product.activation
+
+
+def _x(gradient: WeightGradient) -> Hashable:
+    return gradient.forward.activation
 
 
 def _gain(product: Product) -> float:
@@ -109,7 +129,11 @@ def _gain_of_gradient(gradient: WeightGradient) -> float:
     return bfloat16 * (1 - 1 / _FASTER_GRADIENT) - cost
 
 
-def _seconds_of_a(product: Product, each: int) -> float:
+def _seconds_of_x(gradient: WeightGradient) -> float:
+    return _seconds_of_a(gradient.forward, _BYTES_OF_X)
+
+
+def _seconds_of_a(product: Product, each: int = _BYTES_OF_A) -> float:
     m, _, k = map(_expected, product.sizes)
     return each * m * k / bytes_per_second(product.a.meta["val"].device) + _LAUNCH
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fx_fusion.float8.choice import slower, slower_gradients, why_not, without_support
+from fx_fusion.float8.choice import gained, slower, slower_gradients, why_not, without_support
 from fx_fusion.float8.gates import quantise_in_gates
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
@@ -56,6 +56,7 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     inserter = Inserter(graph)
     writer = Writer(inserter, emulate, power_of_two=len(left) < len(gradients))
     both: list[Product | WeightGradient] = [*found, *gradients]
+    seconds = gained([p for p in found if p not in kept], [g for g in gradients if g not in left])
     for product in sorted(both, key=lambda product: product.node):
         if isinstance(product, WeightGradient):
             place, kind, reason = places[product.forward], OF_WEIGHT, left.get(product, "")
@@ -63,5 +64,5 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
             place, kind, reason = places[product], OF_INPUT if product.backward else FORWARD, kept.get(product, "")
         if not reason:
             writer.write(product)
-        linears.products.append((place, kind, reason))
+        linears.products.append((place, kind, reason, seconds.get(product, 0.0)))
     quantise_in_gates(inserter, writer.rows, writer.power_of_two)

@@ -21,8 +21,9 @@ from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.speculate import Calls
 
-SCHEMA = 3  # of the document; another number where a program that reads it would go wrong
-_READ = (1, 2, SCHEMA)  # 1: graphs have no options; 1 and 2: products of linears are no gradient of an input, or one
+SCHEMA = 4  # of the document; another number where a program that reads it would go wrong
+# 1: graphs have no options; 1 and 2: products of linears are no gradient of an input, or one; to 3: without seconds.
+_READ = (1, 2, 3, SCHEMA)
 _WRITTEN_APART = ("rows_before", "rows_after", "calls", "unmet", "reads", "memory", "linears", "verified")
 
 
@@ -87,7 +88,8 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     graph.verified = Verified(**given.get("verified", {}))  # files of before have none
     linears = dict(given.get("linears", {}))
     kinds = {False: FORWARD, True: OF_INPUT}
-    linears["products"] = [(module, kinds.get(kind, kind), why) for module, kind, why in linears.get("products", [])]
+    listed = ((*product, 0.0)[:4] for product in linears.get("products", []))
+    linears["products"] = [(module, kinds.get(kind, kind), why, seconds) for module, kind, why, seconds in listed]
     graph.linears = Linears(**linears)
     return graph
 

@@ -26,12 +26,7 @@ from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
 from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid, unsaid
-from fx_fusion.report.verdict import verdict
-
-_NOTHING_RECORDED = (
-    "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
-    "call, or call torch._dynamo.reset() before."
-)
+from fx_fusion.report.verdict import NOTHING_RECORDED, verdict
 
 
 class Report:
@@ -69,7 +64,9 @@ class Report:
         return sum(s.fusion == fusion and s.status == status for s in self.sites)
 
     def assert_fused(self, **counts: int) -> None:
-        """Raise AssertionError unless exactly so many sites of each named fusion were fused."""
+        """Raise AssertionError unless exactly so many sites of each named fusion were fused, in at least one graph."""
+        if not self.graphs:
+            raise AssertionError(NOTHING_RECORDED)
         wrong = {f: (self.count(f), n) for f, n in counts.items() if self.count(f) != n}
         if wrong:
             lines = [f"{f}: {found} fused, {wanted} expected" for f, (found, wanted) in wrong.items()]
@@ -94,7 +91,7 @@ class Report:
         Raises ValueError where nothing was recorded, or the place is in none of the graphs.
         """
         if not self.graphs:
-            raise ValueError(f"nothing is known of {place!r}: {_NOTHING_RECORDED}")
+            raise ValueError(f"nothing is known of {place!r}: {NOTHING_RECORDED}")
         rows = [row for graph in self.graphs for row in graph.rows_before]
         line = re.fullmatch(r".+:\d+", place) is not None
         there = (lambda module, at: at.endswith(place)) if line else (lambda module, at: f".{place}." in f".{module}.")
@@ -121,7 +118,7 @@ class Report:
     # -- output --------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
         if not self.graphs:
-            return f"fx_fusion  {_NOTHING_RECORDED}"
+            return f"fx_fusion  {NOTHING_RECORDED}"
         fused = sum(s.status == "fused" for s in self.sites)
         nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
         head = f"fx_fusion  {len(self.graphs)} graph(s), {nodes[0]} -> {nodes[1]} nodes, {fused} site(s) fused"
@@ -170,6 +167,8 @@ class Report:
     def diff(self) -> str:
         """Unified text diff of every graph before and after, to be read: each hunk with its fusions, modules and lines of
         source, hunks that are alike once."""
+        if not self.graphs:
+            return NOTHING_RECORDED
         return "\n".join(
             text_diff(f"graph {g.index}", g.rows_before, g.rows_after, [s for s in self.sites if s.graph == g.index])
             for g in self.graphs

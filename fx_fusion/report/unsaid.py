@@ -16,7 +16,9 @@ _TELLING = {
     **dict.fromkeys(("group_norm", "instance_norm"), "group_norm"),
     "softmax": "attention",
     **dict.fromkeys(("log_softmax", "logsumexp", "cross_entropy", "nll_loss", "kl_div"), "cross_entropy"),
+    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss"), "cross_entropy"),
 }
+_PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the result of a softmax, and attention does not
 _ROOT = re.compile(r"pow\(.*, -?0\.5\)")
 _ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "mish", "hardswish", "softplus", "leaky_relu", "elu"}
 _LINEARS = {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "chunk", "split"}
@@ -25,6 +27,7 @@ _VIEWS = {
     "to", "float", "type_as", "view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "contiguous",
     "getitem", "flatten", "unflatten", "repeat", "repeat_interleave", "cat", "stack", "concat", "clone", "mul",
 }  # fmt: skip
+_WAVE = re.compile(r"(?:^|_)(cos|sin)(?:_|$)")  # in the name of an input
 _FAR = 10  # a near miss speaks for what is so many steps above its root
 
 
@@ -61,10 +64,13 @@ class _Graph:
     def __init__(self, rows: Sequence[Row]):
         self.rows: Mapping[str, Row] = {row.name: row for row in rows}
         self.ops = {row.name: _op(row) for row in rows}
+        self._readers: dict[str, list[str]] = {}
         self._waves: dict[str, frozenset[str]] = {}
         for row in rows:  # operands stand above
             own = frozenset({self.ops[row.name]} & {"cos", "sin"})
-            inside = (self._waves.get(name, frozenset()) for name in row.operands)
+            for name in row.operands:
+                self._readers.setdefault(name, []).append(row.name)
+            inside = map(self._waves_in, row.operands)
             self._waves[row.name] = own.union(*inside) if self.ops[row.name] in _VIEWS else own
 
     def above(self, site: Site) -> Iterator[str]:
@@ -80,14 +86,18 @@ class _Graph:
     def tells(self, row: Row) -> tuple[str, str] | None:
         """What a row does that a fusion does, and which; None if nothing."""
         op = self.ops[row.name]
+        if op == "softmax" and self._is_picked(row.name):
+            return op, "cross_entropy"
         if op in _TELLING:
             return op, _TELLING[op]
         if op == "pow" and _ROOT.search(row.text):
             return "a root", "rms_norm"
         if op == "log" and self._is(row, "sum") and self._is(self._first(row), "exp"):
             return "log of a sum of exponentials", "cross_entropy"
-        if op in ("add", "sub") and {"cos", "sin"} <= self._times_waves(row):
+        if op in ("add", "sub", "addcmul") and {"cos", "sin"} <= self._times_waves(row):
             return "a rotation", "rope"
+        if op in ("div", "truediv") and self._is_divided_by_its_size(row):
+            return "a division by a mean of magnitudes", "rms_norm"
         if op == "mul" and self._is_gate(row):
             return "a gated activation", "swiglu"
         return None
@@ -98,22 +108,63 @@ class _Graph:
     def _is(self, row: Row, op: str) -> bool:
         return bool(row.operands) and self.ops.get(row.operands[0]) == op
 
+    def _waves_in(self, name: str) -> frozenset[str]:
+        """Whether a node is a cosine, a sine or a product of one; an input says so by its name."""
+        if name in self._waves:
+            return self._waves[name]
+        found = None if name in self.rows else _WAVE.search(name)
+        return frozenset({found[1]} if found else ())
+
     def _times_waves(self, row: Row) -> frozenset[str]:
         """Of two products that are added: whether a cosine or a sine is a factor."""
-        products = [self.rows[name] for name in row.operands if self.ops.get(name) == "mul"]
-        factors = [frozenset().union(*(self._waves.get(n, frozenset()) for n in p.operands)) for p in products]
+        products = [self.rows[name].operands for name in row.operands if self.ops.get(name) == "mul"]
+        if self.ops[row.name] == "addcmul":
+            products = [*products[:1], row.operands[1:]]
+        factors = [frozenset().union(*map(self._waves_in, operands)) for operands in products]
         return factors[0] ^ factors[1] if len(factors) == 2 else frozenset()
+
+    def _is_picked(self, name: str, steps: int = 4) -> bool:
+        """Whether probabilities go on to a logarithm, or to a choice of classes, within some steps."""
+        readers = self._readers.get(name, []) if steps else []
+        onwards = (n for n in readers if self.ops[n] in {*_VIEWS, "add", "clamp"})
+        return any(self.ops[n] in _PICKED for n in readers) or any(self._is_picked(n, steps - 1) for n in onwards)
+
+    def _is_divided_by_its_size(self, row: Row) -> bool:
+        if len(row.operands) != 2:
+            return False
+        above, mean = (self._below(name, {*_VIEWS, "add", "clamp", "clamp_min"}) for name in row.operands)
+        if self.ops.get(mean) not in ("mean", "sum", "amax") or not self.rows[mean].operands:
+            return False
+        magnitude = self._below(self.rows[mean].operands[0], _VIEWS)
+        if self.ops.get(magnitude) not in ("abs", "square", "pow") or not self.rows[magnitude].operands:
+            return False
+        return self._below(self.rows[magnitude].operands[0], _VIEWS) == above
 
     def _is_gate(self, row: Row) -> bool:
         if len(row.operands) != 2 or not all(name in self.rows for name in row.operands):
             return False
         for act, up in (row.operands, row.operands[::-1]):
-            inner = self._below(act, {"pow", "square", *_VIEWS})
-            if self.ops.get(inner) in _ACTIVATIONS and self.rows[inner].operands:
-                gate = self._below(self.rows[inner].operands[0], _VIEWS)
-                if {self.ops.get(gate), self.ops.get(self._below(up, _VIEWS))} <= _LINEARS:
-                    return True
+            gate = self._activated(self._below(act, {"pow", "square", *_VIEWS})) or self._weighted(act)
+            if gate is not None and {self.ops.get(gate), self.ops.get(self._below(up, _VIEWS))} <= _LINEARS:
+                return True
         return False
+
+    def _activated(self, name: str) -> str | None:
+        """What a node is an activation of."""
+        if self.ops.get(name) not in _ACTIVATIONS or not self.rows[name].operands:
+            return None
+        return self._below(self.rows[name].operands[0], _VIEWS)
+
+    def _weighted(self, name: str) -> str | None:
+        """What ``g * sigmoid(g)`` is of, its second factor being ``1 / (1 + exp(-g))``."""
+        factors = self.rows[name].operands if self.ops.get(name) == "mul" else ()
+        for factor, g in (factors, factors[::-1]) if len(factors) == 2 else ():
+            chain = ("reciprocal", "add", "exp")
+            while chain and self.ops.get(factor) == chain[0] and self.rows[factor].operands:
+                factor, chain = self.rows[factor].operands[-1], chain[1:]
+            if not chain:
+                return self._below(g, _VIEWS)
+        return None
 
     def _below(self, name: str, through: set[str]) -> str:
         while name in self.rows and self.ops[name] in through and self.rows[name].operands:
@@ -122,5 +173,6 @@ class _Graph:
 
 
 def _op(row: Row) -> str:
-    found = re.search(r" = \.?([\w.]+)\(", row.text)
-    return found[1].rsplit(".", 1)[-1] if found is not None else ""
+    if (found := re.search(r" = \.?([\w.]+)\(", row.text)) is not None:
+        return found[1].rsplit(".", 1)[-1]
+    return "getitem" if re.search(r" = \w+\[", row.text) else ""

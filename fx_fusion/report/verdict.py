@@ -9,9 +9,16 @@ from fx_fusion.memory.recompute import size_of
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.site import STATUSES, Site
 
+NOTHING_RECORDED = (
+    "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
+    "call, or call torch._dynamo.reset() before."
+)
+
 
 def verdict(graphs: Sequence[GraphReport], sites: Sequence[Site]) -> str:
     """How many sites were fused, what they save, graph breaks, how often assumptions held, what is computed again."""
+    if not graphs:
+        return NOTHING_RECORDED
     others = ", ".join(f"{n} {s}" for s in STATUSES[1:] if (n := sum(site.status == s for site in sites)))
     fused = [site.estimate for site in sites if site.status == "fused"]
     said = [f"{len(fused)} of {len(sites)} site(s) fused" + f" ({others})" * bool(others)]

@@ -190,6 +190,13 @@ def _without_maximum(view: View, node: fx.Node, scores: Scores) -> fx.Node:
     return inside  # type: ignore[return-value]
 
 
+def is_shifted(view: View, node: Any) -> bool:
+    """Whether a node is ``x - max(x)``, the maximum being over the last dim."""
+    term = view.term(node)
+    found = _maximum(view, term.operands[1]) if term.op == "sub" and len(term.operands) == 2 else None
+    return found is not None and found[0] is term.operands[0]
+
+
 def _maximum(view: View, node: Any) -> tuple[fx.Node, list[fx.Node]] | None:
     """What a node is the maximum of, over keys, and the nodes that make it."""
     nodes = [node]

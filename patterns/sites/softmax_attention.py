@@ -15,11 +15,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import keeps_values
+from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.terms import example, is_tensor, over_last_dim, same_shape, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis
 from fx_fusion.patterns.sites.products import product_of
-from fx_fusion.patterns.sites.read_scores import read_scores, regrouped, without_sink
+from fx_fusion.patterns.sites.read_scores import is_shifted, read_scores, regrouped, without_sink
 from fx_fusion.patterns.sites.scores import Scores, has_product
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
@@ -28,15 +29,39 @@ def written_out(search: Search) -> Iterator[Match | NearMiss]:
     """Each softmax of scores: a match of ``attention``, its reading a ``Scores``, or why it is none."""
     view = search.view
     for node in view.graph.nodes:
-        bound = view.arguments_of(node, "softmax")
+        bound, nodes = _softmax(view, node)
         if bound is None or not is_tensor(node) or not is_tensor(bound["input"]) or not has_product(view, bound["input"]):
             continue
-        scores = Scores(nodes={node})
+        scores = Scores(nodes=nodes)
         try:
             read_scores(search, bound["input"], scores)
             yield _read(view, node, bound, scores)
         except NotThis as why:
             yield NearMiss("attention", node, why.node if isinstance(why.node, fx.Node) else node, str(why))
+
+
+def _softmax(view: View, node: fx.Node) -> tuple[Mapping[str, Any] | None, set[fx.Node]]:
+    """The arguments of a softmax and the nodes that compute it, written out too: ``e / e.sum(-1, keepdim=True)`` with
+    ``e = exp(x - max(x))``. Without the maximum it overflows where a softmax does not, and is none."""
+    bound = view.arguments_of(node, "softmax")
+    if bound is not None or not is_tensor(node):
+        return bound, {node}
+    found = normalised_exponentials(view, node)
+    shifted = None if found is None else view.edge(found[0]).base
+    return ({"input": shifted, "dim": -1}, found[1]) if found and is_shifted(view, shifted) else (None, set())
+
+
+def normalised_exponentials(view: View, node: fx.Node) -> tuple[Any, set[fx.Node]] | None:
+    """x of ``exp(x) / exp(x).sum(-1, keepdim=True)``, and the nodes that compute it of x; None for another node."""
+    term = view.term(node)
+    if term.op != "div" or not all(map(is_tensor, term.operands)):
+        return None
+    power, total = inner_term(view, term.operands[0], "exp"), inner_term(view, term.operands[1], "sum")
+    if power is None or total is None or total.attrs != ((-1,), True) or not is_tensor(power.operands[0]):
+        return None
+    if not view.same_source(total.operands[0], term.operands[0]):
+        return None
+    return power.operands[0], {node, *power.nodes, *total.nodes, *view.edge(total.operands[0]).crossed}
 
 
 def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores) -> Match:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fx_fusion
 from fx_fusion.errors import OptionError
 from fx_fusion.float8 import choice, rewrite, writer
-from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT
+from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
 from fx_fusion.float8.products import Product, WeightGradient
 from fx_fusion.options import parse
 from tests import zoo
@@ -35,11 +35,11 @@ def both(model, batch, recipe=RECIPE, **options):
 
 
 def in_float8(found, kind):
-    return [module for module, k, reason in found.linears.products if k == kind and not reason]
+    return [module for module, k, reason, _ in found.linears.products if k == kind and not reason]
 
 
 def why(found):
-    return {(module, kind): reason for module, kind, reason in found.linears.products if reason}
+    return {(module, kind): reason for module, kind, reason, _ in found.linears.products if reason}
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------
@@ -369,6 +369,17 @@ def test_gradients_of_weights_by_time():
     assert choice.slower_gradients([small])[small].startswith("float8 would cost")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the figures of an H200")
+def test_what_is_gained():
+    """Two products of one activation share what it costs; the sentence adds them up."""
+    one = product_of(16384, 8192, 2048)
+    two = product_of(16384, 8192, 2048, source=one.source)
+    alone, both = choice.gained([one], [])[one], choice.gained([one, two], [])
+    assert 1e-4 < alone < both[one] == both[two] < 1e-3
+    linears = Linears(RECIPE, True, True, [("gate", FORWARD, "", both[one]), ("up", FORWARD, "", both[two]), ("k", FORWARD, "no", 0.0)])
+    assert linears.sentences()[0] == f"float8 {RECIPE}: forward of 1 x gate, 1 x up; about {2e3 * both[one]:.2g} ms gained, by formula"
+
+
 # -- beside what people do --------------------------------------------------------------------------------------------
 def run(model, batch, *, context=contextlib.nullcontext, cache=fresh_cache, backward=True, **asked):
     """A step; what another test compiled is not found, as the report then does not say what became of the linears."""
@@ -468,7 +479,7 @@ def test_an_error_on_the_way_is_told_from_one_before(monkeypatch):
     monkeypatch.setattr(writer.Writer, "write", second_fails)
     with pytest.warns(UserWarning, match="not every linear is in float8"):
         found = partitioned(Two().bfloat16(), {"x": torch.randn(8, 64).bfloat16()}, "speed", float8=RECIPE, strict=False)
-    assert found.linears.products == [("first", FORWARD, "")]
+    assert [product[:3] for product in found.linears.products] == [("first", FORWARD, "")]
     assert found.linears.sentences() == [f"float8 {RECIPE}: the rest in bfloat16: ValueError: made up"]
 
 

@@ -106,7 +106,7 @@ def test_one_of_them_stays_in_bfloat16(monkeypatch, keep, kind, there):
     """A backward writes both of its results in float8 or neither; its forward is another matter."""
     found, _ = both(monkeypatch, *of_a_llama(), "rowwise", float8_keep=[keep])
     assert {name: found.backward[name] for name in there} == there
-    assert sum(k == kind and bool(reason) for _, k, reason in found.linears.products) == 2
+    assert sum(k == kind and bool(reason) for _, k, reason, _ in found.linears.products) == 2
 
 
 # -- as on a GPU ------------------------------------------------------------------------------------------------------

@@ -280,6 +280,72 @@ def test_a_module_with_a_site_hides_nothing():
     }  # fmt: skip
 
 
+def halves(x, weight):
+    gate, up = (x @ weight).chunk(2, -1)
+    return F.mish(gate) * up
+
+
+def sliced(x, weight):
+    both = x @ weight
+    return F.relu(both[..., :16]) * both[..., 16:]
+
+
+def silu_by_exponentials(x, weight):
+    gate, up = (x @ weight).chunk(2, -1)
+    return gate * torch.reciprocal(1 + torch.exp(-gate)) * up
+
+
+def turned_by_addcmul(x, cos):
+    a, b = x[..., :8], x[..., 8:]
+    return torch.addcmul(a * cos, b, -cos.sin()), torch.addcmul(b * cos, a, cos.sin())
+
+
+def turned_by_an_index(x, angles):
+    a, b = x[..., :8], x[..., 8:]
+    cos, sin = angles[None].cos(), angles[None].sin()
+    return a * cos - b * sin
+
+
+SILENT_ONCE = {
+    halves: ("a gated activation", "swiglu"), sliced: ("a gated activation", "swiglu"),
+    silu_by_exponentials: ("a gated activation", "swiglu"), turned_by_addcmul: ("a rotation", "rope"),
+    turned_by_an_index: ("a rotation", "rope"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SILENT_ONCE, ids=lambda function: function.__name__)
+def test_indices_and_other_ops_hide_nothing(function):
+    other = torch.randn(16, 32) if "weight" in function.__code__.co_varnames else torch.randn(4, 8)
+    _, report = rewritten(function, torch.randn(4, 16), other)
+    found = re.findall(r"not recognised: \d x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report))
+    assert set(found) == {SILENT_ONCE[function]}, str(report)
+
+
+def test_losses_and_divisions_are_named():
+    """A softmax of which classes are picked is a loss; a division by a sum of itself (a router) is no norm."""
+    def losses(z, y):
+        picked = z.softmax(-1)[torch.arange(4), y].log().mean()
+        return picked + F.binary_cross_entropy_with_logits(z, z.sigmoid()) + F.multi_margin_loss(z, y)
+
+    _, report = rewritten(losses, torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+    said = set(re.findall(r"not recognised: 1 x (\w+) \(test_report.py:\d+\), nearest to (\w+)", str(report)))
+    assert said >= {("binary_cross_entropy_with_logits", "cross_entropy"), ("multi_margin_loss", "cross_entropy")}
+    assert ("softmax", "attention") not in said
+    _, report = rewritten(lambda x: x / (x.abs().mean(-1, keepdim=True) + 1e-6), torch.randn(4, 8))
+    assert "a division by a mean of magnitudes" in str(report)
+    _, report = rewritten(lambda x: x / (x.sum(-1, keepdim=True) + 1e-6), torch.randn(4, 8))
+    assert "not recognised" not in str(report)
+
+
+def test_an_empty_recording_asserts_nothing():
+    with fx_fusion.recording() as report:
+        pass
+    for said in (report.diff(), report.to_html()):
+        assert "nothing was compiled while this report was recording" in said
+    with pytest.raises(AssertionError, match="nothing was compiled while"):
+        report.assert_fused(rms_norm=0)
+
+
 def test_what_is_never_in_memory_is_said():
     model, hidden, targets = torch.nn.Linear(16, 4096), torch.randn(512, 16), torch.randint(4096, (512,))
     report = fx_fusion.explain(lambda x, y: F.cross_entropy(model(x), y), hidden, targets, options={"select": "always"})
@@ -298,7 +364,7 @@ def test_a_report_from_json_is_the_same(odd):
         assert again.diff() == report.diff()
         assert again.to_json() == report.to_json()
     facts = json.loads(llama.to_json())
-    assert facts["schema"] == 3
+    assert facts["schema"] == 4
     assert facts["environment"]["torch"] == torch.__version__
 
 
@@ -328,7 +394,7 @@ def test_a_document_of_before_is_read(odd):
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 99}'])
 def test_what_is_no_report(text):
-    with pytest.raises(ValueError, match="no report of schema 1 or 2 or 3: its schema is"):
+    with pytest.raises(ValueError, match="no report of schema 1 or 2 or 3 or 4: its schema is"):
         fx_fusion.Report.from_json(text)
 
 

@@ -25,6 +25,14 @@ def flat(t):
     return t.reshape(-1, *t.shape[-2:])
 
 
+def exponentials(a, largest=lambda a: a.amax(-1, True)):
+    return torch.exp(a - largest(a))
+
+
+def normalised(e):
+    return e / e.sum(-1, keepdim=True)
+
+
 def positions_first(attend):
     """Operands as (b, s, h, d)."""
     return lambda q, k, v: attend(*(t.transpose(1, 2).contiguous() for t in (q, k, v)))
@@ -59,6 +67,12 @@ FIRES = {
     "scale_is_full": lambda q, k, v: torch.softmax(q @ k.mT / torch.full([], 2.0), -1) @ v,
     "maximum_detached": lambda q, k, v: (lambda a: torch.softmax(a - a.max(-1, keepdim=True)[0].detach(), -1))(q @ k.mT) @ v,
     "maximum_of_detached": lambda q, k, v: (lambda a: torch.softmax(a - a.detach().amax(-1, True), -1))(q @ k.mT) @ v,
+    "softmax_written_out": lambda q, k, v: normalised(exponentials(q @ k.mT / 2)) @ v,
+    "softmax_written_out_with_max": lambda q, k, v: normalised(exponentials(q @ k.mT, lambda a: a.max(-1, keepdim=True)[0])) @ v,
+    "softmax_written_out_detached": lambda q, k, v: normalised(exponentials(q @ k.mT, lambda a: a.amax(-1, True).detach())) @ v,
+    "softmax_written_out_with_a_mask": lambda q, k, v: normalised(
+        exponentials((q @ k.mT).masked_fill(lower() < 0, -torch.inf))
+    ) @ v,
     "einsum_of_a_list": lambda q, k, v: torch.einsum(
         "bhqk,bhkd->bhqd", [torch.softmax(torch.einsum("bhqd,bhkd->bhqk", [q, k]) / 2, -1), v]
     ),
@@ -229,11 +243,48 @@ def one_key_for_all_values(q, k, v):
     return torch.einsum("bhqk,bhkd->bhqd", torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :1]), -1), v)
 
 
+def sum_of_others(q, k, v):
+    e = exponentials(q @ k.mT)
+    return e / (e * 2).sum(-1, keepdim=True) @ v
+
+
+def sum_over_queries(q, k, v):
+    e = exponentials(q @ k.mT)
+    return e / e.sum(-2, keepdim=True) @ v
+
+
+def sum_of_all_heads(q, k, v):
+    e = exponentials(q @ k.mT)
+    return e / e.sum((1, 3), keepdim=True) @ v
+
+
+def written_exponentials(q, k, v):
+    e = exponentials(q @ k.mT)
+    total = e.sum(-1, keepdim=True)
+    e.mul_(2)
+    return e / total @ v
+
+
+def exponentials_that_are_read(q, k, v):
+    e = exponentials(q @ k.mT)
+    return e / e.sum(-1, keepdim=True) @ v + e.sum()
+
+
+def normalised_by_heads(q, k, v):
+    """The sums have no dim for the keys, and there are as many queries as keys."""
+    k = q
+    e = exponentials(q @ k.mT)
+    return e / e.sum(-1).unsqueeze(-2) @ k
+
+
 def by_keyword(q, k, v):
     return F.scaled_dot_product_attention(q, torch.reshape(input=k, shape=k.shape), torch.flatten(input=v, start_dim=3))
 
 
-@pytest.mark.parametrize("function", [written_scale, written_fill, one_key_for_all_values, by_keyword])
+@pytest.mark.parametrize("function", [
+    written_scale, written_fill, one_key_for_all_values, by_keyword, sum_of_others, sum_over_queries, sum_of_all_heads,
+    written_exponentials, exponentials_that_are_read, normalised_by_heads,
+])  # fmt: skip
 def test_what_is_not_what_it_seems(function):
     result, report = rewritten(function, q, k, v)
     assert report.count("attention") == 0, str(report)
