@@ -13,23 +13,21 @@ from matplotlib.figure import Figure
 from bench.drawing import Scheme, bare
 
 Row = dict[str, Any]
-# What is shown: a name, and where its rows are found. Of several runs the last one counts, as in the README's tables.
+# The rows of the README's table, and the model whose figures stand below it. Of several runs the last one counts.
 MODELS: tuple[tuple[str, Row], ...] = (
+    ("Llama 3.1 8B, mask of ones", {"model": "llama-8b", "mask": "ones"}),
     ('Llama 3.2 1B, memory="min"', {"model": "llama-1b", "options": {"memory": "min"}}),
-    ("Llama 3.2 1B, packed documents", {"model": "llama-1b-packed"}),
-    ("Llama 3.1 8B", {"model": "llama-8b"}),
     ("Gemma 3 1B", {"model": "gemma3"}),
     ("gpt-oss, 4 layers", {"model": "gpt-oss", "mask": "ones"}),
-    ("BERT base", {"model": "bert"}),
-    ("GPT-2", {"model": "gpt2"}),
-    ("Stable Diffusion's UNet", {"model": "unet"}),
 )
 SETUPS = (
-    ("Llama, 8 layers, padded", "padded"),
-    ("Llama, 8 layers, loss on answers", "prompts"),
-    ("Llama, 8 layers, LoRA", "lora"),
+    ("Llama, 8 layers, packed", "packed", "1 x 8192"),
+    ("Llama, 8 layers, padded", "padded", "4 x 2048"),
+    ("Llama, 8 layers, loss on answers", "prompts", "4 x 2048"),
+    ("Llama, 8 layers, LoRA", "lora", "4 x 2048"),
+    ("BERT base, padded", "bert-padded", "64 x 512"),
 )
-_SHAPE = "4 x 2048"  # of bench.setups
+_OURS = ("memory",)  # options that Inductor and Liger have not
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Bar:
 def bars(models: Sequence[Row], setups: Sequence[Row]) -> list[Bar]:
     """What was measured of the things to show, from the rows of ``models.jsonl`` and ``setups.jsonl``."""
     found = [_model(name, wanted, models) for name, wanted in MODELS]
-    found += [_setup(name, wanted, setups) for name, wanted in SETUPS]
+    found += [_setup(name, wanted, size, setups) for name, wanted, size in SETUPS]
     return [bar for bar in found if bar is not None]
 
 
@@ -53,15 +51,15 @@ def _model(name: str, wanted: Row, rows: Iterable[Row]) -> Bar | None:
     """The last run of ours that has Inductor's beside it, of the same commit. Liger's is of another one where need be."""
     wanted = {"mask": "none", "options": {}, **wanted}
     alike = [row for row in rows if row["model"] == wanted["model"] and row["mask"] == wanted["mask"]]
-    plain = {option: value for option, value in wanted["options"].items() if option != "memory"}  # an option of ours
-    base = {row["environment"]["commit"]: row for row in alike if row["variant"] == "inductor" and row["options"] == plain}
+    plain = _theirs(wanted)
+    base = {row["environment"]["commit"]: row for row in alike if row["variant"] == "inductor" and _theirs(row) == plain}
     ours = [row for row in alike if row["variant"] == "fx_fusion" and row["options"] == wanted["options"]]
     ours = [row for row in ours if row["environment"]["commit"] in base]
     if not ours:
         return None
     commit = ours[-1]["environment"]["commit"]
     chosen = {"inductor": base[commit], "fx_fusion": ours[-1]}
-    ligers = [row for row in alike if row["variant"] == "liger" and row["options"] == plain]
+    ligers = [row for row in alike if row["variant"] == "liger" and _theirs(row) == plain]
     if ligers:
         chosen["liger"] = next((row for row in reversed(ligers) if row["environment"]["commit"] == commit), ligers[-1])
     batch, length, unit = (ours[-1][field] for field in ("batch", "length", "unit"))
@@ -71,13 +69,18 @@ def _model(name: str, wanted: Row, rows: Iterable[Row]) -> Bar | None:
     return Bar(name, size, speed, {variant: row["peak_gib"] for variant, row in chosen.items()})
 
 
-def _setup(name: str, wanted: str, rows: Iterable[Row]) -> Bar | None:
+def _theirs(row: Row) -> Row:
+    """Its options without ours."""
+    return {option: value for option, value in row["options"].items() if option not in _OURS}
+
+
+def _setup(name: str, wanted: str, size: str, rows: Iterable[Row]) -> Bar | None:
     alike = [row for row in rows if row["setup"] == wanted]
     if not alike:
         return None
     both = {variant: alike[-1][variant] for variant in ("inductor", "fx_fusion")}
     speed = {variant: both["inductor"]["ms"] / row["ms"] for variant, row in both.items()}
-    return Bar(name, _SHAPE, speed, {variant: row["gib"] for variant, row in both.items()})
+    return Bar(name, size, speed, {variant: row["gib"] for variant, row in both.items()})
 
 
 def chart(found: Sequence[Bar], title: str, scheme: Scheme) -> Figure:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import hero
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 NUMBER = r"\**([\d.]+)\**"
@@ -41,6 +43,14 @@ def test_figures_were_measured(row):
     found = [run for run in measured() if all(abs(a - b) <= 0.0501 for a, b in zip(run, shown, strict=True))]
     assert found
     assert any(abs(run[0] / run[1] - x) <= 0.00501 for run in found)
+
+
+def test_the_chart_shows_the_table():
+    """Each row as a bar, the same speed and memory; and one model more, whose figures stand below the table."""
+    bars = hero.bars(results("models.jsonl"), results("setups.jsonl"))
+    shown = {(f"{bar.speed['fx_fusion']:.2f}", *(f"{bar.gib[v]:.1f}" for v in ("inductor", "fx_fusion"))) for bar in bars}
+    assert shown >= {(x, before, after) for *_, x, before, after in ROWS}
+    assert len(bars) == len(ROWS) + 1
 
 
 def test_the_range_at_the_top_is_that_of_the_table():
