@@ -6,6 +6,7 @@ from fx_fusion.graph.size_hints import too_small
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.patterns.rms_norm import CAST_ORDERS, pow_mean_rsqrt, torch_rms_norm, weight_first, weight_into_rstd
 from fx_fusion.patterns.rms_norm import guard as norm_guard
+from fx_fusion.patterns.sites.lengths import HINTS
 
 
 def after_add(norm):
@@ -34,6 +35,7 @@ def why_keep(x, residual, weight, eps, offset, round_first):
 FUSION = Fusion(
     name="add_rms_norm",
     instead="F.rms_norm(x + residual, (n,), weight, eps)",
+    hints=HINTS,
     pattern=add_then_norm,
     spellings=tuple(after_add(norm) for norm in (torch_rms_norm, weight_first, weight_into_rstd)),
     inputs={"x": "... n", "residual": "... n", "weight": "n", "eps": 1e-6},

@@ -14,6 +14,7 @@ from fx_fusion.fusion.match import Match
 from fx_fusion.graph.size_hints import expected, too_small
 from fx_fusion.graph.terms import example, same_shape
 from fx_fusion.kernels.gated_rms_norm import WIDEST, gated_rms_norm
+from fx_fusion.patterns.sites.lengths import HINTS
 
 
 def gated(x, gate, weight, eps, before, silu, round_first, groups):
@@ -56,6 +57,7 @@ def why_keep(x, gate, weight, eps, before, silu, round_first, groups):
 FUSION = Fusion(
     name="gated_rms_norm",
     instead="F.rms_norm(x, (n,), weight, eps) * F.silu(gate)",
+    hints=HINTS,
     pattern=gated,
     inputs={"x": "... n", "gate": "... n", "weight": "n", "eps": 1e-6},
     variants=tuple(

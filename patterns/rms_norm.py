@@ -11,7 +11,7 @@ from fx_fusion.fusion.match import NearMiss
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.rms_norm import rms_norm
-from fx_fusion.patterns.sites.lengths import is_centred, over_length_plus_eps
+from fx_fusion.patterns.sites.lengths import HINTS, is_centred, over_length_plus_eps
 
 # round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
 # the last cast (Gemma with offset 1, OLMo-2 with offset 0).
@@ -84,6 +84,7 @@ def why_keep(x, weight, eps, offset, round_first):
 FUSION = Fusion(
     name="rms_norm",
     instead="F.rms_norm(x, (n,), weight, eps)",
+    hints=HINTS,
     pattern=pow_mean_rsqrt,
     spellings=(torch_rms_norm, weight_first, weight_into_rstd),
     inputs={"x": "... n", "weight": "n", "eps": 1e-6},

@@ -63,6 +63,8 @@ class Fusion:
             ``"... n"``, ``"b c ..."``, ``"n|1"``), a number for a scalar (the value that tests use).
         source: the paper, as author year, identifier.
         instead: what to write in a model for the fusion to read it: one expression. The report says it beside a near miss.
+        hints: what the report says of a near miss instead of two names of ops, by them: that of the pattern, and the one
+            found in its place.
 
         kernel: the op that replaces a match: same parameters. Required unless there is an ``emit``.
         emit: writes the replacement into the graph, given an editor and a match; without it the kernel is called.
@@ -103,6 +105,7 @@ class Fusion:
     inputs: Inputs
     source: str = ""
     instead: str = ""
+    hints: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     kernel: FusedOp | None = None
     emit: Callable[[Any, Match], None] | None = None

@@ -64,11 +64,13 @@ class Attempt:
             return
         pattern = self.pattern.terms[wanted]
         if pattern.op != term.op or len(pattern.operands) != len(term.operands):
-            self._fail(state, term.nodes[0], f"expected {_describe(pattern)}, found {_describe(term)}")
+            ops = _describe(pattern), _describe(term)
+            hint = self.pattern.fusion.hints.get(ops) or f"expected {ops[0]}, found {ops[1]}"
+            self._fail(state, term.nodes[0], hint)
             return
         if pattern.attrs != term.attrs:
             over, wanted_over = (_over(t, t.attrs[1:] != other.attrs[1:]) for t, other in ((term, pattern), (pattern, term)))
-            self._fail(state, term.nodes[0], f"{pattern.op} is over {over}, the pattern's over {wanted_over}")
+            self._fail(state, term.nodes[0], f"{pattern.op} is over {over}, here it has to be over {wanted_over}")
             return
         entered = _State(
             state.inputs, {**state.pairs, wanted: term}, state.edges, (*state.inner, *term.nodes), state.crossed
@@ -244,10 +246,13 @@ class Attempt:
             self.near = NearMiss(fusion, self.root, node, reason, len(state.pairs), len(self.pattern.terms))
 
 
+_WORDS = {"part": "slice"}  # of terms that are no ops of torch
+
+
 def _describe(term: Term) -> str:
     """What a term is, for a near miss: its op, or what the user called where that is not known."""
     if term.op != "opaque":
-        return term.op
+        return _WORDS.get(term.op, term.op)
     node = term.attrs[0]
     if node.op not in ("call_method", "call_function"):
         return node.op

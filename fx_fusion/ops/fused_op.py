@@ -37,7 +37,7 @@ class FusedOp:
     """A differentiable op. Calling it returns its outputs, without the statistics that its backward needs.
 
     Attributes:
-        overload: the op in ``torch.ops.fx_fusion``; ``backward`` the one that computes its gradients.
+        overload: the op in ``torch.ops.fx_fusion``; ``backward``, if it has one, computes its gradients.
         outputs: the names of its results without statistics.
         parameters: the names of its parameters; ``optional`` those that may be None.
         reference: the function that it computes.
@@ -45,7 +45,7 @@ class FusedOp:
     """
 
     def __init__(
-        self, name: str, overload: Any, backward: Any, outputs: Sequence[str], reference: Reference, module: str
+        self, name: str, overload: Any, outputs: Sequence[str], reference: Reference, module: str, backward: Any = None
     ):  # fmt: skip
         self.name, self.overload, self.backward = name, overload, backward
         self.outputs, self.reference = tuple(outputs), reference
@@ -135,7 +135,7 @@ def fused_op(
         )
     module = forward[1].__module__
     declared_in = f"fx_fusion.patterns.{name}" if module.startswith("fx_fusion.") else module
-    fused = FusedOp(name, op, bwd, outputs, Reference(reference or f"{declared_in}:FUSION.pattern"), module)
+    fused = FusedOp(name, op, outputs, Reference(reference or f"{declared_in}:FUSION.pattern"), module, bwd)
 
     def forward_reference(*args: Any) -> Any:
         produced = fused.reference(dict(zip(parameters, args, strict=True)))

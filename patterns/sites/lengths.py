@@ -8,6 +8,17 @@ from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.terms import Term, is_tensor
 from fx_fusion.graph.view import View
 
+_LOWER_BOUND = "eps is a lower bound of the mean of squares here: RMSNorm adds it"
+HINTS = {  # of RMSNorm, by the op that it has and the one in its place
+    ("add", "clamp"): _LOWER_BOUND,
+    ("add", "clamp_min"): _LOWER_BOUND,
+    ("add", "maximum"): _LOWER_BOUND,
+    ("mean", "sum"): "the squares are added up: RMSNorm takes their mean",
+    ("mean", "var"): "a variance is of what is left without the mean: RMSNorm takes the mean of squares",
+    ("square", "abs"): "the mean is of magnitudes: RMSNorm takes that of squares",
+    ("square", "pow"): "the mean is of another power: RMSNorm takes that of squares",
+}
+
 
 def over_length_plus_eps(view: View, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The numerator and the divisor of ``x / (length(x) + eps)``, in which eps is not under the root; None for anything

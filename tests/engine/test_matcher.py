@@ -122,8 +122,8 @@ def test_attributes_and_literals_are_compared():
     fusion = fusion_tanh(pattern=rows, kernel=None, emit=emit)
     assert len(matches(fusion, lambda x: (0.5 * x).tanh().sum(1) * 2, x=(4, 8))) == 1
     for function, reason in (
-        (lambda x: (0.5 * x).tanh().sum(0) * 2, "sum is over dim -2, the pattern's over dim -1"),
-        (lambda x: (0.5 * x).tanh().sum(-1, True) * 2, "sum is over dim -1 with keepdim=True, the pattern's over dim -1 with keepdim=False"),
+        (lambda x: (0.5 * x).tanh().sum(0) * 2, "sum is over dim -2, here it has to be over dim -1"),
+        (lambda x: (0.5 * x).tanh().sum(-1, True) * 2, "sum is over dim -1 with keepdim=True, here it has to be over dim -1 with keepdim=False"),
         (lambda x: (0.5 * x).tanh().sum(-1) * 3, "expected 2, found 3"),
     ):
         found, tried = attempt(fusion, capture(function, x=(4, 8)))

@@ -190,8 +190,8 @@ def odd():
 @pytest.mark.parametrize(
     ("place", "sentences"),
     [
-        ("norms.clamped", ["near: ", "found clamp_min", "write F.rms_norm("]),
-        ("norms.other_dim", ["near: ", "mean is over dim -2, the pattern's over dim -1"]),
+        ("norms.clamped", ["near: ", "eps is a lower bound of the mean of squares", "write F.rms_norm("]),
+        ("norms.other_dim", ["near: ", "mean is over dim -2, here it has to be over dim -1"]),
         ("norms.outside", ["near: ", "eps is added outside of the root", "write F.rms_norm"]),
         ("norms.by_sum", ["not recognised in norms.by_sum: sqrt (test_report.py:", "nearest to rms_norm"]),
         ("norms.plain", ["fused: add_rms_norm in norms.plain"]),

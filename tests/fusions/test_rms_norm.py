@@ -108,10 +108,10 @@ def two_grad_modes(x):
 LOOKALIKES = {
     "mean_over_rows": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + EPS)), "over dim -2"),
     "mean_over_two_dims": (lambda x: w * (x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + EPS)), "over"),
-    "sum": (lambda x: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)), "expected mean, found sum"),
+    "sum": (lambda x: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)), "the squares are added up"),
     "cube": (
         lambda x: w * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS)),
-        "expected square, found pow",
+        "the mean is of another power",
     ),
     "eps_outside": (lambda x: w * (x * (torch.rsqrt(statistic(x)) + EPS)), None),
     "minus_eps": (lambda x: w * (x * torch.rsqrt(statistic(x) - EPS)), "expected add, found sub"),
