@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from fx_fusion import __version__
 from fx_fusion.errors import VerificationError
@@ -92,11 +93,54 @@ def main() -> int:
         return explain_command(given.target, sizes=chosen(*sizes), options=options, output=chosen(*output), **where)
     except (ValueError, VerificationError) as error:  # a target, an option, a fusion or a place that is none
         print(f"fx_fusion: {error}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_code", 2)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where the options are listed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"fx_fusion: {message} (see {self.prog} --help)\n")
+
+
+# -- what arguments must be: none of it needs torch --------------------------------------------------------------------
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
+    return int(text)
+
+
+def _place(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError(f"must be a module or a line, as layers.0.norm or model.py:12; got {text!r}")
+    return text
+
+
+def _requirement(text: str) -> str:
+    name, equals, number = text.partition("=")
+    if not name or (equals and not number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be FUSION or FUSION=N with a whole number N; got {text!r}")
+    return text
+
+
+def _in_a_folder(text: str) -> str:
+    """A file that can be written later on, or the start of its name."""
+    folder = os.path.dirname(text)
+    if not os.path.isdir(folder or "."):
+        raise argparse.ArgumentTypeError(f"must be in a folder that exists; there is no folder {folder!r}, make it before")
+    if not os.access(folder or ".", os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be in a folder that can be written to; {folder or '.'!r} can't")
+    return text
+
+
+def _file(text: str) -> str:
+    if not text or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"must be the name of a file; {text!r} is {'a folder' if text else 'none'}")
+    return _in_a_folder(text)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m fx_fusion", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="See what fx_fusion makes of a model.",
     )  # fmt: skip
@@ -108,9 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("target", help=f"{target}; a script (file.py) is run as it is")
     verify.add_argument("target", help=target)
     for command, length, layers in ((explain, 512, "all"), (verify, 64, "2")):
-        command.add_argument("--batch", type=int, help="rows of the batch (1)")
-        command.add_argument("--length", type=int, help=f"tokens in a row ({length}; 16 with --tiny)")
-        command.add_argument("--layers", type=int, help=f"at most so many layers; they are alike ({layers})")
+        command.add_argument("--batch", type=_at_least_1, help="rows of the batch (1)")
+        command.add_argument("--length", type=_at_least_1, help=f"tokens in a row ({length}; 16 with --tiny)")
+        command.add_argument("--layers", type=_at_least_1, help=f"at most so many layers; they are alike ({layers})")
         command.add_argument("--tiny", action="store_true", help="a small model of this type, with memory")
         command.add_argument("--device", choices=("cpu", "cuda"), help="where the model is (the GPU, if there is one)")
         command.add_argument(
@@ -123,9 +167,11 @@ def _parser() -> argparse.ArgumentParser:
         "profile", help="where the time of a script's steps goes, under Inductor and fx_fusion", allow_abbrev=False
     )
     profile.add_argument("script", help="a Python file that trains; its own arguments behind --")
-    profile.add_argument("--after", type=int, default=10, help="steps to warm up, compilations included")
-    profile.add_argument("--steps", type=int, default=5, help="steps to time, and as many to profile")
-    profile.add_argument("--trace", metavar="NAME", help="write NAME_inductor.json and NAME_fx_fusion.json, for Perfetto")
+    profile.add_argument("--after", type=_at_least_1, default=10, help="steps to warm up, compilations included")
+    profile.add_argument("--steps", type=_at_least_1, default=5, help="steps to time, and as many to profile")
+    profile.add_argument(
+        "--trace", type=_in_a_folder, metavar="NAME", help="write NAME_inductor.json and NAME_fx_fusion.json, for Perfetto"
+    )
     profile.add_argument("--backend", choices=("inductor", "fx_fusion"), help=argparse.SUPPRESS)
     profile.add_argument("--result", help=argparse.SUPPRESS)
     bisect = commands.add_parser("bisect", help="find the replacement with which a command starts to fail")
@@ -135,18 +181,21 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="show a report that was written as JSON")
     report.add_argument("file", help="what --json wrote, here or on another machine")
     for command in (explain, run, report):
-        command.add_argument("--html", metavar="FILE", help="write the report as a page")
-        command.add_argument("--json", metavar="FILE", help="write the report as JSON")
+        command.add_argument("--html", type=_file, metavar="FILE", help="write the report as a page")
+        command.add_argument("--json", type=_file, metavar="FILE", help="write the report as JSON")
         command.add_argument("--diff", action="store_true", help="print the graphs before and after")
-        command.add_argument("--why", metavar="PLACE", help="print what became of a module or of a line (model.py:12)")
+        command.add_argument(
+            "--why", type=_place, metavar="PLACE", help="print what became of a module or of a line (model.py:12)"
+        )
         command.add_argument("--fusion", metavar="FUSION", help="show the sites of one fusion")
         command.add_argument(
-            "--require", metavar="FUSION[=N]", action="append", default=[], help="exit code 1 unless it was fused (N times)"
-        )
+            "--require", type=_requirement, metavar="FUSION[=N]", action="append", default=[],
+            help="exit code 1 unless it was fused (N times)",
+        )  # fmt: skip
     for command in (explain, verify, run):
         command.add_argument("--select", choices=("auto", "measure", "always", "never"), help="as in the options")
     demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
-    demo.add_argument("--steps", type=int, default=8, help="training steps of each")
+    demo.add_argument("--steps", type=_at_least_1, default=8, help="training steps of each")
     demo.add_argument("--variant", choices=("eager", "inductor", "fx_fusion"), help=argparse.SUPPRESS)
     new = commands.add_parser("new-fusion", help="write the files of a new fusion, which work as they stand")
     new.add_argument("name", help="of the fusion, its op and its files")

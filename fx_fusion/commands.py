@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.profiling import Measured, Steps, read, side_by_side
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
-from fx_fusion.rewrite.verify_site import replayed, table
-from fx_fusion.targets import Target, target_of
+from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
+from fx_fusion.targets import Target, check_fusions, print_raised, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
 from fx_fusion.torch_internals.inductor import configuration, name_kernels_on_cpu
 from fx_fusion.transformers_models import Sizes
@@ -47,6 +48,7 @@ def explain_command(
 
     Raises TargetError, OptionError.
     """
+    check_fusions(output, before=name)
     if name.endswith(".py"):
         if device or gpu or any(sizes.values()):
             raise TargetError(f"{name} is a script, which chooses its device and sizes itself: give no option for these, or "
@@ -60,6 +62,7 @@ def explain_command(
         planned, device = cost_table.gpu_named(gpu or _DEFAULT_GPU), "cpu"  # where it is captured
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
         target = _target(name, fake=not sizes["tiny"], device=device, usual=512, **sizes)
+        check_fusions(output)  # it may have registered some
         with target.mode or contextlib.nullcontext(), planning_for(planned):
             try:
                 report = explain(target.call, *target.args, options=options, **target.kwargs)
@@ -99,6 +102,7 @@ def _target(name: str, *, fake: bool, device: str | None, usual: int, **given: A
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
     """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does.
     The exit code is the script's, or 1 where a requirement does not hold."""
+    check_fusions(output, before=script)
     with recording() as report, _compiling("fx_fusion", options):
         code = _run(script, arguments)
     shown = show(report, **output)
@@ -121,11 +125,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:  # whatever it raises is the script's, and there is a report to show
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename != script:
-            frames = frames.tb_next
-        own = error.with_traceback(frames or error.__traceback__)
-        sys.excepthook(type(own), own, own.__traceback__)
+        print_raised(error)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     finally:
         sys.argv = known
@@ -182,7 +182,11 @@ def bisect_command(command: Sequence[str]) -> int:
         environment = {name: value for name, value in os.environ.items() if name != "FX_FUSION_FUEL"}
         if fuel is not None:
             environment["FX_FUSION_FUEL"] = str(fuel)
-        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        except OSError as error:
+            raise ValueError(f"{command[0]!r} can't be run: {error.strerror}. Name a program and its arguments, as python "
+                             "check.py") from error  # fmt: skip
         errors = done.stderr[-2000:]
         told = [line for line in done.stderr.splitlines() if line.startswith(LAST_REPLACEMENT)]
         fine = done.returncode == 0
@@ -213,16 +217,26 @@ def bisect_command(command: Sequence[str]) -> int:
 
 def replay_command(file: str) -> int:
     """Compare the site that a file holds with float64, here and now; 1 if it is wrong."""
+    none = f"{file!r} is no site that was found wrong: it must be the file that an error of verify= names"
+    if not _saved_by_torch(file):
+        raise ValueError(none if Path(file).is_file() else f"there is no file {file!r}")
     try:
         check, rows = replayed(file)
-    except (OSError, pickle.UnpicklingError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no site that was found wrong: {type(error).__name__}: {error}") from error
+    except NotComparable as error:
+        raise ValueError(f"{file!r} can't be compared here: {error}") from error
+    except (OSError, pickle.UnpicklingError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise ValueError(f"{none}; {type(error).__name__}: {error}") from error
     print(f"{check.place}\n{table(rows)}")
     return 0 if rows[0].ok else 1
 
 
+def _saved_by_torch(file: str) -> bool:
+    return zipfile.is_zipfile(file) and any(name.endswith("/data.pkl") for name in zipfile.ZipFile(file).namelist())
+
+
 def report_command(file: str, *, output: dict[str, Any]) -> int:
     """Show a report that was written as JSON, here or on another machine; 2 where it is none."""
+    check_fusions(output)
     try:
         report = Report.from_json(Path(file).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -265,11 +279,14 @@ def show(
     """Print a report, write its files, check what is required; the exit code."""
     shown = report if fusion is None else report.only(fusion)
     print(shown.why(why) if why is not None else shown.diff() if diff else shown)
-    if json is not None:
-        Path(json).write_text(shown.to_json())
-    if html is not None:
-        shown.to_html(html)
-        print(f"written: {html}", file=sys.stderr)
+    try:
+        if json is not None:
+            Path(json).write_text(shown.to_json())
+        if html is not None:
+            shown.to_html(html)
+            print(f"written: {html}", file=sys.stderr)
+    except OSError as error:
+        raise ValueError(f"the report can't be written: {error}") from error
     for wanted in require:
         name, _, number = wanted.partition("=")
         found = report.count(name)

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from fx_fusion.__main__ import main
 
 SCRIPT = '''
 import sys
@@ -112,6 +115,124 @@ def test_targets_that_are_none(script, target, sentence):
     found = run("explain", target.format(script=script), code=2)
     assert sentence in found.stderr
     assert "Traceback" not in found.stderr
+
+
+# What is typed ({there} is a folder with the files of ``inputs``), and what is said: what must hold, what was found, what to do.
+WRONG = {
+    "explain llama --tiny --html {there}/no/r.html": "there is no folder '{there}/no'",
+    "explain llama --tiny --json {there}/no/r.json": "there is no folder '{there}/no'",
+    "explain llama --tiny --html {there}": "is a folder",
+    "report {there}/report.json --html {there}/no/r.html": "there is no folder",
+    "run {there}/train.py --json {there}/no/r.json": "there is no folder",
+    "profile {there}/train.py --trace {there}/no/trace": "there is no folder",
+    "replay {there}/empty.pt": "'{there}/empty.pt' is no site that was found wrong: it must be the file that an error of verify= names",
+    "replay {there}/cut.pt": "is no site that was found wrong",
+    "replay {there}/zip.pt": "is no site that was found wrong",
+    "replay {there}/weights.pt": "is no site that was found wrong",
+    "replay {there}/nowhere.pt": "there is no file '{there}/nowhere.pt'",
+    "bisect nosuchprogram": "'nosuchprogram' can't be run: No such file or directory. Name a program and its arguments, as python check.py",
+    "bisect {there}/train.py": "can't be run: Permission denied",
+    "explain llama --batch 0": "--batch: must be a whole number, 1 or more; got '0'",
+    "explain llama --layers 0": "--layers: must be a whole number",
+    "explain llama --length -3": "--length: must be a whole number, 1 or more; got '-3'",
+    "verify llama --length many": "--length: must be a whole number, 1 or more; got 'many'",
+    "profile {there}/train.py --steps 0": "--steps: must be a whole number",
+    "profile {there}/train.py --after 0": "--after: must be a whole number",
+    "demo --steps 0": "--steps: must be a whole number",
+    "explain llama --require rope=x": "--require: must be FUSION or FUSION=N with a whole number N; got 'rope=x'",
+    "explain llama --require rope=": "--require: must be FUSION or FUSION=N",
+    "explain llama --require rope=-1": "--require: must be FUSION or FUSION=N",
+    "explain llama --require rop=2": "no fusion is called 'rop'. Did you mean 'rope'?",
+    "explain llama --fusion rms_nrom": "no fusion is called 'rms_nrom'. Did you mean 'rms_norm'?",
+    "explain {there}/train.py --fusion rop": "Did you mean 'rope'?",
+    "explain {there}/train.py:make --require rop": "Did you mean 'rope'?",
+    "run {there}/train.py --require rop": "One of your own: register it in {there}/train.py",
+    "report {there}/report.json --fusion rop": "Did you mean 'rope'?",
+    "explain llama --why ": "--why: must be a module or a line, as layers.0.norm or model.py:12; got ''",
+    "explain llama --colour red": "unrecognized arguments: --colour red",
+    "explain": "required: target",
+}
+
+
+@pytest.fixture
+def inputs(script, tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    whole = (tmp_path / "weights.pt").read_bytes()
+    for name, content in {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "report.json": b"{}"}.items():
+        (tmp_path / name).write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as file:
+        file.writestr("a.txt", "a")
+    return tmp_path
+
+
+def typed(monkeypatch, *arguments):
+    """The exit code of a command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["fx_fusion", *arguments])
+    try:
+        return main()
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_input_is_one_line(line, inputs, monkeypatch, capsys):
+    """On stderr, with exit code 2, before a model is captured or a script runs."""
+
+    def works(*given, **named):
+        raise AssertionError("it began to work")
+
+    for work in ("_target", "_run", "profile_one", "profile_command"):
+        if not (work == "_target" and "train.py:make" in line):  # what makes the model may register fusions
+            monkeypatch.setattr(f"fx_fusion.commands.{work}", works)
+    monkeypatch.setattr("fx_fusion.commands.explain", works)
+    code = typed(monkeypatch, *line.format(there=inputs).split(" "))
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("fx_fusion: ")
+    assert WRONG[line].format(there=inputs) in said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "frames", "sentence"),
+    [
+        ("def make():\n    return inner()\n\ndef inner():\n    raise ValueError('no data')\n", 2, "ValueError: no data"),
+        ("def make(:\n    pass\n", 1, "SyntaxError: "),
+        ("import no_such_module\n", 1, "No module named 'no_such_module'"),
+    ],
+)
+def test_a_target_that_raises(text, frames, sentence, tmp_path, monkeypatch, capsys):
+    """As a script that does: the frames that are the user's, what was raised, exit code 1; and a line that says whose it is."""
+    file = tmp_path / "boom.py"
+    file.write_text(text)
+    for command, target in (("explain", f"{file}:make"), ("verify", f"{file}:make"), ("run", str(file))):
+        if command == "run" and "def make():" in text:
+            file.write_text(f"{text}\nmake()\n")
+            frames += 1
+        assert typed(monkeypatch, command, target) == 1
+        err = capsys.readouterr().err
+        assert sentence in err
+        assert err.count('File "') == err.count(str(file)) - (command != "run") == frames, err
+        if command != "run":
+            assert err.splitlines()[-1].startswith(f"fx_fusion: '{file}:make' failed by its own error, above: ")
+
+
+def test_a_target_that_exits(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "leaves.py"
+    file.write_text("import sys\nsys.exit(0)\n")
+    assert typed(monkeypatch, "explain", f"{file}:make") == 2
+    assert 'keep its own work behind if __name__ == "__main__"' in capsys.readouterr().err
+
+
+def test_a_fusion_that_a_script_registers(tmp_path, monkeypatch, capsys):
+    """It is not known before the script runs."""
+    file = tmp_path / "mine.py"
+    file.write_text("from fx_fusion import register  # (MINE)\nprint('it ran')\n")
+    assert typed(monkeypatch, "run", str(file), "--require", "mine") == 2
+    said = capsys.readouterr()
+    assert "it ran" in said.out
+    assert "no fusion is called 'mine'" in said.err
 
 
 def test_what_is_required(script):
