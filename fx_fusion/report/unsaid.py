@@ -159,10 +159,11 @@ class _Graph:
         """What ``g * sigmoid(g)`` is of, its second factor being ``1 / (1 + exp(-g))``."""
         factors = self.rows[name].operands if self.ops.get(name) == "mul" else ()
         for factor, g in (factors, factors[::-1]) if len(factors) == 2 else ():
-            chain = ("reciprocal", "add", "exp")
-            while chain and self.ops.get(factor) == chain[0] and self.rows[factor].operands:
-                factor, chain = self.rows[factor].operands[-1], chain[1:]
-            if not chain:
+            for op in ("reciprocal", "add", "exp"):
+                if self.ops.get(factor) != op or not self.rows[factor].operands:
+                    break
+                factor = self.rows[factor].operands[-1]
+            else:
                 return self._below(g, _VIEWS)
         return None
 

@@ -1,7 +1,9 @@
 """TORCH_LOGS="fx_fusion": our messages as torch's own logs show theirs, and none where nobody asked."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +70,23 @@ def test_where_an_error_of_ours_was_raised(tmp_path):
     text = logged(tmp_path, "+fx_fusion", "broken")
     assert re.search(r"^I\d{4} .*the graph goes to Inductor unchanged: ZeroDivisionError\('a bug of ours'\)", text, re.M), text
     assert re.search(r"^V\d{4} .*script.py\", line \d+, in term", text, re.M), text
+
+
+def test_tlparse_lists_our_artifacts(tmp_path):
+    """``TORCH_TRACE=folder``, read by tlparse itself: the table, the diff and the JSON of each graph."""
+    command = shutil.which("tlparse", path=Path(sys.executable).parent) or shutil.which("tlparse")
+    if command is None:
+        pytest.skip("there is no tlparse")
+    traces, pages = tmp_path / "traces", tmp_path / "pages"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_TRACE": str(traces)}
+    subprocess.run([sys.executable, str(script), "plain"], check=True, cwd=tmp_path, env=environment)
+    (trace,) = traces.iterdir()
+    subprocess.run([command, str(trace), "-o", str(pages), "--no-browser"], check=True, capture_output=True)
+    found = {re.sub(r"_\d+$", "", file.stem): file.read_text() for file in pages.rglob("fx_fusion_*")}
+    assert found.keys() == {"fx_fusion_report", "fx_fusion_diff", "fx_fusion_json"}
+    assert re.search(r"fused +rms_norm", found["fx_fusion_report"])
+    assert "rms_norm" in found["fx_fusion_diff"]
+    assert json.loads(found["fx_fusion_json"])["sites"][0]["fusion"] == "rms_norm"
+    assert "fx_fusion_report" in (pages / "index.html").read_text()
