@@ -15,24 +15,39 @@ from fx_fusion.fusion import registry
 from fx_fusion.testing import eager_rest, rewriting_backend
 
 x, w = torch.randn(4, 8), torch.randn(8, requires_grad=True)
+table, ids = torch.randn(64, 8, requires_grad=True), torch.randint(64, (2, 6))
 
 
 def norm(x, w):
     return F.rms_norm(x, (8,), w).sin()
 
 
+def language_model(ids, table, w):
+    """An embedding, a norm, attention under a mask that is causal, a gate, a head with its loss, whose logits are returned."""
+    x = F.rms_norm(F.embedding(ids, table), (8,), w)
+    heads = x.view(2, 6, 2, 4).transpose(1, 2)
+    mask = torch.arange(6)[None, :] <= torch.arange(6)[:, None]
+    x = x + F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).transpose(1, 2).reshape(2, 6, 8)
+    x = F.rms_norm(x + F.silu(x) * x.sin(), (8,), w)
+    logits = F.linear(x, table)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), logits
+
+
+GRAPHS = {"norm": (norm, (x, w)), "language_model": (language_model, (ids, table, w))}
+
+
 OPTIONS = {"select": "always", "max_autotune": False}
 # The net itself, and what stands behind it: without these nothing is compiled at all. And what the body of an op
 # calls, on a CPU the pattern: an error there is one of the compiled function.
 THE_NET = {
-    "pow_mean_rsqrt", "scaled", "keeps_values", "first_of",
+    "pow_mean_rsqrt", "scaled", "keeps_values", "first_of", "silu_times_up",
     "fx_fusion", "compile_graph", "rewrite", "_as_dynamo_wrote_it", "_tell", "where_raised", "plain_inductor", "inductors_own",
     "compile_with", "fx_fusion.torch_internals.inductor.compile_graph",
 }  # fmt: skip
 
 
-def called_by_a_compilation():
-    """Every function and method of ours that the backend calls while it compiles ``norm``: module, name, function."""
+def called_by_a_compilation(graph):
+    """Every function and method of ours that the backend calls while it compiles a graph: module, name, function."""
     found = {}
 
     def note(frame, event, _):
@@ -49,7 +64,8 @@ def called_by_a_compilation():
 
     registry.all_fusions()
     torch._dynamo.reset()
-    torch.compile(norm, backend=backend)(x, w)
+    function, given = GRAPHS[graph]
+    torch.compile(function, backend=backend)(*given)
     return {f"{m}:{name}": code for (m, name), code in sorted(found.items()) if _may_break(m, name)}
 
 
@@ -90,31 +106,39 @@ def broken(where):
         function.__code__ = code
 
 
-def test_each_function_of_ours_broken_in_turn(subtests):
-    """A graph in which something would have been fused, in training. What hands the graph to Inductor is broken with
-    Inductor behind it, everything before with the graph run as it is: the net is the same, and faster to test."""
-    functions = called_by_a_compilation()
-    assert len(functions) > 150
+@pytest.mark.parametrize(("graph", "others", "fewest"), [("norm", None, 120), ("language_model", "norm", 100)])
+def test_each_function_of_ours_broken_in_turn(subtests, graph, others, fewest):
+    """A graph in which something would have been fused, in training; of the second graph what the first has not called.
+    What hands the graph to Inductor is broken with Inductor behind it, everything before with the graph run as it is: the
+    net is the same, and faster to test."""
+    functions, known = called_by_a_compilation(graph), called_by_a_compilation(others) if others else {}
+    function, given = GRAPHS[graph]
+    trained = [t for t in given if t.requires_grad]
+    expected = results_of(function, given, trained)
     reached = 0
     for where, code in functions.items():
-        if code.co_freevars or function_of(where).__code__ is not code:
+        if where in known or code.co_freevars or function_of(where).__code__ is not code:
             continue  # a wrapper of contextlib or functools: what it wraps stands for it
         with subtests.test(where), broken(where) as happened, warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             torch._dynamo.reset()
             rooms = ("inductor", "ops", "torch_internals", "options", "memory")
             by_inductor = where.startswith(tuple(f"fx_fusion.{room}" for room in rooms))
-            given = {"backend": "fx_fusion", "options": OPTIONS} if by_inductor else {"backend": rewritten_or_not}
-            y = torch.compile(norm, **given)(x, w)
-            torch.testing.assert_close(y, norm(x, w))
-            ours, theirs = (torch.autograd.grad(t.sum(), w)[0] for t in (y, norm(x, w)))
-            torch.testing.assert_close(ours, theirs)
+            way = {"backend": "fx_fusion", "options": OPTIONS} if by_inductor else {"backend": rewritten_or_not}
+            torch.testing.assert_close(results_of(torch.compile(function, **way), given, trained), expected)
             reached += bool(happened)
             if happened:
                 said = [str(w.message) for w in told]  # FX adds the node to the message of an error
                 net = "the graph goes to Inductor unchanged", "torch's choice alone"  # the whole, or what it saves
                 assert any("a bug of ours" in s and any(sentence in s for sentence in net) for s in said), said
-    assert reached > 120  # the others are asked once a process
+    assert reached > fewest  # the others are asked once a process
+
+
+def results_of(function, given, trained):
+    """Results and gradients."""
+    made = function(*given)
+    made = made if isinstance(made, tuple) else (made,)
+    return [t.detach() for t in made], torch.autograd.grad(made[0].sum(), trained)
 
 
 def rewritten_or_not(gm, example_inputs):
