@@ -23,7 +23,7 @@ from sklearn.model_selection import train_test_split
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from bench.drawing import LIGHT, save
+from bench.drawing import Scheme, save
 from fx_fusion.patterns.evonorm_b0 import over_larger_deviation
 from fx_fusion.patterns.evonorm_s0 import swish_over_group_deviation
 
@@ -93,10 +93,10 @@ def train(variant: str, kind: str, epochs: int, device: str) -> dict:
     }  # fmt: skip
 
 
-def plot(rows: list[dict]) -> Figure:
+def plot(rows: list[dict], scheme: Scheme) -> Figure:
     """Training loss and test accuracy: a colour a norm, a style a backend."""
     figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    colours = dict(zip(dict.fromkeys(row["norm"] for row in rows), ("C0", "C1"), strict=False))
+    colours = dict(zip(dict.fromkeys(row["norm"] for row in rows), (scheme.ours, scheme.inductor), strict=False))
     for row in rows:
         style = {"eager": "-", "inductor": "--", "fx_fusion": ":"}[row["variant"]]
         look = {"linestyle": style, "color": colours[row["norm"]], "linewidth": 1.2}
@@ -122,7 +122,7 @@ def main() -> None:
     ]
     out = Path(given.out)
     (out / "digits.json").write_text(json.dumps(rows))
-    save(lambda scheme: plot(rows), out, "digits", LIGHT)
+    save(lambda scheme: plot(rows, scheme), out, "digits")
     print(tabulate([(r["norm"], r["variant"], f"{r['accuracy']:.4f}", r["losses"][-1], r["seconds"]) for r in rows],
                    headers=("norm", "variant", "test accuracy", "last loss", "seconds")))  # fmt: skip
 

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from bench.drawing import LIGHT, Scheme, bare, save
+from bench.drawing import Scheme, bare, save
 
 STATUSES = ("fused", "kept", "declined", "near", "missing")
 COLOURS = ("#2a9d4a", "#8ecae6", "#ffb703", "#fb8500", "#d00000")
@@ -72,7 +72,8 @@ def page(rows: list[Row]) -> str:
             sites, headers=("sites", "models", "in graphs", *STATUSES, "% explained"), tablefmt="github"
         ),
         "",
-        "![what became of the sites](bench/results/coverage.svg)",
+        '<picture><source media="(prefers-color-scheme: dark)" srcset="bench/results/coverage_dark.svg">'
+        '<img src="bench/results/coverage.svg" alt="what became of the sites"></picture>',
         "",
         "## Why not fused",
         "",
@@ -135,7 +136,7 @@ def main() -> None:
     rows = list({(row["class"], row["kind"], row["dtype"]): row for row in rows}.values())
     rows.sort(key=lambda row: (row["kind"], row["class"], row["dtype"]))
     Path("COVERAGE.md").write_text(page(rows))
-    save(lambda scheme: plot(rows, scheme), Path("bench/results"), "coverage", LIGHT)
+    save(lambda scheme: plot(rows, scheme), Path("bench/results"), "coverage")
     print(page(rows).split("## Why not fused")[0])
 
 
