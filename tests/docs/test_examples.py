@@ -1,5 +1,6 @@
 """The examples run as their page says, on this machine, and what they show is fused."""
 
+import math
 import os
 import re
 import subprocess
@@ -15,6 +16,9 @@ SHOWN = {
     "train.py": ("linear_cross_entropy", r"not assumed, as it did not hold in the first call: \w+ is all ones; held in 0 of 4 calls"),
     "trainer.py": ("linear_cross_entropy", r"the page: out/fx_fusion.html"),
     "sft.py": ("repeat_kv", r"ends at a graph break at chunked_logprob\.py"),
+    "dpo.py": ("repeat_kv", r"ends at a graph break at chunked_logprob\.py"),
+    "grpo.py": ("causal_mask repeat_kv", r"ends at a graph break at chunked_logprob\.py"),
+    "qlora.py": ("linear_cross_entropy repeat_kv", r"Linear4bit of \d+ MiB"),
     "lora.py": ("linear_cross_entropy", r"trainable params: 6,656"),
     "lightning_module.py": ("linear_cross_entropy", r"graph 0: not assumed, as it did not hold in the first call"),
     "distributed.py": ("linear_cross_entropy", r"loss \d+\.\d+"),
@@ -22,13 +26,15 @@ SHOWN = {
     "diffusion.py": ("group_norm_swish", r"loss \d+\.\d+"),
     "accelerated.py": ("linear_cross_entropy", r"loss \d+\.\d+"),
 }
+LOSSES = {"dpo.py": 4, "grpo.py": 4, "qlora.py": 4}  # printed, one a step
 STARTS = {
     "python": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone"],
     "accelerate launch": ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
 }
 NEEDS = {"lora.py": "peft", "trainer.py": "accelerate", "lightning_module.py": "lightning", "images.py": "torch",
-         "diffusion.py": "diffusers", "accelerated.py": "accelerate", "sft.py": "trl"}  # fmt: skip
+         "diffusion.py": "diffusers", "accelerated.py": "accelerate", "sft.py": "trl", "dpo.py": "trl", "grpo.py": "trl",
+         "qlora.py": "bitsandbytes"}  # fmt: skip
 
 
 def run(command, folder):
@@ -41,15 +47,19 @@ def run(command, folder):
 
 
 def named(command):
-    return next(name for name in SHOWN if name in command)
+    return next(name for name in SHOWN if f"/{name}" in command)
 
 
 def checked(command, folder):
     pytest.importorskip(NEEDS.get(named(command), "transformers"))
-    fusion, line = SHOWN[named(command)]
+    fusions, line = SHOWN[named(command)]
     shown = run(command, folder)
-    assert re.search(rf"^fused +{fusion} ", shown, re.M), shown
+    for fusion in fusions.split():
+        assert re.search(rf"^fused +{fusion} ", shown, re.M), shown
     assert re.search(line, shown), shown
+    losses = [float(loss) for loss in re.findall(r"(?:^loss |'loss': ')([^\s',]+)", shown, re.M)]
+    assert len(losses) >= LOSSES.get(named(command), 0), shown
+    assert all(map(math.isfinite, losses)), losses
 
 
 def test_every_example_is_on_the_page():
@@ -92,3 +102,39 @@ def test_what_lightning_logs(tmp_path):
     assert float(last["fx_fusion/logits_read"]) == 0
     assert float(last["loss"]) > 0
     assert "linear_cross_entropy" in (tmp_path / "out" / "fx_fusion.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_head_handed_back(monkeypatch):
+    """The block of docs/huggingface.md: the log-probabilities and entropies of TRL's own head, in one graph, and fused."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    import torch
+
+    import fx_fusion
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from small import device, llama
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "huggingface.md").read_text(), re.S | re.M)
+    known = {}
+    exec(next(block for block in blocks if "def head_in_the_graph" in block), known)
+    ids = torch.randint(2, 250, (4, 160), device=device)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(), "fused_lm_head": True}
+    batch["labels"][:, :20] = -100
+
+    def outputs(handed_back):
+        torch._dynamo.reset()
+        model = llama()
+        utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        if handed_back:
+            known["head_in_the_graph"](model)
+        with fx_fusion.recording() as report:
+            found = (torch.compile(model, backend="fx_fusion") if handed_back else model)(**batch)
+            found.log_probs.sum().backward()
+        return report, (found.log_probs.detach(), found.entropy.detach(), model.lm_head.weight.grad)
+
+    _, expected = outputs(False)
+    report, found = outputs(True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert report.count("token_log_probs") == 1, str(report)
+    assert len(report.graphs) == 1, str(report)
