@@ -19,6 +19,8 @@ import torch
 from tabulate import tabulate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fx_fusion.report.verdict import counted
+
 # The first that is found in a name is its kind: a kernel that computes a loss and something beside it is the loss's.
 _KINDS = (
     ("compilation", r"dynamo_timed|inductor_|async_compile"),
@@ -179,7 +181,7 @@ def side_by_side(found: Sequence[Profiled]) -> str:
     if not last.graphs:
         lines.append("nothing was compiled: the script has to call torch.compile, or model.compile()")
     else:
-        lines.append(f"{last.fused} site(s) fused in {last.graphs} graph(s)")
+        lines.append(f"{counted(last.fused, 'site')} fused in {counted(last.graphs, 'graph')}")
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from fx_fusion.options import Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.report.site import Site
+from fx_fusion.report.verdict import counted
 from fx_fusion.torch_internals.containers import tree_map_only
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
@@ -52,7 +53,7 @@ class Verification:
         shown = [(row.name, f"{row.error:.2e}", f"{row.usual:.2e}", f"{row.allowed:.2e}", "" if row.ok else "wrong")
                  for row in self.rows[:8]]  # fmt: skip
         lines = [
-            f"{len(self.rows)} outputs and gradients, {fused} site(s) fused: {verdict}",
+            f"{len(self.rows)} outputs and gradients, {counted(fused, 'site')} fused: {verdict}",
             tabulate(shown, headers=("the worst", "error", "eager's", "allowed", ""), disable_numparse=True),
         ]
         if self.blame is not None:

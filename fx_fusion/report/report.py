@@ -26,7 +26,7 @@ from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
 from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid, unsaid
-from fx_fusion.report.verdict import NOTHING_RECORDED, verdict
+from fx_fusion.report.verdict import NOTHING_RECORDED, counted, verdict
 
 
 class Report:
@@ -121,7 +121,8 @@ class Report:
             return f"fx_fusion  {NOTHING_RECORDED}"
         fused = sum(s.status == "fused" for s in self.sites)
         nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
-        head = f"fx_fusion  {len(self.graphs)} graph(s), {nodes[0]} -> {nodes[1]} nodes, {fused} site(s) fused"
+        made = f"{counted(len(self.graphs), 'graph')}, {nodes[0]} -> {nodes[1]} nodes"
+        head = f"fx_fusion  {made}, {counted(fused, 'site')} fused"
         rows = [
             (status, fusion, number, shortened(modules), location, reason)
             for status, fusion, reason, location, modules, number in self._grouped()

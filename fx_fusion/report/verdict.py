@@ -15,13 +15,18 @@ NOTHING_RECORDED = (
 )
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and what it counts: ``1 site``, ``2 sites``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def verdict(graphs: Sequence[GraphReport], sites: Sequence[Site]) -> str:
     """How many sites were fused, what they save, graph breaks, how often assumptions held, what is computed again."""
     if not graphs:
         return NOTHING_RECORDED
     others = ", ".join(f"{n} {s}" for s in STATUSES[1:] if (n := sum(site.status == s for site in sites)))
     fused = [site.estimate for site in sites if site.status == "fused"]
-    said = [f"{len(fused)} of {len(sites)} site(s) fused" + f" ({others})" * bool(others)]
+    said = [f"{len(fused)} of {counted(len(sites), 'site')} fused" + f" ({others})" * bool(others)]
     time = sum(e["inductor"] - e["ours"] for e in fused if "ours" in e)
     moved = sum(e["inductor_bytes"] - e["bytes"] for e in fused if "bytes" in e)
     saved = [f"{time / 1e3:.2g} ms"] * any("ours" in e for e in fused)
@@ -30,7 +35,7 @@ def verdict(graphs: Sequence[GraphReport], sites: Sequence[Site]) -> str:
         said.append(f"estimated: {' and '.join(saved)} less a step than Inductor's")
     unmade = sum((Counter(site.unmade) for site in sites), Counter[str]())
     said += [f"{size_of(amount)} of {what} never in memory" for what, amount in unmade.items()]
-    said.append(f"{len(graphs)} graph(s), {sum(bool(g.broke) for g in graphs)} graph break(s)")
+    said.append(f"{counted(len(graphs), 'graph')}, {counted(sum(bool(g.broke) for g in graphs), 'graph break')}")
     if calls := sum(g.calls.assumed + g.calls.otherwise for g in graphs):
         said.append(f"assumptions held in {sum(g.calls.assumed for g in graphs)} of {calls} calls")
     if again := sum(value.bytes for g in graphs for value in g.memory.values if value.again):

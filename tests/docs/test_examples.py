@@ -106,7 +106,7 @@ def test_what_lightning_logs(tmp_path):
 
 @pytest.mark.slow
 def test_the_head_handed_back(monkeypatch):
-    """The block of docs/huggingface.md: the log-probabilities and entropies of TRL's own head, in one graph, and fused."""
+    """The block of docs/trl.md: the log-probabilities and entropies of TRL's own head, in one graph, and fused."""
     utils = pytest.importorskip("trl.trainer.utils")
     import torch
 
@@ -115,7 +115,7 @@ def test_the_head_handed_back(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from small import device, llama
 
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "huggingface.md").read_text(), re.S | re.M)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "trl.md").read_text(), re.S | re.M)
     known = {}
     exec(next(block for block in blocks if "def head_in_the_graph" in block), known)
     ids = torch.randint(2, 250, (4, 160), device=device)

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    "index", "install", "quickstart", "huggingface", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy", "report",
-    "verify", "options", "command_line", "api",
+    "index", "install", "quickstart", "huggingface", "trl", "troubleshooting", "faq", "padding_and_deferred_outputs", "accuracy",
+    "report", "verify", "options", "command_line", "api",
 )  # fmt: skip
 TEXT = {"README": (ROOT / "README.md").read_text(), **{name: (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES}}
 BLOCKS = {
@@ -71,7 +71,7 @@ def test_the_loop_of_the_quickstart(examples, capsys):
 @pytest.mark.parametrize(
     ("name", "needs"),
     [("quickstart-1", "accelerate"), ("quickstart-2", "lightning"), ("quickstart-3", "accelerate"), ("huggingface-0", "accelerate"),
-     ("huggingface-1", "accelerate"), ("huggingface-2", "peft"), ("accuracy-0", "transformers")],
+     ("huggingface-1", "accelerate"), ("huggingface-2", "peft"), ("trl-1", "trl"), ("accuracy-0", "transformers")],
 )  # fmt: skip
 def test_code_runs(name, needs, examples):
     pytest.importorskip(needs)
@@ -140,7 +140,7 @@ def test_every_option_has_a_variable_on_the_page_of_hugging_face(monkeypatch):
 
 TERMS = ("site", "AOTAutograd", "joint graph", "e4m3", "graph break")
 FOR_USERS = (
-    "quickstart", "report", "options", "memory", "troubleshooting", "float8", "huggingface", "padding_and_deferred_outputs", "verify", "faq",
+    "faq", "quickstart", "report", "options", "memory", "troubleshooting", "float8", "huggingface", "trl", "padding_and_deferred_outputs", "verify",
 )  # fmt: skip
 
 

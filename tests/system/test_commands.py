@@ -242,8 +242,8 @@ def test_what_is_required(script):
 
 
 def test_verify(script):
-    assert "2 site(s)" not in (said := run("verify", f"{script}:make", "--select", "always").stdout)
-    assert "1 site(s) fused: all right" in said
+    assert "2 sites" not in (said := run("verify", f"{script}:make", "--select", "always").stdout)
+    assert "1 site fused: all right" in said
     assert "has no function" in run("verify", f"{script}:mak", code=2).stderr
 
 
