@@ -48,7 +48,7 @@ def unread(view: View) -> Iterator[NearMiss]:
     """A softmax of scores in other words."""
     for node in view.graph.nodes:
         found = normalised_exponentials(view, node)
-        if found is None or is_shifted(view, view.edge(found[0]).base) or not has_product(view, found[0]):
+        if found is None or is_shifted(view, found[0]) or not has_product(view, found[0]):
             continue
         yield NearMiss("attention", node, node, "exp(x) / sum(exp(x)) overflows where softmax(x) does not; write softmax")
 

@@ -25,6 +25,7 @@ from fx_fusion.kernels.lib.glu import ACTIVATIONS, glu_bwd_kernel, glu_fwd_kerne
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.memory.joint_graph import JointGraph, users
 from fx_fusion.ops.launch import qualified_name
+from fx_fusion.torch_internals.partitioner import checkpoint_of, is_fusible
 from fx_fusion.torch_internals.traced_kernels import launched
 
 _FORWARD, _BACKWARD = (swiglu.overload, geglu.overload), (swiglu.backward, geglu.backward)
@@ -92,15 +93,30 @@ def quantise_in_gates(
         return
     joint = JointGraph(inserter.graph)
     writer = _Gates(inserter, joint, power_of_two)
-    ys = {gate.of: node for node in joint.forward if (gate := gate_of(node)) is not None}
+    backwards = _of_both_results(gates)
+    behind: dict[tuple[fx.Node, fx.Node, str], list[fx.Node]] = {}
+    for node, (dgate, _) in backwards.items():
+        behind.setdefault(gates[dgate].of, []).append(node)
+    ys: dict[fx.Node, fx.Node] = {}
     for y, gate in gates.items():
-        if not gate.backward:
-            ys[gate.of] = writer.forward(gate, y, rows[y])
-    for dgate, gate in gates.items():
-        dup = next((n for n, other in gates.items() if other.node is gate.node and other.result == 1), None)
-        if gate.backward and gate.result == 0 and dup is not None:
-            writer.backward(gate, (dgate, dup), (rows[dgate], rows[dup]), ys.get(gate.of))
+        if gate.backward or checkpoint_of(gate.node) != checkpoint_of(rows[y].q):
+            continue  # what a checkpoint says of y it would not say of the node that stands for it
+        readers, own = joint.readers(y), behind.get(gate.of, [])
+        handed_out = len(own) == 1 and own[0] not in ys and not joint.needs(own[0], readers)
+        if (readers and not handed_out) or writer.is_recomputed_from(y, rows[y]):
+            continue  # y would be saved where it was not, or computed once more
+        made = writer.forward(gate, y, rows[y])
+        if readers:
+            ys[own[0]] = made
+    for node, (dgate, dup) in backwards.items():
+        writer.backward(gates[dgate], (dgate, dup), (rows[dgate], rows[dup]), ys.get(node))
     erase_unread(inserter.graph, writer.unread)
+
+
+def _of_both_results(gates: Mapping[fx.Node, Gate]) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
+    """The backwards of which both dgate and dup are there, and these."""
+    by_place = {(gate.node, gate.result): result for result, gate in gates.items() if gate.backward}
+    return {node: (dgate, by_place[node, 1]) for (node, i), dgate in by_place.items() if i == 0 and (node, 1) in by_place}
 
 
 def _is_whole(result: fx.Node, width: Any) -> bool:
@@ -115,6 +131,10 @@ class _Gates:
     def __init__(self, inserter: Inserter, joint: JointGraph, power_of_two: bool):
         self._inserter, self._joint, self._power_of_two = inserter, joint, power_of_two
         self.unread: list[fx.Node] = []  # what may be read by nothing now
+
+    def is_recomputed_from(self, y: fx.Node, rows: Quantised) -> bool:
+        """Whether kernels of Inductor's read y in the forward: what they make may be computed again, from gate and up."""
+        return any(is_fusible(n) for n in self._other_readers(y, rows) if n not in self._joint.backward)
 
     def forward(self, gate: Gate, y: fx.Node, rows: Quantised) -> fx.Node:
         """Quantise y where it is made. Returns y, which is stored where the forward reads it otherwise, and then another
@@ -132,12 +152,10 @@ class _Gates:
     def backward(
         self, gate: Gate, results: tuple[fx.Node, fx.Node], rows: tuple[Quantised, Quantised], y: fx.Node | None
     ) -> None:
-        """Quantise dgate and dup where they are made, store them where something else reads them, and hand out y if it is
-        read behind it only."""
+        """Quantise dgate and dup where they are made, store them where something else reads them, and hand out y, if it is
+        given, to those of the backward that read it."""
         joint = self._joint
-        readers = [] if y is None else joint.readers(y)
-        handed_out = y if readers and not joint.needs(gate.node, readers) else None
-        stored = [*(r if self._other_readers(r, q) else None for r, q in zip(results, rows, strict=True)), handed_out]
+        stored = [*(r if self._other_readers(r, q) else None for r, q in zip(results, rows, strict=True)), y]
         shapes = tuple(None if node is None else node.meta["val"].shape for node in stored)
         made = self._inserter.insert(
             _backward(gate.kind, self._power_of_two, shapes), gate.operands, gate.node, like=gate.node
@@ -148,7 +166,7 @@ class _Gates:
         self._replace(rows[1], *found[2:4])
         kept = [node for node in stored if node is not None]
         for node, again in zip(kept, found[4:], strict=True):
-            if node is handed_out:
+            if node is y:
                 joint.read_instead(node, again)
             else:
                 node.replace_all_uses_with(again)

@@ -16,7 +16,6 @@ _TELLING = {
     **dict.fromkeys(("group_norm", "instance_norm"), "group_norm"),
     "softmax": "attention",
     **dict.fromkeys(("log_softmax", "logsumexp", "cross_entropy", "nll_loss", "kl_div"), "cross_entropy"),
-    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss"), "cross_entropy"),
 }
 _PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the result of a softmax, and attention does not
 _ROOT = re.compile(r"pow\(.*, -?0\.5\)")
@@ -27,6 +26,7 @@ _VIEWS = {
     "to", "float", "type_as", "view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "contiguous",
     "getitem", "flatten", "unflatten", "repeat", "repeat_interleave", "cat", "stack", "concat", "clone", "mul",
 }  # fmt: skip
+_OVER_ROWS = re.compile(r"mean\(\w+, (?:dim=)?[(\[]?-1\b")
 _WAVE = re.compile(r"(?:^|_)(cos|sin)(?:_|$)")  # in the name of an input
 _FAR = 10  # a near miss speaks for what is so many steps above its root
 
@@ -47,15 +47,28 @@ class Unsaid(NamedTuple):
 
 def unsaid(rows: Sequence[Row], sites: Iterable[Site]) -> list[Unsaid]:
     """Of one graph: its rows before, and its sites."""
-    graph, sites = _Graph(rows), list(sites)
+    sites = list(sites)
     named = {name for site in sites for name in site.nodes}
-    parts = {name for site in sites for name in graph.above(site)}
     found = []
-    for row in rows:
-        what = None if row.name in named else graph.tells(row)
-        if what is not None and not (row.name in parts and what[0] in _TELLING):
-            found.append(Unsaid(what[0], row.module, row.location, row.name, what[1]))
+    for body in _bodies(rows):
+        graph = _Graph(body)
+        parts = {name for site in sites for name in graph.above(site)}
+        for row in body:
+            what = None if row.name in named else graph.tells(row)
+            if what is not None and not (row.name in parts and what[0] in _TELLING):
+                found.append(Unsaid(what[0], row.module, row.location, row.name, what[1]))
     return found
+
+
+def _bodies(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of a graph and of each body inside it: their names are their own. A row without a name begins a body."""
+    bodies: list[list[Row]] = [[]]
+    for row in rows:
+        if row.name:
+            bodies[-1].append(row)
+        else:
+            bodies.append([])
+    return bodies
 
 
 class _Graph:
@@ -133,7 +146,7 @@ class _Graph:
         if len(row.operands) != 2:
             return False
         above, mean = (self._below(name, {*_VIEWS, "add", "clamp", "clamp_min"}) for name in row.operands)
-        if self.ops.get(mean) not in ("mean", "sum", "amax") or not self.rows[mean].operands:
+        if self.ops.get(mean) != "mean" or not _OVER_ROWS.search(self.rows[mean].text) or not self.rows[mean].operands:
             return False
         magnitude = self._below(self.rows[mean].operands[0], _VIEWS)
         if self.ops.get(magnitude) not in ("abs", "square", "pow") or not self.rows[magnitude].operands:
@@ -159,16 +172,19 @@ class _Graph:
         """What ``g * sigmoid(g)`` is of, its second factor being ``1 / (1 + exp(-g))``."""
         factors = self.rows[name].operands if self.ops.get(name) == "mul" else ()
         for factor, g in (factors, factors[::-1]) if len(factors) == 2 else ():
-            for op in ("reciprocal", "add", "exp"):
+            for op in ("reciprocal", "add", "exp", "neg"):
                 if self.ops.get(factor) != op or not self.rows[factor].operands:
                     break
                 factor = self.rows[factor].operands[-1]
             else:
-                return self._below(g, _VIEWS)
+                if (gate := self._below(g, _VIEWS)) == self._below(factor, _VIEWS):
+                    return gate
         return None
 
     def _below(self, name: str, through: set[str]) -> str:
-        while name in self.rows and self.ops[name] in through and self.rows[name].operands:
+        seen = set[str]()
+        while name in self.rows and name not in seen and self.ops[name] in through and self.rows[name].operands:
+            seen.add(name)
             name = self.rows[name].operands[0]
         return name
 

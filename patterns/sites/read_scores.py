@@ -187,6 +187,7 @@ def _without_maximum(view: View, node: fx.Node, scores: Scores) -> fx.Node:
     if scores.sink is not None or scores.softcap is not None:  # which are not shifted with the scores
         raise NotThis(node, f"{node.name} shifts the scores below their {'sink' if scores.sink else 'softcap'}")
     scores.nodes.update(found[1])
+    scores.shifted = True
     return inside  # type: ignore[return-value]
 
 

@@ -41,6 +41,7 @@ class Scores:
     softcap: float | None = None  # softcap · tanh(q · keys · scale / softcap)
     sink: fx.Node | None = None  # (.., queries, 1): one more score of each row, without a value
     structure: Structure | None = None  # what the mask shows, where it is more than causal
+    shifted: bool = False  # by their maximum, which is left out
     lse: fx.Node | None = None  # the logarithm of the sum of their exponentials, where it is read
 
     @property

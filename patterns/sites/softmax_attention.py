@@ -47,8 +47,7 @@ def _softmax(view: View, node: fx.Node) -> tuple[Mapping[str, Any] | None, set[f
     if bound is not None or not is_tensor(node):
         return bound, {node}
     found = normalised_exponentials(view, node)
-    shifted = None if found is None else view.edge(found[0]).base
-    return ({"input": shifted, "dim": -1}, found[1]) if found and is_shifted(view, shifted) else (None, set())
+    return ({"input": found[0], "dim": -1}, found[1]) if found and is_shifted(view, found[0]) else (None, set())
 
 
 def normalised_exponentials(view: View, node: fx.Node) -> tuple[Any, set[fx.Node]] | None:
@@ -59,9 +58,10 @@ def normalised_exponentials(view: View, node: fx.Node) -> tuple[Any, set[fx.Node
     power, total = inner_term(view, term.operands[0], "exp"), inner_term(view, term.operands[1], "sum")
     if power is None or total is None or total.attrs != ((-1,), True) or not is_tensor(power.operands[0]):
         return None
-    if not view.same_source(total.operands[0], term.operands[0]):
+    inside = view.edge(power.operands[0])
+    if not view.same_source(total.operands[0], term.operands[0]) or inside.roundings:
         return None
-    return power.operands[0], {node, *power.nodes, *total.nodes, *view.edge(total.operands[0]).crossed}
+    return inside.base, {node, *power.nodes, *total.nodes, *view.edge(total.operands[0]).crossed, *inside.crossed}
 
 
 def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores) -> Match:
@@ -119,7 +119,8 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
     if not _broadcasts(of_keys, of_q) or not _broadcasts(of_v, of_scores):
         raise NotThis(user, "batch and heads of queries, keys and values differ")
     scores.dropout, scores.values = dropout, values
-    scores.lse = None if scores.sink is not None else _lse_of(view, bound["input"], user)
+    # Of scores less their maximum it is another number.
+    scores.lse = None if scores.sink is not None or scores.shifted else _lse_of(view, bound["input"], user)
     # Inputs lie as the kernel takes them; what is grouped anew, in another order, or one head for all, does not.
     one_level = scores.heads is None
     as_they_are = [

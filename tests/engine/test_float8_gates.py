@@ -1,5 +1,6 @@
 """SwiGLU and GEGLU beside float8 linears: one kernel computes and quantises, the backward's hands out y as well."""
 
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from fx_fusion.float8 import rewrite
 from fx_fusion.float8.linears import FORWARD, OF_INPUT
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.view import View
+from fx_fusion.memory import candidates
 from fx_fusion.options import parse
 from fx_fusion.pipeline import Fuel
 from fx_fusion.pipeline import rewrite as rewrite_graph
@@ -78,6 +80,72 @@ def test_who_else_reads_them(monkeypatch, recipe):
     found, _ = both(monkeypatch, model.bfloat16(), batch, recipe, float8_keep=["*.a", "*.b"])
     assert found.backward["quantise_glu_bwd"] == 2
     assert found.backward["swiglu"] == 0
+
+
+class Gated(nn.Module):
+    """An MLP of which ``ends`` makes a loss: of the module, x and y."""
+
+    def __init__(self, ends, gates=None):
+        super().__init__()
+        self.gate, self.up, self.down, self.down2 = (nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.ends, self.gates = ends, gates or self.gated
+
+    def gated(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+    def forward(self, x):
+        return self.ends(self, x, self.gates(x)).float().square().mean()
+
+
+def one_up_is_frozen(module):
+    return lambda x: F.silu(module.gate(x)) * module.up(x).detach()
+
+
+ENDS = {  # what y is read by besides, so that the backward of the gate needs it or is no one's
+    "y in the gradient of y": lambda m, x, y: m.down(y) + y.float().pow(3),
+    "a norm of y": lambda m, x, y: m.down(F.rms_norm(y, (64,))) + m.down2(y),
+    "a sigmoid of y": lambda m, x, y: x + m.down(y) * torch.sigmoid(y),
+}
+
+
+@pytest.mark.parametrize("memory", ["speed", "min"])
+@pytest.mark.parametrize("name", ENDS)
+def test_nothing_more_is_saved(monkeypatch, name, memory):
+    """Where the backward can't hand y out, it is neither saved where it was not, nor computed by one kernel more."""
+    monkeypatch.setattr(candidates, "_SMALLEST", 1)
+    torch.manual_seed(0)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    found, behind = both(monkeypatch, Gated(ENDS[name]).bfloat16(), {"x": x}, "rowwise", memory)
+    assert found.bytes <= behind.bytes
+    assert found.backward["swiglu"] <= behind.backward["swiglu"]
+
+
+def test_a_backward_that_is_not_quantised(monkeypatch):
+    """up needs no gradient: the forward stays as it is, too, or y would be computed once more."""
+    torch.manual_seed(0)
+    model = Gated(lambda m, x, y: m.down(y))
+    model.gates = one_up_is_frozen(model)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    found, behind = both(monkeypatch, model.bfloat16(), {"x": x}, "rowwise")
+    assert (found.backward["swiglu"], found.backward["quantise_glu_bwd"]) == (behind.backward["swiglu"], 0)
+
+
+@pytest.mark.parametrize("policy", [None, torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE])
+def test_a_checkpoint_around_the_gate_alone(monkeypatch, policy):
+    """What the user has computed again is not saved, and what the user has saved is."""
+    def of(ctx, op, *given, **rest):
+        saved = "swiglu" in str(op)
+        return policy if saved else torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = {} if policy is None else {
+        "context_fn": functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, of)
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = Gated(ENDS["a sigmoid of y"])
+    model.gates = lambda x: torch.utils.checkpoint.checkpoint(model.gated, x, use_reentrant=False, **contexts)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    found, behind = both(monkeypatch, model.bfloat16(), {"x": x}, "rowwise")
+    assert found.bytes == behind.bytes
 
 
 class Returned(nn.Module):

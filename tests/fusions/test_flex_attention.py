@@ -145,6 +145,24 @@ def test_beside_a_sink_padding_may_hide_a_row(padded, on_cpu):
     assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
 
 
+@pytest.mark.parametrize("softmax", [lambda s: torch.softmax(s, -1), lambda s: s.exp() / s.exp().sum(-1, keepdim=True)])
+def test_the_lse_of_shifted_scores_is_another_number(on_cpu, softmax):
+    """A softmax is the same without the maximum that was taken off, a logsumexp is not."""
+
+    def function(query, key, value):
+        scores = query @ key.mT / 4
+        scores = scores - scores.amax(-1, keepdim=True)
+        return softmax(scores) @ value * torch.logsumexp(scores, -1, keepdim=True).sigmoid()
+
+    inputs = tensors()
+    given = [{name: t.detach().clone().requires_grad_() for name, t in inputs.items()} for _ in range(2)]
+    found = torch.compile(function, backend=rewriting_backend(), dynamic=False)(**given[0])
+    expected = function(**given[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    grads = [torch.autograd.grad(y.square().sum(), list(of.values())) for y, of in zip((found, expected), given, strict=True)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("real", [False, True], ids=["", "the operator itself"])
 @pytest.mark.parametrize(("keepdim", "size"), [(False, 37), (True, S)], ids=["window", "causal"])
 def test_the_lse_of_the_scores_is_read_too(keepdim, size, real):

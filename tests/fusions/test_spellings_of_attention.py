@@ -277,13 +277,32 @@ def normalised_by_heads(q, k, v):
     return e / e.sum(-1).unsqueeze(-2) @ k
 
 
+def lse_of_shifted(q, k, v):
+    """The logsumexp of scores less their maximum is not that of the scores."""
+    s = q @ k.mT / 2
+    s = s - s.amax(-1, True)
+    return torch.softmax(s, -1) @ v * torch.sigmoid(torch.logsumexp(s, -1, True))
+
+
+def lse_of_shifted_written_out(q, k, v):
+    s = q @ k.mT / 2
+    s = s - s.amax(-1, True).detach()
+    return normalised(s.exp()) @ v * torch.sigmoid(torch.logsumexp(s, -1, True))
+
+
+def rounded_in_between(q, k, v):
+    s = q @ k.mT / 2
+    return normalised((s - s.amax(-1, True)).bfloat16().float().exp()) @ v
+
+
 def by_keyword(q, k, v):
     return F.scaled_dot_product_attention(q, torch.reshape(input=k, shape=k.shape), torch.flatten(input=v, start_dim=3))
 
 
 @pytest.mark.parametrize("function", [
     written_scale, written_fill, one_key_for_all_values, by_keyword, sum_of_others, sum_over_queries, sum_of_all_heads,
-    written_exponentials, exponentials_that_are_read, normalised_by_heads,
+    written_exponentials, exponentials_that_are_read, normalised_by_heads, lse_of_shifted, lse_of_shifted_written_out,
+    rounded_in_between,
 ])  # fmt: skip
 def test_what_is_not_what_it_seems(function):
     result, report = rewritten(function, q, k, v)
