@@ -246,13 +246,10 @@ class Attempt:
             self.near = NearMiss(fusion, self.root, node, reason, len(state.pairs), len(self.pattern.terms))
 
 
-_WORDS = {"part": "slice"}  # of terms that are no ops of torch
-
-
 def _describe(term: Term) -> str:
     """What a term is, for a near miss: its op, or what the user called where that is not known."""
     if term.op != "opaque":
-        return _WORDS.get(term.op, term.op)
+        return term.op
     node = term.attrs[0]
     if node.op not in ("call_method", "call_function"):
         return node.op

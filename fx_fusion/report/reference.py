@@ -28,10 +28,12 @@ def reference(fusion: Fusion, site: Site) -> Reference:
     """What stands beside a site: the fusion's pattern; for a near miss the spelling that came near, and the line of the op
     that the graph has not. It is read off the sentence of the matcher, so another sentence has no line."""
     matched, total = site.matched
-    expected = re.search(r"expected ([^\s,]+), found", site.reason) or re.search(r": (\w+) is over ", site.reason)
+    said = re.search(r"expected ([^\s,]+), found", site.reason) or re.search(r": (\w+) is over ", site.reason)
+    hinted = (op for (op, _), hint in fusion.hints.items() if hint in site.reason)
+    expected = said[1] if said else next(hinted, None)
     if fusion.find is None and total and expected:
         for pattern in patterns_of(fusion):
-            if len(pattern.terms) == total and (found := _at(pattern, expected[1], matched)):
+            if len(pattern.terms) == total and (found := _at(pattern, expected, matched)):
                 return found
     return Reference(source_of(fusion.pattern))
 
