@@ -1,6 +1,7 @@
 """The page of a report: what it holds, that it escapes everything, and what it does in a browser."""
 
 import base64
+import gc
 import gzip
 import json
 import re
@@ -118,14 +119,20 @@ def big():
 
 
 def test_20_000_nodes_are_small_and_made_soon(big):
-    """A second of one processor, whatever else the machine does."""
+    """A second of one processor, whatever else the machine does. A full collection of what other tests have left takes as
+    long again: Python's collector is off meanwhile."""
     (graph,) = big.graphs
     assert len(graph.rows_before) > 20_000
     assert len({row.module for row in graph.rows_before if re.fullmatch(r"model.layers.\d+.mlp", row.module)}) == LAYERS
     html_of(big)
-    started = time.process_time()
-    page = html_of(big)
-    assert time.process_time() - started < 2
+    gc.disable()
+    try:
+        started = time.process_time()
+        page = html_of(big)
+        took = time.process_time() - started
+    finally:
+        gc.enable()
+    assert took < 2
     assert len(page) < 3e6
     assert sum(len(block["rows"]) for block in data_of(page)["graphs"][0]["blocks"]) > 20_000
 
