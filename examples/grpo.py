@@ -1,9 +1,7 @@
 """TRL's GRPOTrainer with a reward in Python. As in sft.py, TRL's loss is behind a graph break; the model is rewritten."""
 
 import datasets
-from small import llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from small import llama, words
 from trl import GRPOConfig, GRPOTrainer
 
 import fx_fusion.accelerate  # from here on, the trainer takes "fx_fusion"
@@ -13,11 +11,7 @@ def even_tokens(completion_ids, **_):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(250))]
-by_words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-by_words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-texts = [" ".join(f"w{(n * i) % 250}" for i in range(10 + n)) for n in range(32)]
+tokenizer, texts = words()
 arguments = GRPOConfig(
     "out", torch_compile=True, torch_compile_backend="fx_fusion", max_steps=4, logging_steps=1, num_generations=4,
     max_completion_length=16, num_iterations=2, per_device_train_batch_size=4, report_to=[], save_strategy="no", bf16=False,

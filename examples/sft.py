@@ -1,18 +1,12 @@
 """TRL's SFTTrainer. TRL computes the loss itself, behind a graph break; what comes before is rewritten."""
 
 import datasets
-from small import llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from small import llama, words
 from trl import SFTConfig, SFTTrainer
 
 import fx_fusion.accelerate  # from here on, the trainer takes "fx_fusion"
 
-words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(250))]
-by_words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-by_words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-texts = [" ".join(f"w{(n * i) % 250}" for i in range(10 + n)) for n in range(32)]
+tokenizer, texts = words()
 arguments = SFTConfig(
     "out", torch_compile=True, torch_compile_backend="fx_fusion", max_steps=4, logging_steps=2, max_length=64, bf16=False,
     per_device_train_batch_size=4, report_to=[], save_strategy="no", disable_tqdm=True,

@@ -1,7 +1,8 @@
 """What the examples train: a Llama of transformers with random weights, on random tokens of several lengths."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,3 +33,12 @@ def batches(count: int, size: int = 4):
     for start in range(0, count * size, size):
         part = data[start : start + size]
         yield {name: torch.stack([row[name] for row in part]).to(device) for name in part[0]}
+
+
+def words() -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """A tokenizer of 250 words, and 32 texts of them."""
+    known = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(250))]
+    by_words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<pad>"))
+    by_words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return tokenizer, [" ".join(f"w{(n * i) % 250}" for i in range(10 + n)) for n in range(32)]
