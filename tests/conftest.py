@@ -19,7 +19,7 @@ from fx_fusion.fusion.registry import all_fusions  # noqa: E402
 from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu  # noqa: E402
 
 all_fusions()  # imports the kernels, but for those that are no fusion's
-for name in ("turn", "glu"):
+for name in ("turn", "glu", "together"):
     importlib.import_module(f"fx_fusion.kernels.float8.{name}")
 if NO_GPU:
     if GIVEN is None:

@@ -11,7 +11,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fx_fusion.kernels import rope
-from fx_fusion.kernels.float8 import glu, quantise, turn
+from fx_fusion.kernels.float8 import glu, quantise, together, turn
 from fx_fusion.kernels.norms import row_norm
 from fx_fusion.memory import candidates
 from fx_fusion.ops import library
@@ -66,9 +66,9 @@ def narrowed_by_reader():
     print(json.dumps(found))
 
 
-def of_gates():
+def in_float8(memory, fusions):
     """The launches of forward and backward in a Llama of one layer, by recipe."""
-    for module in (quantise, turn, glu):
+    for module in (quantise, turn, glu, together):
         module.interpreting = lambda: True
     with torch.device("meta"):
         model = tiny_llama(num_hidden_layers=1).bfloat16()
@@ -78,7 +78,8 @@ def of_gates():
         model.tie_weights()
         ids = torch.zeros(2, 16, dtype=torch.long)
         for recipe in ("rowwise_gw_hp", "rowwise"):
-            of = partitioned(model, {"input_ids": ids, "labels": ids}, "speed", step=False, fusions=["swiglu"], float8=recipe)
+            batch = {"input_ids": ids, "labels": ids}
+            of = partitioned(model, batch, memory, step=False, fusions=fusions, float8=recipe)
             ops = sorted(name for name in of.backward if name in library.names())
             both = dict(zip(("forward", "backward"), of.launched, strict=True))
             found[recipe] = {**both, "ops": ops, "trouble": of.linears.trouble}
@@ -94,8 +95,8 @@ def main():
     if sys.argv[1:] == ["readers"]:
         narrowed_by_reader()
         return
-    if sys.argv[1:] == ["gates"]:
-        of_gates()
+    if sys.argv[1:2] == ["float8"]:
+        in_float8(sys.argv[2], sys.argv[3:])
         return
     with torch.device("meta"):
         model = tiny_llama()

@@ -93,7 +93,7 @@ def quantise_in_gates(
         return
     joint = JointGraph(inserter.graph)
     writer = _Gates(inserter, joint, power_of_two)
-    backwards = _of_both_results(gates)
+    backwards = {n: both for n, both in _of_both_results(gates).items() if _may_be_written(*(rows[r] for r in both))}
     behind: dict[tuple[fx.Node, fx.Node, str], list[fx.Node]] = {}
     for node, (dgate, _) in backwards.items():
         behind.setdefault(gates[dgate].of, []).append(node)
@@ -117,6 +117,11 @@ def _of_both_results(gates: Mapping[fx.Node, Gate]) -> dict[fx.Node, tuple[fx.No
     """The backwards of which both dgate and dup are there, and these."""
     by_place = {(gate.node, gate.result): result for result, gate in gates.items() if gate.backward}
     return {node: (dgate, by_place[node, 1]) for (node, i), dgate in by_place.items() if i == 0 and (node, 1) in by_place}
+
+
+def _may_be_written(of_dgate: Quantised, of_dup: Quantised) -> bool:
+    """Whether rows of dgate and dup are matrices by themselves, or one of them both, dgate first."""
+    return of_dgate.beside == of_dup.beside and of_dgate.beside[1:] in ((), (of_dgate.q, of_dup.q))
 
 
 def _is_whole(result: fx.Node, width: Any) -> bool:
@@ -143,7 +148,9 @@ class _Gates:
         function = _forward(gate.kind, self._power_of_two, y.meta["val"].shape if store else None)
         made = self._inserter.insert(function, gate.operands, gate.node, like=rows.q)
         *_, q, scale = made[:-1] if store else made
-        self._replace(rows, q, scale)
+        rows.q.replace_all_uses_with(q)
+        rows.scale.replace_all_uses_with(scale)
+        self.unread += rows.made
         if store:
             y.replace_all_uses_with(made[-1])
         self.unread.append(y)
@@ -157,15 +164,18 @@ class _Gates:
         joint = self._joint
         stored = [*(r if self._other_readers(r, q) else None for r, q in zip(results, rows, strict=True)), y]
         shapes = tuple(None if node is None else node.meta["val"].shape for node in stored)
-        made = self._inserter.insert(
-            _backward(gate.kind, self._power_of_two, shapes), gate.operands, gate.node, like=gate.node
-        )
-        joint.is_of_backward(*made)
-        found = made[len(made) - 4 - sum(shape is not None for shape in shapes) :]
-        self._replace(rows[0], *found[:2])
-        self._replace(rows[1], *found[2:4])
         kept = [node for node in stored if node is not None]
-        for node, again in zip(kept, found[4:], strict=True):
+        quantised = [n for r in rows for n in (r.q, r.scale)]
+        if rows[0].beside:
+            quantised = [rows[0].beside[0], rows[0].scale]
+        function = _backward(gate.kind, self._power_of_two, shapes, together=bool(rows[0].beside))
+        made = self._inserter.insert(function, gate.operands, gate.node, like=gate.node)
+        joint.is_of_backward(*made)
+        found = made[len(made) - len(quantised) - len(kept) :]
+        for node, again in zip(quantised, found, strict=False):
+            node.replace_all_uses_with(again)
+        self.unread += (*rows[0].made, *rows[1].made)
+        for node, again in zip(kept, found[len(quantised) :], strict=True):
             if node is y:
                 joint.read_instead(node, again)
             else:
@@ -175,12 +185,6 @@ class _Gates:
     def _other_readers(self, result: fx.Node, rows: Quantised) -> list[fx.Node]:
         """Who reads a result or a view of it, but for what quantises it."""
         return [reader for reader in users(result) if reader not in rows.made]
-
-    def _replace(self, rows: Quantised, q: fx.Node, scale: fx.Node) -> None:
-        """Let others read q and scale where they read those of ``rows``."""
-        rows.q.replace_all_uses_with(q)
-        rows.scale.replace_all_uses_with(scale)
-        self.unread += rows.made
 
 
 @functools.cache
@@ -196,13 +200,14 @@ def _forward(kind: str, power_of_two: bool, y: torch.Size | None) -> Callable[..
 
 @functools.cache
 def _backward(
-    kind: str, power_of_two: bool, shapes: tuple[torch.Size | None, ...]
-) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
-    """A function of dy, gate and up: q and scale of dgate and dup, and dgate, dup and y where a shape is given for them."""
+    kind: str, power_of_two: bool, shapes: tuple[torch.Size | None, ...], *, together: bool
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of dy, gate and up: q and scale of dgate and of dup, or of both ``together``, and dgate, dup and y where a
+    shape is given for them."""
 
     def run(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-        made = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [shape is not None for shape in shapes])
+        made = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [shape is not None for shape in shapes], together)
         stored = zip(made[4:], shapes, strict=True)
-        return *made[:4], *(value.view(shape) for value, shape in stored if shape is not None)
+        return *made[: 2 if together else 4], *(value.view(shape) for value, shape in stored if shape is not None)
 
     return run

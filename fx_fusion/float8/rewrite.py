@@ -54,9 +54,10 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     if select != "always":
         left.update(slower_gradients(g for g in gradients if g not in left))
     inserter = Inserter(graph)
-    writer = Writer(inserter, emulate, power_of_two=len(left) < len(gradients))
+    written = [p for p in found if p not in kept]
+    writer = Writer(inserter, emulate, power_of_two=len(left) < len(gradients), written=written)
     both: list[Product | WeightGradient] = [*found, *gradients]
-    seconds = gained([p for p in found if p not in kept], [g for g in gradients if g not in left])
+    seconds = gained(written, [g for g in gradients if g not in left])
     for product in sorted(both, key=lambda product: product.node):
         if isinstance(product, WeightGradient):
             place, kind, reason = places[product.forward], OF_WEIGHT, left.get(product, "")

@@ -15,6 +15,8 @@ For the backward the scales of x's rows are saved besides.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +27,11 @@ from torch import Tensor, fx
 
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.products import Product, WeightGradient
+from fx_fusion.float8.sums import leave_out, sums
 from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
+from fx_fusion.kernels.float8.together import MOST, quantise_columns_together, quantise_rows_together
 from fx_fusion.kernels.float8.turn import turn_rows
-from fx_fusion.memory.joint_graph import base
+from fx_fusion.memory.joint_graph import base, move_behind
 from fx_fusion.torch_internals.partitioner import compute_again, is_fusible
 from fx_fusion.torch_internals.scaled_mm import scaled_product
 
@@ -36,11 +40,13 @@ _LEAST = 2.0**-120  # a power of two, and above float32's subnormals
 
 @dataclass(frozen=True)
 class Quantised:
-    """The nodes of rows in float8 and of their scales, and all that were put in for them."""
+    """The nodes of rows in float8 and of their scales, and all that were put in for them. ``beside``: of those that are one
+    matrix with others, this matrix and its parts."""
 
     q: fx.Node
     scale: fx.Node
     made: tuple[fx.Node, ...]
+    beside: tuple[fx.Node, ...] = ()
 
 
 class Writer:
@@ -51,20 +57,35 @@ class Writer:
         rows: what was quantised so, by ``Product.activation``.
     """
 
-    def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool):
+    def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool, written: Sequence[Product]):
         self._inserter, self._emulate, self.power_of_two = inserter, emulate, power_of_two
+        quantised_before = {p.weight for p in written if not p.backward and not _is_turned(p)}
+        groups = sums(p for p in written if p.weight in quantised_before)
+        self._sums = {product: group for group in groups for product in group}
         self.rows: dict[tuple[fx.Node, Any], Quantised] = {}
         self._turned: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
+        self._instead: dict[fx.Node, fx.Node] = {}  # of nodes that were replaced, what others read now
 
     def write(self, product: Product | WeightGradient) -> None:
         """Put the product in float8 in the place of the one that is there. They come in the order of the graph, gradients of
         weights whose two other products are written as well."""
         node = product.node
-        result = self._gradient(product) if isinstance(product, WeightGradient) else self._with_weight(product)
+        if isinstance(product, WeightGradient):
+            result = self._gradient(product)
+        elif (group := self._sums.get(product)) is None:
+            result = self._with_weight(product)
+        elif product is max(group, key=lambda member: member.node):
+            result = self._sum(product, group)
+        else:
+            total, rest = leave_out(node)
+            self._instead[total] = rest
+            return
         result.meta = {**node.meta, "val": result.meta["val"]}
         node.replace_all_uses_with(result)
+        move_behind(result, list(result.users))  # it may have waited for what it is beside
         self._inserter.graph.erase_node(node)
+        self._instead[node] = result
 
     def _with_weight(self, product: Product) -> fx.Node:
         of_a, of_weight = self._rows_of(product, product.node, product.a), self._weight(product)
@@ -72,12 +93,22 @@ class Writer:
         operands = [of_a.q, of_a.scale, *of_weight[-2:], *([] if product.bias is None else [product.bias])]
         return self._insert(product.node, multiply, operands, of_weight[-1])[-1]
 
+    def _sum(self, product: Product, group: tuple[Product, ...]) -> fx.Node:
+        """The gradient of the input of several linears, in the place of the last one."""
+        rows = self._rows_of(product, product.node, product.a)
+        operands = [*(p.b for p in group), *(self._largest[p.weight] for p in group)]
+        weights = self._insert(product.node, _columns_together, operands, product.node.prev)
+        for member in weights:
+            compute_again(member)
+        multiply = _emulated if self._emulate else _multiplied_back
+        return self._insert(product.node, multiply, [rows.beside[0], rows.scale, *weights[-2:]], weights[-1])[-1]
+
     def _gradient(self, product: WeightGradient) -> fx.Node:
         node, key = product.node, product.forward.activation
         dy = self._rows_of(product.of_input, node, product.dy)
         of_x = self.rows[key].scale
         if key not in self._turned:
-            made = self._insert(node, turn_rows, [product.x, of_x], node.prev)
+            made = self._insert(node, turn_rows, [self._now(product.x), of_x], node.prev)
             for member in made:
                 compute_again(member)  # or a copy of x is saved besides
             self._turned[key] = made[-1]
@@ -90,8 +121,13 @@ class Writer:
     def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> Quantised:
         """What the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to read
         it, as ``a``."""
-        key = product.activation
-        if key not in self.rows:
+        key, a = product.activation, self._now(a)
+        if key not in self.rows and (group := self._sums.get(product)) is not None:
+            made = self._insert(node, _ROWS_TOGETHER[self.power_of_two], [self._now(p.a) for p in group], a)
+            q, scale, *parts = made[-2 - len(group) :]
+            for member, part in zip(group, parts, strict=True):
+                self.rows[member.activation] = Quantised(part, scale, tuple(made), (q, *parts))
+        elif key not in self.rows:
             made = self._insert(node, _ROWS[_is_inductors(a), self.power_of_two], [a], a)
             self.rows[key] = Quantised(made[-2], made[-1], tuple(made))
         return self.rows[key]
@@ -99,7 +135,7 @@ class Writer:
     def _weight(self, product: Product) -> list[fx.Node]:
         """The nodes of the weight in float8: the last two are its values and scales."""
         node, b, largest = product.node, product.b, self._largest.get(product.weight)
-        turned = b.meta["val"].stride(0) != 1
+        turned = _is_turned(product)
         if turned and largest is not None and product.backward:
             made = self._insert(node, quantise_columns, [b, largest], node.prev)
         elif turned:
@@ -114,10 +150,21 @@ class Writer:
                 compute_again(member)  # or its bytes are saved, besides the parameter
         return made
 
+    def _now(self, node: fx.Node) -> fx.Node:
+        """What stands in the place of a node."""
+        while node in self._instead:
+            node = self._instead[node]
+        return node
+
     def _insert(
         self, product: fx.Node, function: Callable[..., Any], operands: Sequence[fx.Node], after: fx.Node
     ) -> list[fx.Node]:  # fmt: skip
         return self._inserter.insert(function, operands, after, like=product)
+
+
+def _is_turned(product: Product) -> bool:
+    """Whether its weight has to be transposed to be quantised."""
+    return product.b.meta["val"].stride(0) != 1
 
 
 def _is_inductors(node: fx.Node) -> bool:
@@ -141,6 +188,26 @@ _ROWS = {
     (False, False): quantise_rows, (True, False): quantise_rows_inline,
     (False, True): _rows_by_powers, (True, True): _rows_by_powers_inline,
 }  # fmt: skip
+
+
+def _rows_together(*xs: Tensor, power_of_two: bool = False) -> tuple[Tensor, ...]:
+    """q of all, their scales, and the part of q of each."""
+    q, scale = quantise_rows_together(*_three(xs), power_of_two)
+    ends = list(itertools.accumulate((x.shape[1] for x in xs), initial=0))
+    return q, scale, *(q[:, start:end] for start, end in itertools.pairwise(ends))
+
+
+def _columns_together(*given: Tensor) -> tuple[Tensor, Tensor]:
+    """Of weights, and their maxima."""
+    count = len(given) // 2
+    return quantise_columns_together(*_three(given[:count]), *_three(given[count:]))
+
+
+def _three(given: Sequence[Tensor]) -> list[Tensor | None]:
+    return [*given, *[None] * (MOST - len(given))]
+
+
+_ROWS_TOGETHER = {power: functools.partial(_rows_together, power_of_two=power) for power in (False, True)}
 
 
 def _rows_of_transposed(b: Tensor) -> tuple[Tensor, Tensor]:

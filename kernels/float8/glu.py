@@ -2,12 +2,14 @@
 
     q, s             = rows(y)                        y = round(a(g)) · up,  g = gate          quantise_glu
     q_g, s_g, q_u, s_u = rows(dgate), rows(dup)                                                quantise_glu_bwd
+    q, s             = rows([dgate dup])                                                       the same, together
 
 with a, y, dgate and dup as in ``lib/glu`` and rows() as in ``quantise``, whose kernels would give the same bits from what is
 rounded to the dtype of gate here, without storing it. It can be stored besides: y, dgate and dup where something else
 multiplies them in 16 bits, y by the backward, which reads gate and up anyway.
 
-Shapes     dy, gate, up: (..., n), any row stride with unit stride along n; of m rows in all q: (m, n), s: (m, 1).
+Shapes     dy, gate, up: (..., n), any row stride with unit stride along n; of m rows in all q: (m, n), s: (m, 1); together:
+           q (m, 2n), as one product with both weights reads it.
 Dtypes     bf16 | fp16 | fp32, alike; arithmetic in fp32; q float8_e4m3fn, s fp32.
 Traffic    forward: gate and up once, q once; backward: dy, gate, up once, two q; and what is stored besides. Rows longer
            than a block are read twice, the second time from the cache.
@@ -17,9 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.float8.quantise import E4M3, quantise_rows_inline, row_scale
+from fx_fusion.kernels.float8.quantise import E4M3, quantise_rows_inline
 from fx_fusion.kernels.geglu import geglu
 from fx_fusion.kernels.lib.divisibility import multiple, unit_of
+from fx_fusion.kernels.lib.e4m3 import row_scale
 from fx_fusion.kernels.lib.glu import ACTIVATIONS, activation
 from fx_fusion.kernels.lib.integers import next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
@@ -100,10 +103,11 @@ def quantise_glu_kernel(
 def quantise_glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, qg_ptr, gate_scale_ptr, qu_ptr, up_scale_ptr, dgate_ptr, dup_ptr, y_ptr,
     n, dy_stride, gate_stride, up_stride,
-    KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, STORE_DGATE: tl.constexpr, STORE_DUP: tl.constexpr,
-    STORE_Y: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, TOGETHER: tl.constexpr, STORE_DGATE: tl.constexpr,
+    STORE_DUP: tl.constexpr, STORE_Y: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Store a row of both q, and of what is stored besides. WIDE: it has more than BLOCK columns and is computed twice."""
+    """Store a row of both q, and of what is stored besides. TOGETHER: both in ``qg``, of 2n columns, with one scale. WIDE: a
+    row has more than BLOCK columns and is computed twice."""
     n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
     gate_stride, up_stride = multiple(gate_stride, UNIT), multiple(up_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
@@ -113,8 +117,12 @@ def quantise_glu_bwd_kernel(
     dgate_ptr += row * n
     dup_ptr += row * n
     y_ptr += row * n
-    qg_ptr += row * n
-    qu_ptr += row * n
+    if TOGETHER:
+        qg_ptr += row * 2 * n
+        qu_ptr = qg_ptr + n
+    else:
+        qg_ptr += row * n
+        qu_ptr += row * n
     cols = tl.arange(0, BLOCK)
     dgate, dup, y = _backward(dy_ptr, gate_ptr, up_ptr, cols, cols < n, KIND)
     largest_g, largest_u = _magnitude(dgate), _magnitude(dup)
@@ -135,10 +143,14 @@ def quantise_glu_bwd_kernel(
                 tl.store(dup_ptr + more, u, more < n)
             if STORE_Y:
                 tl.store(y_ptr + more, y, more < n)
-    scale_g, factor_g = row_scale(tl.max(largest_g, 0), POWER_OF_TWO)
-    scale_u, factor_u = row_scale(tl.max(largest_u, 0), POWER_OF_TWO)
+    if TOGETHER:
+        scale_g, factor_g = row_scale(tl.max(tl.maximum(largest_g, largest_u), 0), POWER_OF_TWO)
+        factor_u = factor_g
+    else:
+        scale_g, factor_g = row_scale(tl.max(largest_g, 0), POWER_OF_TWO)
+        scale_u, factor_u = row_scale(tl.max(largest_u, 0), POWER_OF_TWO)
+        tl.store(up_scale_ptr + row, scale_u)
     tl.store(gate_scale_ptr + row, scale_g)
-    tl.store(up_scale_ptr + row, scale_u)
     tl.store(qg_ptr + cols, _quantised(dgate, factor_g, qg_ptr), cols < n)
     tl.store(qu_ptr + cols, _quantised(dup, factor_u, qu_ptr), cols < n)
     if WIDE:
@@ -190,30 +202,31 @@ def _forward_rows(gate, up, kind, power_of_two, store):
 
 
 @torch.no_grad()
-def _backward_rows(dy, gate, up, kind, power_of_two, store):
+def _backward_rows(dy, gate, up, kind, power_of_two, store, together=False):
     dys, gates, ups = as_rows(dy), as_rows(gate), as_rows(up)
     if gate.device.type == "cpu" and not interpreting():
         forward, backward, more = _without_float8(kind)
-        dgate, dup = backward(dys, gates, ups, *more, [True, True])
-        rows = (t for x in (dgate, dup) for t in quantise_rows_inline(x, power_of_two=power_of_two))
-        stored = zip((dgate, dup, forward(gates, ups, *more)), store, strict=True)
+        both = backward(dys, gates, ups, *more, [True, True])
+        made = [quantise_rows_inline(x, power_of_two=power_of_two) for x in ([torch.cat(both, 1)] if together else both)]
+        rows = *made[0], *(_rows_of(up, 0) if together else made[1])
+        stored = zip((*both, forward(gates, ups, *more)), store, strict=True)
         return *rows, *(t if kept else t.new_empty(0) for t, kept in stored)
-    results = _backward_results(dy, gate, up, kind, power_of_two, store)
+    results = _backward_results(dy, gate, up, kind, power_of_two, store, together)
     (m, n), strides = gates.shape, (dys.stride(0), gates.stride(0), ups.stride(0))
     plan = backward_plan(n)
     launch(
         quantise_glu_bwd_kernel, (m,), dys, gates, ups, *results, n, *strides, KIND=ACTIVATIONS[kind].value,
-        POWER_OF_TWO=power_of_two, STORE_DGATE=store[0], STORE_DUP=store[1], STORE_Y=store[2], WIDE=n > plan.BLOCK,
-        UNIT=unit_of(n, *strides), **plan.meta(),
+        POWER_OF_TWO=power_of_two, TOGETHER=together, STORE_DGATE=store[0], STORE_DUP=store[1], STORE_Y=store[2],
+        WIDE=n > plan.BLOCK, UNIT=unit_of(n, *strides), **plan.meta(),
     )  # fmt: skip
     return results
 
 
-def _rows_of(x):
-    """Returns memory for q and the scales of the rows of x."""
+def _rows_of(x, times=1):
+    """Returns memory for q, which has ``times`` as many columns as x, and the scales of its rows."""
     n = x.shape[-1]
-    m = x.numel() // n
-    return x.new_empty((m, n), dtype=E4M3), x.new_empty((m, 1), dtype=torch.float32)
+    m = x.numel() // n if times else 0
+    return x.new_empty((m, n * times), dtype=E4M3), x.new_empty((m, 1), dtype=torch.float32)
 
 
 def _stored(x, kept):
@@ -224,8 +237,9 @@ def _forward_results(gate, up, kind, power_of_two, store):
     return *_rows_of(gate), _stored(gate, store)
 
 
-def _backward_results(dy, gate, up, kind, power_of_two, store):
-    return *_rows_of(gate), *_rows_of(up), *(_stored(gate, kept) for kept in store)
+def _backward_results(dy, gate, up, kind, power_of_two, store, together=False):
+    rows = (*_rows_of(gate, 2), *_rows_of(up, 0)) if together else (*_rows_of(gate), *_rows_of(up))
+    return *rows, *(_stored(gate, kept) for kept in store)
 
 
 quantise_glu = plain_op(
@@ -236,7 +250,7 @@ quantise_glu = plain_op(
 )
 quantise_glu_bwd = plain_op(
     "quantise_glu_bwd",
-    "(Tensor dy, Tensor gate, Tensor up, str kind, bool power_of_two, bool[] store) -> "
+    "(Tensor dy, Tensor gate, Tensor up, str kind, bool power_of_two, bool[] store, bool together=False) -> "
     "(Tensor q_gate, Tensor scale_gate, Tensor q_up, Tensor scale_up, Tensor dgate, Tensor dup, Tensor y)",
     _backward_rows,
     _backward_results,

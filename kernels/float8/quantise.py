@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fx_fusion.kernels.lib.e4m3 import in_e4m3, row_scale
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.ops.launch import launch
 from fx_fusion.ops.library import plain_op, trace_launches
@@ -46,31 +47,6 @@ def quantise_rows_inline(
 
 
 @triton.jit
-def _in_e4m3(x, factor):
-    """Returns x times factor within the range of e4m3; NaN stays."""
-    x *= factor
-    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
-
-
-@triton.jit
-def _power_of_two(scale):
-    """Returns the next power of two; infinity stays."""
-    return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def row_scale(largest, POWER_OF_TWO: tl.constexpr):
-    """Returns the scale of rows whose largest magnitude this is, and what their numbers are multiplied by."""
-    largest = tl.where(largest < 1e-30, 1e-30, largest)
-    scale = largest * (1.0 / 448.0)
-    factor = 448.0 / largest
-    if POWER_OF_TWO:
-        scale = _power_of_two(scale)
-        factor = 1.0 / scale
-    return scale, factor
-
-
-@triton.jit
 def quantise_rows_kernel(
     x_ptr, q_ptr, scale_ptr, m, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -89,12 +65,12 @@ def quantise_rows_kernel(
     scale, factor = row_scale(largest, POWER_OF_TWO)
     factor = factor[:, None]
     tl.store(scale_ptr + rows, scale, rows < m)
-    tl.store(q_ptr + rows[:, None] * n + cols[None, :], _in_e4m3(x, factor).to(q_ptr.dtype.element_ty), live)
+    tl.store(q_ptr + rows[:, None] * n + cols[None, :], in_e4m3(x, factor).to(q_ptr.dtype.element_ty), live)
     if WIDE:
         for start in range(BLOCK, n, BLOCK):
             inside = (rows < m)[:, None] & (start + cols < n)[None, :]
             more = tl.load(x_ptr + rows[:, None] * stride + start + cols[None, :], inside, 0.0).to(tl.float32)
-            q = _in_e4m3(more, factor).to(q_ptr.dtype.element_ty)
+            q = in_e4m3(more, factor).to(q_ptr.dtype.element_ty)
             tl.store(q_ptr + rows[:, None] * n + start + cols[None, :], q, inside)
 
 
@@ -130,7 +106,7 @@ def quantise_transposed_kernel(
     largest = tl.where(largest < 1e-30, 1e-30, largest)
     if tl.program_id(1) == 0:
         tl.store(scale_ptr + cols, largest * (1.0 / 448.0), cols < n)
-    q = tl.trans(_in_e4m3(x, (448.0 / largest)[None, :]).to(q_ptr.dtype.element_ty))
+    q = tl.trans(in_e4m3(x, (448.0 / largest)[None, :]).to(q_ptr.dtype.element_ty))
     tl.store(q_ptr + cols[:, None] * m + rows[None, :], q, (cols < n)[:, None] & (rows < m)[None, :])
 
 

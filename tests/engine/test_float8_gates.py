@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,8 @@ def test_families(monkeypatch, family, op, gates, recipe, memory):
     assert found.backward["quantise_glu_bwd"] == gates
     assert found.backward[op] == found.backward[f"{op}_bwd"] == 0
     assert behind.backward[f"{op}_bwd"] == gates
-    assert behind.backward["quantise_rows"] == found.backward["quantise_rows"] + 2 * gates
+    rows = Counter({name: behind.backward[name] - found.backward[name] for name in ("quantise_rows", "quantise_rows_together")})
+    assert rows == {"quantise_rows": 0, "quantise_rows_together": gates}
     quantised = family != "T5"  # where a dropout of nothing stands in between
     assert found.bytes < behind.bytes if quantised and memory == "speed" else found.bytes <= behind.bytes
 
@@ -178,21 +180,28 @@ def test_one_of_them_stays_in_bfloat16(monkeypatch, keep, kind, there):
 
 
 # -- as on a GPU ------------------------------------------------------------------------------------------------------
-def test_launches():
-    """AOTAutograd traces the kernels, those of rows whose op is called with its defaults too: Inductor launches them all."""
+def launches(memory, *fusions):
+    """What a Llama of one layer launches where AOTAutograd traces its kernels, by recipe."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.traced_launches", "gates"],
+        [sys.executable, "-m", "tests.traced_launches", "float8", memory, *fusions],
         capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     found = json.loads(run.stdout.splitlines()[-1])
+    assert not any(of["trouble"] or of["ops"] for of in found.values())
+    return found
+
+
+def test_as_on_a_gpu():
+    """AOTAutograd traces the kernels, those of rows whose op is called with its defaults too: Inductor launches them all."""
+    found = launches("speed", "swiglu")
     for recipe, stored in (("rowwise_gw_hp", ": dgate, dup, y"), ("rowwise", ": y")):
         of = found[recipe]
-        assert not of["trouble"]
         assert [name for name in of["forward"] if "glu" in name] == ["quantise_glu_kernel"]
         assert [name for name in of["backward"] if "glu" in name] == [f"quantise_glu_bwd_kernel{stored}"]
         assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
-        assert of["ops"] == []
+        assert of["backward"].count("quantise_rows_together_kernel") == 1, "of q, k and v"
+        assert of["backward"].count("quantise_columns_together_kernel") == 2
 
 
 def placed(reader, rows=4096, options=None):

@@ -8,6 +8,7 @@ from fx_fusion.checking import calls_of, keeps_its_promises
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.kernels.float8.glu import quantise_glu, quantise_glu_bwd
 from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
+from fx_fusion.kernels.float8.together import quantise_columns_together, quantise_rows_together
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
@@ -26,6 +27,10 @@ def _rows(count):
     return [torch.randn(48, 33, dtype=torch.bfloat16) for _ in range(count)]
 
 
+def _numbers(count):
+    return [torch.rand(1) + 1 for _ in range(count)]
+
+
 REST = {  # ops that are no fusion's
     "channels_last": lambda: (channels_last, (torch.randn(2, 3, 4, 5),)),
     "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
@@ -33,6 +38,8 @@ REST = {  # ops that are no fusion's
     "quantise_rows": lambda: (quantise_rows, (torch.randn(48, 33, dtype=torch.bfloat16),)),
     "quantise_glu": lambda: (quantise_glu, (*_rows(2), "silu", True, True)),
     "quantise_glu_bwd": lambda: (quantise_glu_bwd, (*_rows(3), "gelu_tanh", False, [True, False, True])),
+    "quantise_rows_together": lambda: (quantise_rows_together, (*_rows(2), None, True)),
+    "quantise_columns_together": lambda: (quantise_columns_together, (*_rows(2), None, *_numbers(2), None)),
     "turn_rows": lambda: (turn_rows, (torch.randn(48, 33, dtype=torch.bfloat16), torch.rand(48, 1) + 0.1)),
     "block_lists": lambda: (block_lists, (torch.rand(2, 1, 3, 5) < 0.5, torch.rand(1, 1, 3, 5) < 0.5)),
     "in_memory": lambda: (in_memory, (torch.randn(3, 4).mT,)),

@@ -40,6 +40,11 @@ def check(dy, gate, up, kind, power_of_two):
     found = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [True, True, True])
     for one, other in zip(found, (*rows[1], *rows[2], dgate, dup, y), strict=True):
         assert same(one, other)
+    beside = quantise_rows(torch.cat((dgate, dup), 1), power_of_two)
+    q, scale, *nothing, found_dgate, found_dup, _ = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [True] * 3, True)
+    for one, other in zip((q, scale, found_dgate, found_dup), (*beside, dgate, dup), strict=True):
+        assert same(one, other)
+    assert [t.numel() for t in nothing] == [0, 0]
 
 
 def operands(m, n, dtype):

@@ -1,0 +1,46 @@
+"""Float8 on a GPU that has it: products that are one for several linears."""
+
+import pytest
+import torch
+
+from fx_fusion.float8 import writer
+from tests.helpers import tiny_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs float8 products"
+    ),
+]
+
+
+def step(model, ids, recipe, memory):
+    torch._dynamo.reset()
+    model.zero_grad()
+    call = torch.compile(
+        model, backend="fx_fusion", options={"select": "always", "strict": True, "memory": memory, "float8": recipe}
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):
+        call(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("memory", ["speed", "min"])
+@pytest.mark.parametrize("recipe", ["rowwise_gw_hp", "rowwise"])
+def test_a_llama(monkeypatch, recipe, memory, checkpointed):
+    """Sums by one product are the same gradients but for where they are rounded."""
+    torch.manual_seed(0)
+    model = tiny_llama(
+        torch.bfloat16, vocab_size=4096, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048,
+    ).cuda()  # fmt: skip
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, 4096, (4, 512), device="cuda")
+    found = step(model, ids, recipe, memory)
+    monkeypatch.setattr(writer, "sums", lambda found: ())
+    apart = step(model, ids, recipe, memory)
+    for name, gradient in found.items():
+        error = (gradient.double() - apart[name].double()).norm() / apart[name].double().norm()
+        assert error < 0.05, (name, error)
