@@ -68,6 +68,7 @@ def partitioning(found, *, step=True):
                     found.saved[shape, value.dtype] += math.prod(shape) * value.dtype.itemsize
             found.backward += Counter(_name(n) for n in both[1].graph.nodes if n.op == "call_function")
             found.launched += [_launches(part.graph) for part in both]
+            _check_layouts([node for part in both for node in part.graph.nodes])
             launches = filter(None, map(launched, both[1].graph.nodes))
             found.handed_out += sum(bool(given.get("STORE_Y")) for _, given in launches)
             if not step:
@@ -104,6 +105,17 @@ def partitioned(model, batch, memory="min", *, step=True, dynamic=None, **option
     (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
     found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return found
+
+
+def _check_layouts(nodes):
+    """Inductor lays out the arguments of a launch as they were when it was traced: it must not know of others by then."""
+    for node in nodes:
+        if launched(node) is not None and "eager_input_vals" in node.meta:
+            traced = node.meta["eager_input_vals"][1]["kwargs"]
+            for name, argument in node.kwargs["kwargs"].items():
+                if isinstance(argument, torch.fx.Node):
+                    was, value = traced[name], argument.meta["val"]
+                    assert (was.shape, was.stride()) == (value.shape, value.stride()), f"{node}: {name}"
 
 
 def _launches(graph):

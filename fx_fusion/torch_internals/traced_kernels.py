@@ -39,6 +39,7 @@ def launch_with_result(
     with graph.inserting_after(node):
         launch = graph.call_function(node.target, kwargs=given)
     launch.meta = {**node.meta, "val": {**node.meta["val"], name: memory.meta["val"]}}
+    _forget_inputs(launch)
     with graph.inserting_after(launch):
         result = graph.call_function(operator.getitem, (launch, name))
     result.meta["val"] = memory.meta["val"]
@@ -64,6 +65,12 @@ def launch_into(node: fx.Node, name: str, memory: fx.Node) -> None:
     given = {n: memory if value is old else value for n, value in arguments.items()}
     node.kwargs = {**node.kwargs, "kwargs": given}
     node.meta["val"] = {**node.meta["val"], name: memory.meta["val"]}
+    _forget_inputs(node)
+
+
+def _forget_inputs(node: fx.Node) -> None:
+    """Let Inductor lay out a launch's arguments as they are now, not as those were that it was traced with. Gone: nothing."""
+    node.meta.pop("eager_input_vals", None)
 
 
 def functional_graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
