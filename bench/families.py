@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Step = Callable[[int], dict[str, Any]]
+DEVICE = "cuda"  # tests, which need no GPU, put another in its place
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ def _transformers(
         import transformers
 
         made = getattr(transformers, config)(**sizes)
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             module = getattr(transformers, model)(made)
-        ids = torch.randint(0, made.vocab_size, (8, batch, length), device="cuda")
+        ids = torch.randint(0, made.vocab_size, (8, batch, length), device=DEVICE)
         more = {}
         if documents:
-            positions = torch.arange(length, device="cuda") % (length // documents)
+            positions = torch.arange(length, device=DEVICE) % (length // documents)
             more = {"position_ids": positions.expand(batch, length).contiguous()}
         return module, lambda i: {"input_ids": ids[i % 8], "labels": ids[i % 8], **more}, batch * length
 
@@ -59,7 +60,7 @@ def _with_lora(
         from bench.ways_to_train import with_lora
 
         model, step, items = build(batch, length)
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             with_lora(model)
         return model, step, items
 
@@ -69,25 +70,66 @@ def _with_lora(
 def _t5(batch: int, length: int) -> tuple[nn.Module, Step, int]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = T5ForConditionalGeneration(T5Config.from_dict({
             "d_model": 768, "d_ff": 2048, "d_kv": 64, "num_layers": 12, "num_heads": 12, "feed_forward_proj": "gated-gelu",
             "vocab_size": 32128, "decoder_start_token_id": 0, "dropout_rate": 0.0, "tie_word_embeddings": False,
             "use_cache": False,
         }))  # fmt: skip
-    ids, labels = (torch.randint(1, 32128, (8, batch, n), device="cuda") for n in (length, length // 4))
+    ids, labels = (torch.randint(1, 32128, (8, batch, n), device=DEVICE) for n in (length, length // 4))
     return model, lambda i: {"input_ids": ids[i % 8], "labels": labels[i % 8]}, batch * (length + length // 4)
+
+
+def _marian(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+    """The translator of opus-mt-en-de: sentences of ``length`` tokens, and translations as long."""
+    from transformers import MarianConfig, MarianMTModel
+
+    with torch.device(DEVICE):
+        model = MarianMTModel(MarianConfig(
+            d_model=512, encoder_layers=6, decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8,
+            encoder_ffn_dim=2048, decoder_ffn_dim=2048, vocab_size=58101, max_position_embeddings=512,
+            activation_function="swish", scale_embedding=True, dropout=0.0, use_cache=False,
+        ))  # fmt: skip
+    ids, labels = torch.randint(0, 58100, (2, 8, batch, length), device=DEVICE)  # 58100 is padding
+    return model, lambda i: {"input_ids": ids[i % 8], "labels": labels[i % 8]}, 2 * batch * length
+
+
+def _whisper(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+    """Whisper small on half a minute of sound, as 3000 frames, with transcripts of ``length`` tokens."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    with torch.device(DEVICE):
+        model = WhisperForConditionalGeneration(WhisperConfig(
+            d_model=768, encoder_layers=12, decoder_layers=12, encoder_attention_heads=12, decoder_attention_heads=12,
+            encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=51865, decoder_start_token_id=50258, use_cache=False,
+        ))  # fmt: skip
+    sounds = torch.randn(4, batch, 80, 3000, device=DEVICE, dtype=torch.bfloat16)
+    labels = torch.randint(0, 50257, (4, batch, length), device=DEVICE)  # no special tokens
+    return model, lambda i: {"input_features": sounds[i % 4], "labels": labels[i % 4]}, batch
+
+
+def _dinov2(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+    """DINOv2 large with a classifier. It has positions for images of 518 x 518, and interpolates them for smaller ones."""
+    from transformers import Dinov2Config, Dinov2ForImageClassification
+
+    with torch.device(DEVICE):
+        model = Dinov2ForImageClassification(Dinov2Config(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, image_size=518, patch_size=14, num_labels=1000,
+        ))  # fmt: skip
+    images = torch.randn(4, batch, 3, length, length, device=DEVICE, dtype=torch.bfloat16)
+    labels = torch.randint(0, 1000, (4, batch), device=DEVICE)
+    return model, lambda i: {"pixel_values": images[i % 4], "labels": labels[i % 4]}, batch
 
 
 def _unet(batch: int, length: int) -> tuple[nn.Module, Step, int]:
     """The UNet of Stable Diffusion 1.5 on latents of length x length."""
     from diffusers import UNet2DConditionModel
 
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = UNet2DConditionModel(sample_size=length, cross_attention_dim=768)
-    latents = torch.randn(8, batch, 4, length, length, device="cuda", dtype=torch.bfloat16)
-    text = torch.randn(8, batch, 77, 768, device="cuda", dtype=torch.bfloat16)
-    times = torch.randint(0, 1000, (8, batch), device="cuda")
+    latents = torch.randn(8, batch, 4, length, length, device=DEVICE, dtype=torch.bfloat16)
+    text = torch.randn(8, batch, 77, 768, device=DEVICE, dtype=torch.bfloat16)
+    times = torch.randint(0, 1000, (8, batch), device=DEVICE)
 
     def step(i: int) -> dict[str, Any]:
         return {"sample": latents[i % 8], "timestep": times[i % 8], "encoder_hidden_states": text[i % 8]}
@@ -95,12 +137,12 @@ def _unet(batch: int, length: int) -> tuple[nn.Module, Step, int]:
     return model, step, batch
 
 
-def _timm(name: str) -> Callable[[int, int], tuple[nn.Module, Step, int]]:
+def _timm(name: str, **changes: Any) -> Callable[[int, int], tuple[nn.Module, Step, int]]:
     def build(batch: int, length: int) -> tuple[nn.Module, Step, int]:
         import timm
 
-        model = timm.create_model(name).to("cuda")
-        images = torch.randn(4, batch, 3, length, length, device="cuda", dtype=torch.bfloat16)
+        model = timm.create_model(name, **changes).to(DEVICE)
+        images = torch.randn(4, batch, 3, length, length, device=DEVICE, dtype=torch.bfloat16)
         return model, lambda i: {"x": images[i % 4]}, batch
 
     return build
@@ -147,6 +189,31 @@ _QWEN3 = {  # 0.6B
     "use_cache": False, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
+_COHERE2 = {  # 4 of the 32 layers of Command R7B: three with a window, one without a window and without RoPE
+    "use_cache": False, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 256000, "sliding_window": 4096, "logit_scale": 0.25,
+}  # fmt: skip
+_EXAONE4 = {  # 1.2B
+    "use_cache": False, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 102400, "max_position_embeddings": 65536, "sliding_window": None,
+    "layer_types": ["full_attention"] * 30, "tie_word_embeddings": True,
+}  # fmt: skip
+_LFM2 = {  # 1.2B: 10 of its layers are short convolutions; the MLP's width is two thirds of that given here
+    "use_cache": False, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 65536, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+}  # fmt: skip
+_OLMOE = {  # 4 of the 16 layers of 1B-7B, each with 16 of its 64 experts
+    "use_cache": False, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 50304, "num_experts": 16, "num_experts_per_tok": 8,
+}  # fmt: skip
+_ALBERT = {  # base v2: 12 times the same layer
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30000,
+}  # fmt: skip
+_DEBERTA = {  # v3 base
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 128100,
+    "relative_attention": True, "position_buckets": 256, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+    "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+}  # fmt: skip
 
 FAMILIES = {
     "llama-1b": Family(_transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA_1B), 8, 2048, liger="llama"),
@@ -169,4 +236,15 @@ FAMILIES = {
     "vit-l": Family(_timm("vit_large_patch16_224"), 64, 224, unit="images", loss_of=_class_loss),
     "unet": Family(_unet, 16, 64, unit="images", loss_of=_noise_loss),
     "resnet-evonorm": Family(_timm("resnetv2_50d_evos"), 128, 224, unit="images", loss_of=_class_loss),
+    "cohere2": Family(_transformers("Cohere2ForCausalLM", "Cohere2Config", **_COHERE2), 1, 8192),
+    "exaone4": Family(_transformers("Exaone4ForCausalLM", "Exaone4Config", **_EXAONE4), 4, 2048),
+    "lfm2": Family(_transformers("Lfm2ForCausalLM", "Lfm2Config", **_LFM2), 8, 2048),
+    "olmoe": Family(_transformers("OlmoeForCausalLM", "OlmoeConfig", **_OLMOE), 8, 2048),
+    "albert": Family(_transformers("AlbertForMaskedLM", "AlbertConfig", **_ALBERT), 128, 512),
+    "deberta": Family(_transformers("DebertaV2ForMaskedLM", "DebertaV2Config", **_DEBERTA), 32, 512),
+    "marian": Family(_marian, 256, 128),
+    "whisper": Family(_whisper, 32, 448, unit="recordings"),
+    "dinov2": Family(_dinov2, 64, 224, unit="images"),
+    "swin": Family(_timm("swin_base_patch4_window7_224", drop_path_rate=0.0), 128, 224, unit="images", loss_of=_class_loss),
+    "convnext": Family(_timm("convnext_base"), 64, 224, unit="images", loss_of=_class_loss),
 }
