@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from fx_fusion.graph.terms import Reader, Term, is_tensor
 
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "pow": lambda a, b: a**b,
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": math.pow,
     "square": lambda a: a * a,
-    "neg": lambda a: -a,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
+    "neg": operator.neg,
+    "tanh": math.tanh,
+    "erf": math.erf,
 }
 _DEPTH = 3  # steps between the last product of a GELU and its tanh or erf
-_SAMPLES = torch.linspace(-6, 6, 61, dtype=torch.float64)
-_GELUS = {
-    f"gelu_{kind}": torch.nn.functional.gelu(_SAMPLES, approximate=kind)  # the values that identify each form
-    for kind in ("none", "tanh")
+_SAMPLES = [i / 5 for i in range(-30, 31)]  # numbers, not a tensor: graphs are read under fake tensors too
+_GELUS: dict[str, Callable[[float], float]] = {
+    "gelu_none": lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
 }
 
 
@@ -33,9 +34,9 @@ def written_out_gelu(view: Reader, root: fx.Node, a: Any, b: Any) -> Term | None
     """The GELU whose last product is ``root`` = a · b, however associated and whatever the spelling of its constants; None
     for another product.
 
-    The product is a function of one tensor made of at most 16 arithmetic steps; it is evaluated in float64 at 61 points
-    and compared with ``F.gelu``. Agreement to 1e-8 leaves room for the digits of a constant (0.7978845608 for sqrt(2/pi))
-    and for nothing else.
+    The product is a function of one tensor made of at most 16 arithmetic steps; it is evaluated at 61 points and compared
+    with both forms of GELU. Agreement to 1e-8 leaves room for the digits of a constant (0.7978845608 for sqrt(2/pi)) and
+    for nothing else.
     """
     if not _bends(view, root, _DEPTH):
         return None
@@ -47,9 +48,12 @@ def written_out_gelu(view: Reader, root: fx.Node, a: Any, b: Any) -> Term | None
     if not any(view.name(node) in ("tanh", "erf") for node in inside):
         return None
     leaf = leaves.pop()
-    values = _evaluate(view, product, leaf)
-    for name, expected in _GELUS.items():
-        if torch.allclose(values, expected, rtol=0, atol=1e-8):
+    try:
+        values = [_evaluate(view, product, leaf, x) for x in _SAMPLES]
+    except (ArithmeticError, ValueError):  # no number for one of them: a GELU has one everywhere
+        return None
+    for name, gelu in _GELUS.items():
+        if all(abs(value - gelu(x)) <= 1e-8 for x, value in zip(_SAMPLES, values, strict=True)):
             return Term(name, (leaf,), (), (root, *(n for n in inside if n is not root)))
     return None
 
@@ -89,9 +93,9 @@ def _is_power(term: Term) -> bool:
     return term.op in ("square", "pow", "tanh", "erf")
 
 
-def _evaluate(view: Reader, node: fx.Node | Term, leaf: fx.Node) -> torch.Tensor:
+def _evaluate(view: Reader, node: fx.Node | Term, leaf: fx.Node, x: float) -> float:
     if node is leaf:
-        return _SAMPLES
+        return x
     term = view.term(node)
     bases = [view.edge(operand).base for operand in term.operands]
-    return _ARITHMETIC[term.op](*(_evaluate(view, b, leaf) if isinstance(b, fx.Node) else b for b in bases))
+    return _ARITHMETIC[term.op](*(_evaluate(view, b, leaf, x) if isinstance(b, fx.Node) else b for b in bases))

@@ -69,7 +69,9 @@ def launch_into(node: fx.Node, name: str, memory: fx.Node) -> None:
 
 
 def _forget_inputs(node: fx.Node) -> None:
-    """Let Inductor lay out a launch's arguments as they are now, not as those were that it was traced with. Gone: nothing."""
+    """Let Inductor lay out a launch's arguments as they are now, not as those were that it was traced with.
+
+    Gone: nothing to forget."""
     node.meta.pop("eager_input_vals", None)
 
 

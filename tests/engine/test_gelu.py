@@ -1,6 +1,8 @@
 """GELU written out by hand: recognised by what it computes, and nothing near it."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -90,3 +92,18 @@ def test_a_write_to_a_copy_inside():
 
 def test_symbolic_sizes_change_nothing():
     assert capture(ERF["textbook"], dynamic=True, x=(4, 8)).term.op == "gelu_none"
+
+
+def test_a_first_explanation_under_fake_tensors():
+    """What is made when the module is imported must not be a fake tensor for the rest of the process."""
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+import fx_fusion
+gelu = lambda x: torch.nn.functional.layer_norm(0.5 * x * (1 + torch.erf(x / 2**0.5)), (8,))
+with FakeTensorMode():
+    fx_fusion.explain(gelu, torch.randn(4, 8))
+report = fx_fusion.explain(gelu, torch.randn(4, 8))
+assert [graph.fallback for graph in report.graphs] == [""], str(report)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

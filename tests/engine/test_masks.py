@@ -27,6 +27,10 @@ STRUCTURED = {
     ),
     "anticausal": (lambda n, m: torch.arange(m)[None] >= torch.arange(n)[:, None], "q - k <= 0"),
     "transposed": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None]).t(), "q - k <= 0"),
+    "positions_repeated_for_each_row": (  # Whisper's decoder
+        lambda n, m: torch.arange(m).unsqueeze(0).repeat(2, 1)[:, None, None] <= torch.arange(n).repeat(2, 3, 1)[..., None] + 1,
+        "-1 <= q - k",
+    ),
     "tril_diagonal": (lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(2), "-2 <= q - k"),
 }
 
@@ -39,6 +43,16 @@ def test_structured(name):
     report.assert_fused(causal_mask=0, block_sparse_attention=0)
     assert structure in reasons(report, "block_sparse_attention")
     torch.testing.assert_close(result, function(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_a_dim_that_is_repeated_is_no_longer_an_index():
+    """Twice the positions of half of the keys: nothing is proved."""
+    function = attend(lambda n, m: torch.arange(m // 2).repeat(2)[None] <= torch.arange(n)[:, None])
+    q, k, v = (torch.randn(2, 3, 12, 8) for _ in range(3))
+    result, report = rewritten(function, q, k, v)
+    report.assert_fused(causal_mask=0, block_sparse_attention=0)
+    assert "repeats a dim of more than 1" in str(report)
+    torch.testing.assert_close(result, function(q, k, v))
 
 
 def checkpointed(mask_of, body=None):

@@ -28,6 +28,21 @@ def _unsqueeze(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     return prover.at(bound["input"], node, dims)
 
 
+@rule_of("repeat")
+def _repeat(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
+    """Of dims of size 1 and of new ones; of others once."""
+    below, after = bound["input"], example(node).shape
+    before = example(below).shape
+    new = len(after) - len(before)
+    dims: list[Any] = []
+    for i, size in enumerate(before):
+        once = size_of(size) == size_of(after[new + i])
+        if not once and not (isinstance(size, int) and size == 1):
+            raise Opaque(node, f"{node.name} repeats a dim of more than 1")
+        dims.append(DIMS[new + i] if once else sympy.Integer(0))
+    return prover.at(below, node, dims)
+
+
 @rule_of("squeeze", "view", "reshape")
 def _reshape(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     """Adding and removing dims of size 1 only."""
