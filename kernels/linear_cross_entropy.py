@@ -98,6 +98,8 @@ def _fwd(
         dx, dw, db = chunks(*given, part=class_part(group, first, classes, ranks), **more)
     reduced = _reduce(loss, target, divisor, reduction, ignore_index)
     mean_factor = 1.0 / divisor
+    if z_over != "all":  # no row has a gradient where no target counts: the backward sees it by a factor of 0
+        mean_factor = torch.where((target != ignore_index).any(), mean_factor, 0.0)
     dx_factor = mean_factor if shrink is None else mean_factor / shrink
     factors = torch.stack([dx_factor, dx_factor if headroom is None else dx_factor / headroom])
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -235,7 +237,8 @@ def _backward(ctx, dloss, *_):
         grads = linear_cross_entropy_rows_bwd(dloss, x, lm_head, bias, target, weight, *options)
     else:
         factors, dx, dlm_head, dbias = ctx.saved_tensors
-        dx_factor, dw_factor = dloss.float() * factors[0], dloss.float() * factors[1]
+        # A sum divided by the number of targets, 0 of 0, has an infinite dloss, and 0 times that is NaN.
+        dx_factor, dw_factor = torch.where(factors == 0, 0.0, dloss.float() * factors).unbind()
         grads = dx.float() * dx_factor, dlm_head.float() * dw_factor, dbias * dx_factor
     needed = [need and ctx.needs_input_grad[i] for i, need in enumerate(ctx.needs)]
     grads = (g.to(d) if n else None for g, d, n in zip(grads, ctx.dtypes, needed, strict=True))

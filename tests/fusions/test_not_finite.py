@@ -84,3 +84,23 @@ def test_as_in_eager(name, value):
         torch.testing.assert_close(found, expected, equal_nan=True)
         for a, b in zip(gradients(found, ours[:learned]), gradients(expected, theirs[:learned]), strict=True):
             torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_no_target_and_nothing_to_divide_by(smoothing):
+    """transformers divides the sum by num_items_in_batch, which is 0 where no row has a target: the loss is NaN, the gradients
+    are zeros. NaN would be the end of the weights."""
+
+    def mean(x, w, target, count):
+        return F.cross_entropy(F.linear(x, w), target, reduction="sum", label_smoothing=smoothing) / count
+
+    target, count = torch.full((6,), -100), torch.tensor(0)
+    ours, theirs = ([t.clone().requires_grad_() for t in (rows, torch.ones(24, 8))] for _ in range(2))
+    found, report = rewritten(mean, *ours, target, count)
+    report.assert_fused(linear_cross_entropy=1)
+    expected = mean(*theirs, target, count)
+    assert found.isnan()
+    assert expected.isnan()
+    for a, b in zip(gradients(found, ours), gradients(expected, theirs), strict=True):
+        assert not b.any()
+        torch.testing.assert_close(a, b)
