@@ -7,9 +7,17 @@ print(report)
 """
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "0.1.0"
+for _name in ("kernels", "patterns"):  # links in a checkout, folders in a wheel
+    if not os.path.isdir(_path := os.path.join(os.path.dirname(__file__), _name)):
+        raise ImportError(
+            f"{_path} has to be a folder, and is {'a file' if os.path.exists(_path) else 'missing'}: this copy of fx_fusion "
+            "came without its symbolic links (a zip, or a file system that has none). Clone it with git, or, where its "
+            "README is: ln -sfn ../kernels fx_fusion/kernels && ln -sfn ../patterns fx_fusion/patterns; then install it."
+        )
 # Where each name is. Imported at first use: ``python -m fx_fusion --help`` needs no torch. Types: ``__init__.pyi``.
 _NAMES = {
     "DeclarationError": "fx_fusion.errors",

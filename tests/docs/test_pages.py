@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,11 @@ TEXT = {"README": (ROOT / "README.md").read_text(), **{name: (ROOT / "docs" / f"
 BLOCKS = {
     f"{name}-{n}": code for name in TEXT for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
 }  # fmt: skip
-OF_OTHERS = ("'FX_FUSION' is not a valid DynamoBackend", "Either mode or options can be specified")
+# What accelerate says to who does not import fx_fusion.accelerate: to a script, on its command line, of a file.
+OF_ACCELERATE = (
+    "'FX_FUSION' is not a valid DynamoBackend", "invalid choice: 'fx_fusion'", "Unknown dynamo backend: FX_FUSION",
+)  # fmt: skip
+OF_OTHERS = (*OF_ACCELERATE, "Either mode or options can be specified")
 
 
 @pytest.fixture
@@ -103,6 +108,21 @@ def test_messages_exist(page):
                 if not quoted.startswith(OF_OTHERS):
                     missing += [piece for piece in pieces if piece and piece not in said]
     assert missing == []
+
+
+def test_a_search_for_what_accelerate_says_finds_the_pages(tmp_path):
+    pytest.importorskip("accelerate")
+    (tmp_path / "c.yaml").write_text("distributed_type: 'NO'\ndynamo_config:\n  dynamo_backend: FX_FUSION\nnum_processes: 1\nuse_cpu: true\n")
+    (tmp_path / "s.py").write_text("from accelerate import Accelerator\nAccelerator(cpu=True, dynamo_backend='fx_fusion')\n")
+    launch = (sys.executable, "-m", "accelerate.commands.launch")
+    for how, said in zip((
+        (sys.executable, "s.py"),
+        (*launch, "--cpu", "--dynamo_backend", "fx_fusion", "s.py"),
+        (*launch, "--config_file", "c.yaml", "s.py"),
+    ), OF_ACCELERATE, strict=True):  # fmt: skip
+        found = subprocess.run(how, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert said in found.stderr.splitlines()[-1]
+        assert all(said in TEXT[page] for page in ("huggingface", "troubleshooting"))
 
 
 def test_variables_and_commands_exist():

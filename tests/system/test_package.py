@@ -50,6 +50,24 @@ def test_the_backend_needs_no_import(tmp_path):
     assert python("-c", code, cwd=tmp_path).strip() == "2.0"
 
 
+@pytest.mark.parametrize("there", ["a file", "missing"])
+def test_a_download_that_kept_no_links_says_so(tmp_path, there):
+    """Some programs unpack a link as a file that holds where it led, and pip builds a package without what is behind it."""
+    package = tmp_path / "fx_fusion"
+    shutil.copytree(ROOT / "fx_fusion", package, ignore=shutil.ignore_patterns("kernels", "patterns", "__pycache__"))
+    if there == "a file":
+        (package / "kernels").write_text("../kernels")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import fx_fusion"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {package / 'kernels'} has to be a folder, and is {there}: "), done.stderr
+    assert "ln -sfn ../kernels fx_fusion/kernels && ln -sfn ../patterns fx_fusion/patterns" in last
+    for name in ("kernels", "patterns"):
+        subprocess.run(["ln", "-sfn", str(ROOT / name), str(package / name)], check=True)
+    assert python("-S", "-c", "import fx_fusion; print(fx_fusion.__file__)", cwd=tmp_path).startswith(str(package))
+
+
 @pytest.mark.slow
 def test_wheel_and_sdist(tmp_path):
     pytest.importorskip("setuptools")
@@ -71,6 +89,7 @@ def test_wheel_and_sdist(tmp_path):
     assert f"\nVersion: {fx_fusion.__version__}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     with tarfile.open(sdist) as packing:
+        assert not any(member.issym() or member.islnk() for member in packing)
         packed = {name.split("/", 1)[1] for name in packing.getnames() if "/" in name}
     assert {"LICENSE", "CITATION.cff", "docs/report.md", "examples/train.py", "fx_fusion/patterns/rope.py"} <= packed
     assert "fx_fusion/skeleton_files/plugin.py.jinja" in packed
