@@ -5,14 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs fuzz soak test-gpu bench coverage clean
+.PHONY: help demo test test-all lint docs fuzz soak test-gpu sanitize bench coverage clean
 
 help: ## list these commands
 	@echo "make TORCH=torch==2.13.0 COMMAND picks a build of torch for .venv; PYTHON=python3.12 the Python that makes it."
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/ready-demo ## train a small Llama under eager, Inductor and fx_fusion, side by side; CPU or GPU
-	$(BIN)/python -m fx_fusion demo
+demo: $(VENV)/ready-demo ## train a small Llama under eager, Inductor and fx_fusion: ARGS="--layers 6 --steps 20 --device cpu"
+	$(BIN)/python -m fx_fusion demo $(ARGS)
 
 # Two workers, a file on one of them.
 test: $(VENV)/ready ## the tests without the slow ones, in minutes; no GPU needed
@@ -61,11 +61,23 @@ $(VENV)/ready: $(VENV)/ready-demo
 ON_GPU := $(addprefix tests/fusions/test_,every_fusion.py layouts.py group_norm.py group_norm_swish.py evonorm_s0.py evonorm_b0.py) \
 	tests/kernels tests/system/test_training.py tests/gpu
 
-# On a machine with a GPU, in its own environment: nothing is downloaded. Most of the time goes to compilers, so several
-# processes share the GPU where pytest-xdist is there.
+# Most of the time goes to compilers, so several processes share the GPU where pytest-xdist is there.
+WORKERS = $$($(PYTHON) -c "import xdist; print('-n 8 --dist loadgroup -v')" 2>&- || true)
+
+# On a machine with a GPU, in its own environment: nothing is downloaded.
 test-gpu: ## the tests that use a GPU, in the python that is there
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	$(PYTHON) -m pytest $(ON_GPU) -m "gpu or not slow" $$($(PYTHON) -c "import xdist; print('-n 8 --dist loadgroup -v')" 2>&- || true)
+	$(PYTHON) -m pytest $(ON_GPU) -m "gpu or not slow" $(WORKERS)
+
+# Where it finds something the exit code is not 0. Without torch's cache a tensor is an allocation of its own, and nothing is
+# behind its end.
+sanitize: export PATH := $(PATH):/usr/local/cuda/bin
+sanitize: ## the tests of kernels under compute-sanitizer, on a GPU: wrong accesses to memory, then races
+	@command -v compute-sanitizer > /dev/null || { echo "make sanitize: needs compute-sanitizer of the CUDA toolkit, in PATH or /usr/local/cuda/bin"; exit 1; }
+	@$(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" || { echo "make sanitize: needs a GPU; torch of $(PYTHON) sees none"; exit 1; }
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(PYTHON) -m pytest tests/kernels -m "not slow" $(WORKERS) || exit 1; done
 
 bench: ## the benchmarks, on a GPU, in the python that is there
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .

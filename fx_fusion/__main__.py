@@ -47,7 +47,11 @@ def main() -> int:
     if given.command == "demo":
         from fx_fusion.demo import main as demo_main
 
-        return demo_main(steps=given.steps, variant=given.variant)
+        try:
+            return demo_main(**{name: getattr(given, name) for name in ("steps", "variant", "device", "layers", "hidden")})
+        except ValueError as error:  # a width or a device that can't be
+            print(f"fx_fusion: {error}", file=sys.stderr)
+            return 2
     if given.command == "new-fusion":
         from fx_fusion.skeleton import new_fusion
 
@@ -196,6 +200,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--select", choices=("auto", "measure", "always", "never"), help="as in the options")
     demo = commands.add_parser("demo", help="train a small Llama under eager, Inductor and fx_fusion, side by side")
     demo.add_argument("--steps", type=_at_least_1, default=8, help="training steps of each")
+    demo.add_argument("--layers", type=_at_least_1, help="of the model (3 on a CPU, 16 on a GPU)")
+    demo.add_argument("--hidden", type=_at_least_1, help="its width; all of it gets wider (128 on a CPU, 2048 on a GPU)")
+    demo.add_argument("--device", choices=("cpu", "cuda"), help="where it trains (the GPU, if there is one)")
     demo.add_argument("--variant", choices=("eager", "inductor", "fx_fusion"), help=argparse.SUPPRESS)
     new = commands.add_parser("new-fusion", help="write the files of a new fusion, which work as they stand")
     new.add_argument("name", help="of the fusion, its op and its files")

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tabulate import tabulate
 
 from fx_fusion.doctor import cpp_compiler
+from fx_fusion.report.verdict import counted
 
 VARIANTS = ("eager", "inductor", "fx_fusion")
 ON_CPU: dict[str, Any] = {
@@ -32,17 +33,33 @@ ON_GPU: dict[str, Any] = {
 }  # fmt: skip
 
 
-def train(variant: str, steps: int) -> None:
+def configuration(device: str, layers: int | None = None, hidden: int | None = None) -> dict[str, Any]:
+    """Returns what the model is made of on a device. Of another width it has heads of the same size, and more of them or
+    fewer. Raises ValueError for a width that can't be."""
+    made = dict(ON_GPU if device == "cuda" else ON_CPU)
+    width, heads = made["hidden_size"], made["num_attention_heads"]
+    step = width // made["num_key_value_heads"]  # so many columns have one head of keys
+    if hidden is not None and hidden % step:
+        raise ValueError(f"--hidden: must be a multiple of {step}; got {hidden}")
+    wide = hidden or width
+    return {
+        **made, "num_hidden_layers": layers or made["num_hidden_layers"], "hidden_size": wide,
+        "intermediate_size": made["intermediate_size"] * wide // width, "head_dim": width // heads,
+        "num_attention_heads": wide * heads // width, "num_key_value_heads": wide // step,
+    }  # fmt: skip
+
+
+def train(variant: str, steps: int, device: str, layers: int | None, hidden: int | None) -> None:
     """Train in this process; one JSON line a step on standard output, the summary last."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import fx_fusion
 
-    gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    gpu = device == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
     batch, length = (8, 2048) if gpu else (4, 1024)
     torch.manual_seed(0)
-    config = LlamaConfig(max_position_embeddings=8192, use_cache=False, **(ON_GPU if gpu else ON_CPU))
+    config = LlamaConfig(max_position_embeddings=8192, use_cache=False, **configuration(device, layers, hidden))
     model = LlamaForCausalLM(config).to(device, dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True if gpu else None)
     ids = torch.randint(0, config.vocab_size, (batch, length), device=device)
@@ -68,21 +85,30 @@ def train(variant: str, steps: int) -> None:
     peak = torch.cuda.max_memory_allocated() if gpu else _peak() - before
     summary = {
         "losses": losses, "first_s": times[0], "step_s": statistics.median(times[1:] or times), "peak": peak,
-        "table": str(report), "shape": f"{batch} x {length} tokens, {config.num_hidden_layers} layers, "
-        f"vocabulary {config.vocab_size}, {device}",
+        "table": str(report), "shape": f"{batch} x {length} tokens, {counted(config.num_hidden_layers, 'layer')}, "
+        f"width {config.hidden_size}, vocabulary {config.vocab_size}, {device}",
     }  # fmt: skip
     print(json.dumps(summary), flush=True)
 
 
-def main(steps: int, variant: str | None) -> int:
-    """Run all variants and print coverage, losses, times and peaks."""
+def main(
+    steps: int, variant: str | None, device: str | None = None, layers: int | None = None, hidden: int | None = None
+) -> int:  # fmt: skip
+    """Run all variants and print coverage, losses, times and peaks; the exit code. Raises ValueError for a device that is
+    not there, and for a width that can't be."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: torch finds no GPU here; leave it out, or take cpu")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if variant is not None:
-        train(variant, steps)
+        train(variant, steps, device, layers, hidden)
         return 0
+    configuration(device, layers, hidden)
     console = Console(highlight=False)
-    if not torch.cuda.is_available() and cpp_compiler() is None:
+    if device == "cpu" and cpp_compiler() is None:
         console.print("Inductor needs a C++ compiler on CPU: install g++ (Debian, Ubuntu: apt-get install g++).")
         return 1
+    given = {"steps": steps, "device": device, "layers": layers, "hidden": hidden}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     results: dict[str, dict[str, Any]] = {}
     columns = (
         TextColumn("{task.description:10}"),
@@ -94,9 +120,9 @@ def main(steps: int, variant: str | None) -> int:
     with Progress(*columns, console=console) as progress:
         for name in VARIANTS:
             task = progress.add_task(name, total=steps, note="")
-            results[name] = _in_a_process(name, steps, progress, task)
+            results[name] = _in_a_process(name, options, progress, task)
     ours, base = results["fx_fusion"], results["inductor"]
-    console.print(f"\nLlamaForCausalLM, unmodified: {ours['shape']}, forward + backward + AdamW\n")
+    console.print(f"\nLlamaForCausalLM, unmodified: {ours['shape']}, forward + backward + AdamW\n", soft_wrap=True)
     print(ours["table"])
     rows = [
         (
@@ -107,15 +133,15 @@ def main(steps: int, variant: str | None) -> int:
     ]  # fmt: skip
     headers = ("", "ms a step", "x Inductor", "peak MiB", "of its memory", "first step s", "first loss", "last loss")
     print("\n" + tabulate(rows, headers=headers))
-    if "cuda" not in ours["shape"]:
+    if device == "cpu":
         print("peak: resident memory over what the model and its optimizer need before the first step")
     agree = all(abs(a - b) <= 2e-2 * abs(a) for a, b in zip(base["losses"], ours["losses"], strict=True))
     print("losses agree" if agree else "LOSSES DIFFER")
     return 0 if agree else 1
 
 
-def _in_a_process(name: str, steps: int, progress: Progress, task: Any) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "fx_fusion", "demo", "--steps", str(steps), "--variant", name]
+def _in_a_process(name: str, options: list[str], progress: Progress, task: Any) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "fx_fusion", "demo", *options, "--variant", name]
     last: dict[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,6 +1,7 @@
 """``python -m fx_fusion``: commands as a user types them, what they print, and their exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fx_fusion.__main__ import main
+from fx_fusion.demo import ON_CPU, ON_GPU, configuration
 
 SCRIPT = '''
 import sys
@@ -139,6 +141,7 @@ WRONG = {
     "profile {there}/train.py --steps 0": "--steps: must be a whole number",
     "profile {there}/train.py --after 0": "--after: must be a whole number",
     "demo --steps 0": "--steps: must be a whole number",
+    "demo --device cpu --hidden 100": "--hidden: must be a multiple of 64; got 100",
     "explain llama --require rope=x": "--require: must be FUSION or FUSION=N with a whole number N; got 'rope=x'",
     "explain llama --require rope=": "--require: must be FUSION or FUSION=N",
     "explain llama --require rope=-1": "--require: must be FUSION or FUSION=N",
@@ -152,6 +155,33 @@ WRONG = {
     "explain llama --colour red": "unrecognized arguments: --colour red",
     "explain": "required: target",
 }
+
+
+def test_the_sizes_of_the_demo():
+    """What was not asked for stays; of another width the heads have the same size, and as many of them share keys."""
+    for device, usual in (("cpu", ON_CPU), ("cuda", ON_GPU)):
+        assert {**configuration(device), **usual} == configuration(device)
+        wide = configuration(device, layers=5, hidden=2 * usual["hidden_size"])
+        assert wide["num_hidden_layers"] == 5
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+            assert wide[name] == 2 * usual[name], name
+        assert wide["head_dim"] == usual["hidden_size"] // usual["num_attention_heads"]
+
+
+@pytest.mark.slow
+def test_a_small_demo():
+    """Its processes get the options, and what it prints says so."""
+    pytest.importorskip("transformers")
+    said = run("demo", "--layers", "1", "--hidden", "64", "--steps", "2", "--device", "cpu").stdout
+    assert "4 x 1024 tokens, 1 layer, width 64, vocabulary 32000, cpu, forward + backward + AdamW" in said
+    assert "2/2" in said
+    assert re.search(r"^fused +linear_cross_entropy +1 ", said, re.M)
+    assert said.endswith("losses agree\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_demo_on_a_gpu_that_is_not_there():
+    assert run("demo", "--device", "cuda", code=2).stderr == "fx_fusion: --device: torch finds no GPU here; leave it out, or take cpu\n"
 
 
 @pytest.fixture
