@@ -2,10 +2,10 @@
 
     python -m bench.run [--fusion NAME ...] [--grid] [--dtypes bfloat16,float32] [--providers inductor,fx_fusion]
 
-Functions, inputs and sizes come from the declarations. ``share`` is the time of the fewest bytes (``bench.fewest``) at the
-copy rate measured in the same run, ``host_us`` the host's time a call. A case whose fused function fails the accuracy rule
-is not timed. ``--compile-only`` fills the compilers' caches: several processes can do that at once, measuring has to be
-alone.
+Functions, inputs and sizes come from the declarations, those of plug-ins too. ``share`` is the time of the fewest bytes
+(``bench.fewest``) at the copy rate measured in the same run, ``host_us`` the host's time a call. A case whose fused function
+fails the accuracy rule is not timed. ``--compile-only`` fills the compilers' caches: several processes can do that at once,
+measuring has to be alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +182,33 @@ def _as_tuple(made: Any) -> tuple[Any, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
+def work(
+    names: Sequence[str],
+    *,
+    case: str = "",
+    grid: bool = False,
+    dtypes: Sequence[str] = ("bfloat16",),
+    modules: Sequence[str] = (),
+) -> list[tuple[Fusion, Case, torch.dtype]]:
+    """Every cell that is asked for, of built-in fusions, of plug-ins and of several fusions together; without names, of all.
+
+    Args:
+        case: only cases with this in their names.
+        modules: plug-ins that are not installed; every ``Fusion`` in one of these is registered.
+    """
+    for module in map(importlib.import_module, modules):
+        for found in vars(module).values():
+            if isinstance(found, Fusion):
+                fx_fusion.register(found)
+    known = [*all_fusions(), *(composite for composite, _ in COMPOSITES)]
+    fusions = [f for f in known if not names or f.name in names]
+    return [(f, c, getattr(torch, d)) for f in fusions for c in cases_of(f, full=grid) if case in c.name for d in dtypes]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fusion", nargs="*", help="only these")
+    parser.add_argument("--import", nargs="*", dest="modules", metavar="MODULE", help="plug-ins that are not installed")
     parser.add_argument("--case", default="", help="only cases with this in their names")
     parser.add_argument("--grid", action="store_true", help="the whole grid, not only the declared cases")
     parser.add_argument("--dtypes", default="bfloat16")
@@ -195,18 +220,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench.run times kernels on a GPU: there is no CUDA device here.")
     torch.backends.cudnn.allow_tf32 = False  # some convolutions would round their inputs, and others not
-    dtypes = [getattr(torch, name) for name in given.dtypes.split(",")]
-    known = [*all_fusions(), *(composite for composite, _ in COMPOSITES)]
-    fusions = [f for f in known if not given.fusion or f.name in given.fusion]
-    work = [(f, c, d) for f in fusions for c in cases_of(f, full=given.grid) if given.case in c.name for d in dtypes]
+    dtypes = given.dtypes.split(",")
+    cells = work(given.fusion or (), case=given.case, grid=given.grid, dtypes=dtypes, modules=given.modules or ())
     part, parts = map(int, given.part.split("/"))
-    work = work[part::parts]
+    cells = cells[part::parts]
     rate = 0.0 if given.compile_only else timing.copy_rate()
     rows: list[Row] = []
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
     stamp = environment()
     with Progress() as progress, open(given.out, "a") as file:
-        for fusion, case, dtype in progress.track(work, description="compiling" if given.compile_only else "measuring"):
+        for fusion, case, dtype in progress.track(cells, description="compiling" if given.compile_only else "measuring"):
             try:
                 bench = Bench(fusion, case, dtype, given.providers.split(","))
                 if given.compile_only:

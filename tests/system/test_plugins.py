@@ -174,6 +174,38 @@ print(report)
     assert "not measured" not in said
 
 
+# What bench.run does on a GPU, on a CPU: no time is taken, and inputs are small.
+MEASURE = """
+import dataclasses
+import torch
+from bench import run
+from fx_fusion.testing import make_inputs
+(fusion, case, dtype), *rest = run.work(["relu2_glu"], modules={modules})
+assert (fusion.name, case.name, dtype, rest) == ("relu2_glu", "llama_8b", torch.bfloat16, []), (fusion, case, dtype, rest)
+assert len(run.work(["relu2_glu"], grid=True)) > 12
+assert {{"relu2_glu", "rms_norm"}} <= {{fusion.name for fusion, _, _ in run.work([])}}
+run.make_inputs = lambda fusion, case, statics, dtype, device: make_inputs(fusion, case, statics, dtype, "cpu")
+for name in ("call_ms", "host_us", "peak_mib"):
+    setattr(run.timing, name, lambda call: call() or 1.0)
+run.timing.in_turns = lambda calls: [call() or 1.0 for call in calls]
+case = dataclasses.replace(case, sizes={{"m": 4, "n": 96}})
+rows = run.Bench(fusion, case, dtype, ["eager", "inductor", "fx_fusion"]).measure(1e12)
+assert not any("error" in row for row in rows), rows
+for row in rows:
+    print(row["fusion"], row["mode"], row["provider"])
+"""
+
+
+@pytest.mark.parametrize("how", ["installed", "imported"])
+def test_bench_run_measures_a_plug_in(package, how):
+    if how == "installed":
+        install(package)
+    ended, said = python(package, MEASURE.format(modules=["my_fusions.relu2_glu"] if how == "imported" else []))
+    assert ended == 0, said
+    rows = re.findall(r"^relu2_glu (.*)$", said, re.M)
+    assert sorted(rows) == sorted(f"{m} {p}" for m in ("forward", "forward+backward") for p in ("eager", "inductor", "fx_fusion"))
+
+
 def test_an_op_is_defined_once(package):
     ended, said = python(package, """
 import importlib, my_fusions.relu2_glu
