@@ -98,22 +98,23 @@ def total(sites: Iterable[dict[str, Any]]) -> str:
     timed = [f for f in facts if "ours" in f]
     if not timed:
         return ""
-    saved = sum(f["inductor"] - f["ours"] for f in timed) / 1e3
+    saved = short(sum(f["inductor"] - f["ours"] for f in timed) / 1e3, 2)
     sources = ", ".join(sorted({f["source"] for f in timed}))
-    return f"about {saved:.2g} ms a step less than Inductor's kernels, by {sources} for {len(timed)} of {len(facts)} sites"
+    return f"about {saved} ms a step less than Inductor's kernels, by {sources} for {len(timed)} of {len(facts)} sites"
 
 
 def sentence(facts: dict[str, Any]) -> str:
     """``1.9 times Inductor's speed (table): 31 us instead of 59``; empty where nothing is known."""
     if not facts:
         return ""
-    said = f"{facts['speed']:.2g} times Inductor's speed ({facts['source']})"
+    said = f"{short(facts['speed'], 2)} times Inductor's speed ({facts['source']})"
     if "ours" in facts:
-        said += f": {_short(facts['ours'])} us instead of {_short(facts['inductor'])}"
+        said += f": {short(facts['ours'])} us instead of {short(facts['inductor'])}"
     if "bytes" in facts:
-        said += f", {_short(facts['bytes'] / 1e6)} MB moved instead of {_short(facts['inductor_bytes'] / 1e6)}"
+        said += f", {short(facts['bytes'] / 1e6)} MB moved instead of {short(facts['inductor_bytes'] / 1e6)}"
     return said
 
 
-def _short(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+def short(number: float, digits: int = 3) -> str:
+    """A number with so many digits that count, and all in front of its point: ``0.56``, ``284``."""
+    return f"{number:.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"

@@ -46,7 +46,7 @@ def to_document(sites: Sequence[Site], graphs: Sequence[GraphReport], environmen
         "schema": SCHEMA,
         "environment": dict(environment),
         "counts": {f"{s}/{f}": n for (s, f), n in Counter((s.status, s.fusion) for s in sites).items()},
-        "sites": [asdict(s) for s in sites],
+        "sites": [dict(vars(s)) for s in sites],
         "graphs": [_of_graph(g) for g in graphs],
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from fx_fusion.cost.estimate import short
 from fx_fusion.memory.recompute import size_of
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.site import STATUSES, Site
@@ -29,7 +30,7 @@ def verdict(graphs: Sequence[GraphReport], sites: Sequence[Site]) -> str:
     said = [f"{len(fused)} of {counted(len(sites), 'site')} fused" + f" ({others})" * bool(others)]
     time = sum(e["inductor"] - e["ours"] for e in fused if "ours" in e)
     moved = sum(e["inductor_bytes"] - e["bytes"] for e in fused if "bytes" in e)
-    saved = [f"{time / 1e3:.2g} ms"] * any("ours" in e for e in fused)
+    saved = [f"{short(time / 1e3, 2)} ms"] * any("ours" in e for e in fused)
     saved += [f"{size_of(moved)} moved"] * any("bytes" in e for e in fused)
     if saved:
         said.append(f"estimated: {' and '.join(saved)} less a step than Inductor's")

@@ -105,3 +105,10 @@ def test_what_the_report_says():
     assert estimates.sentence({}) == ""
     again = Report.from_json(report.to_json())
     assert again.sites == report.sites
+
+
+def test_much_is_written_out():
+    facts = {"speed": 213.0, "source": "formula", "ours": 2.0, "inductor": 284_400.0}
+    assert estimates.total([facts]).startswith("about 284 ms a step less")
+    assert estimates.sentence(facts).startswith("213 times Inductor's speed")
+    assert [estimates.short(number, 2) for number in (0.0, 0.056, 9.96, 12.3, 99.7)] == ["0", "0.056", "10", "12", "100"]

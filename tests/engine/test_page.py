@@ -119,20 +119,21 @@ def big():
 
 
 def test_20_000_nodes_are_small_and_made_soon(big):
-    """A second of one processor, whatever else the machine does. A full collection of what other tests have left takes as
+    """In a second of one processor, whatever else the machine does. A full collection of what other tests have left takes as
     long again: Python's collector is off meanwhile."""
     (graph,) = big.graphs
     assert len(graph.rows_before) > 20_000
     assert len({row.module for row in graph.rows_before if re.fullmatch(r"model.layers.\d+.mlp", row.module)}) == LAYERS
-    html_of(big)
+    times = []
     gc.disable()
     try:
-        started = time.process_time()
-        page = html_of(big)
-        took = time.process_time() - started
+        for _ in range(3):
+            started = time.process_time()
+            page = html_of(big)
+            times.append(time.process_time() - started)
     finally:
         gc.enable()
-    assert took < 2
+    assert min(times) < 1, times
     assert len(page) < 3e6
     assert sum(len(block["rows"]) for block in data_of(page)["graphs"][0]["blocks"]) > 20_000
 
@@ -271,13 +272,21 @@ def test_nothing_of_a_models_names_runs(opened):
     assert "window_stolen" in page.inner_text("#card")
 
 
+SEEN = """new MutationObserver((_, observer) => {
+    if (document.querySelector(".row")) { window.drawn = performance.now(); observer.disconnect(); }
+}).observe(document, { childList: true, subtree: true });"""  # performance.now() is since the navigation began
+
+
 def test_it_opens_in_300_ms(opened, big):
-    """Unpacked, read and drawn; the bound is for a machine that runs other tests too."""
+    """From the navigation to the first rows: parsed, unpacked, read and drawn. The best of several: other tests run as well."""
     page = opened(big)
-    page.reload()
-    page.wait_for_selector(".row")
-    drawn = page.evaluate("""async () => { const started = performance.now(); await start(); return performance.now() - started; }""")
-    assert drawn < 600
+    page.add_init_script(SEEN)
+    times = []
+    while len(times) < 12 and min(times, default=300) >= 300:
+        page.reload()
+        page.wait_for_selector(".row")
+        times.append(page.evaluate("drawn"))
+    assert min(times) < 300, times
     assert page.locator(".row").count() < 200, "only what is seen is drawn"
 
 

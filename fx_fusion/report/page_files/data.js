@@ -5,7 +5,8 @@ const state = { off: new Set(), fusion: "", open: new Set(), site: -1, row: null
 let data = null; // what the page shows, once it is unpacked
 
 async function unpacked(id) { // the text of an element that holds gzip in base64
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  const packed = atob(document.getElementById(id).textContent), bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i); // Uint8Array.from takes ten times as long
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 

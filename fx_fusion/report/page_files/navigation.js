@@ -4,7 +4,8 @@ function folded(modules) { // layers.0.norm, layers.1.norm -> layers.{0-1}.norm
   for (const module of modules) {
     const number = module.match(/\d+/);
     const key = number ? module.replace(/\d+/, "{}") : module;
-    patterns.set(key, [...(patterns.get(key) || []), number ? Number(number[0]) : -1]);
+    if (!patterns.has(key)) patterns.set(key, []);
+    patterns.get(key).push(number ? Number(number[0]) : -1);
   }
   return [...patterns].map(([key, all]) => {
     const [least, most] = [Math.min(...all), Math.max(...all)];
@@ -17,7 +18,8 @@ function drawSites() {
   data.sites.forEach((site, i) => {
     if (!visible(i)) return;
     const key = JSON.stringify([site.status, site.fusion, site.reason.replace(/_\d+\b/g, ""), site.at]);
-    groups.set(key, [...(groups.get(key) || []), i]);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(i);
   });
   const rank = ([key]) => data.statuses.indexOf(JSON.parse(key)[0]);
   const items = [...groups].sort((a, b) => rank(a) - rank(b)).map(([key, sites]) => {
