@@ -8,13 +8,14 @@ Inductor, which is the harder one.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+
+from bench.grid_file import read
 
 BOTH, FORWARD = "forward+backward", "forward"
 # The claim, and the cell that is the same work: fusion, case, dtype, mode.
@@ -34,7 +35,7 @@ BATCHES = ("1x64x28x28", "16x64x28x28", "64x64x28x28", "256x64x28x28")
 
 def main() -> None:
     file = sys.argv[1] if len(sys.argv) > 1 else "bench/results/grid.jsonl"
-    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    rows = read(Path(file))
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         cells.setdefault((row["fusion"], row["case"], row["dtype"], row.get("mode")), {})[row.get("provider")] = row

@@ -6,7 +6,6 @@ python -m bench.plots [bench/results/grid.jsonl] [--dtype bfloat16] [--out bench
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import textwrap
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 from bench import hero
 from bench.cells import Cell, by_row, cells_of
 from bench.drawing import Scheme, bare, save
+from bench.grid_file import read
 
 _INCH = 0.36  # of a cell of the heatmap, in width
 _FEWEST = 6  # sizes that make a line
@@ -187,11 +187,6 @@ def memory(cells: Sequence[Cell], title: str, scheme: Scheme) -> Figure:
     axes.grid(axis="x", alpha=0.5)
     bare(axes)
     return figure
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file of results; none where it is not there."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

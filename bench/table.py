@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import fx_fusion.cost.table as tables
+from bench.grid_file import read
 from fx_fusion.fusion.registry import all_fusions
 
 # It is there for the memory; 0.98 to 1.31 of Inductor's speed wherever it applies.
@@ -41,7 +42,7 @@ def cells(rows: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    rows = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    rows = [row for name in sys.argv[1:] for row in read(Path(name))]
     by_gpu: dict[str, list[dict]] = {}
     for row in rows:
         by_gpu.setdefault(row["environment"]["gpu"], []).append(row)

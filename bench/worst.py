@@ -7,18 +7,18 @@ A cell that is kept is Inductor's own. The second line decides every float16 cel
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.grid_file import read
 from bench.table import cells
 from fx_fusion.cost.table import TOLERANCE, Cell, nearest_of
 
 
 def main() -> None:
     file = sys.argv[1] if len(sys.argv) > 1 else "bench/results/grid.jsonl"
-    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    rows = read(Path(file))
     table = [Cell(**cell) for cell in cells(rows)]
     bfloat16 = [Cell(**cell) for cell in cells([r for r in rows if r["dtype"] == "bfloat16"])]
     print("decided by the whole table:   ", worst(decided(rows, table)))

@@ -60,6 +60,16 @@ def one(name: str, kind: str, dtype: str) -> dict:
     return {"class": name, "kind": kind, "dtype": dtype, **row}
 
 
+def slim(row: dict) -> dict:
+    """What is written of a row: no zeros, three digits of the worst error."""
+    written = dict(row)
+    if "kinds" in row:
+        written["kinds"] = {kind: {name: n for name, n in found.items() if n} for kind, found in row["kinds"].items()}
+    if "worst" in row:
+        written["worst"] = [float(f"{row['worst'][0]:.3g}"), row["worst"][1]]
+    return written
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", default="causal,masked,seq2seq,image,speech,timm,diffusers")
@@ -81,12 +91,12 @@ def main() -> None:
     work = [w for w in work if (*w, given.dtype) not in known and (not given.only or w[0] in given.only)]
     with Progress() as progress, out.open("a") as file:
         for name, kind in progress.track(work, description="models"):
-            rows.append(one(name, kind, given.dtype))
+            rows.append(slim(one(name, kind, given.dtype)))
             file.write(json.dumps(rows[-1]) + "\n")
             file.flush()
     print(tabulate(collections.Counter((r["kind"], r["status"]) for r in rows).items(), headers=("kind, status", "classes")))
     for row in rows:
-        missing = {kind: n["missing"] for kind, n in row.get("kinds", {}).items() if n["missing"]}
+        missing = {kind: n["missing"] for kind, n in row.get("kinds", {}).items() if n.get("missing")}
         if row["status"] not in ("ok", "not built"):
             print(row["class"], row["status"], row.get("error", row.get("worst")))
         elif missing:

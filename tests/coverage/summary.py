@@ -9,6 +9,7 @@ import collections
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def page(rows: list[Row]) -> str:
         "",
         "## Classes",
         "",
-        tabulate(list(map(_line, rows)), headers=("class", "kind", "dtype", "status", "fused sites", "note"), tablefmt="github"),
+        "A cell that holds two things has bfloat16's first.",
         "",
+        *_classes(rows),
     ]  # fmt: skip
     return "\n".join(text)
 
@@ -102,14 +104,39 @@ def _reasons(rows: list[Row]) -> list[tuple[str, str, str, int]]:
     return [(*key, n) for key, n in sorted(found.items(), key=lambda item: (-item[1], item[0]))[:40]]
 
 
-def _line(row: Row) -> tuple[str, ...]:
-    fused = sum(n for site, n in row.get("sites", {}).items() if site.endswith("/fused"))
-    missing = {kind: n["missing"] for kind, n in row.get("kinds", {}).items() if n["missing"]}
-    outside = {k: n["seen"] - n["in_graphs"] for k, n in row.get("kinds", {}).items() if n["seen"] > n["in_graphs"]}
+def _classes(rows: list[Row]) -> list[str]:
+    """A table a kind and a line a class; the columns are not padded: a page of a third of the size."""
+    by_kind: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"], {}).setdefault(row["class"], {})[row["dtype"]] = row
+    text = []
+    for kind, found in by_kind.items():
+        text += [f"### {kind}", "", "| class | status | fused sites | note |", "|---|---|--:|---|"]
+        text += [f"| {name} | {' | '.join(_both(of) for of in _cells(by_dtype))} |" for name, by_dtype in found.items()]
+        text.append("")
+    return text
+
+
+def _cells(by_dtype: dict[str, Row]) -> Iterator[list[str]]:
+    of = [by_dtype[dtype] for dtype in sorted(by_dtype)]
+    yield [row["status"] for row in of]
+    yield [str(sum(n for site, n in row.get("sites", {}).items() if site.endswith("/fused"))) for row in of]
+    yield list(map(_note, of))
+
+
+def _both(said: list[str]) -> str:
+    """Once where it is the same of all dtypes."""
+    return said[0] if len(set(said)) == 1 else " / ".join(one or "-" for one in said)
+
+
+def _note(row: Row) -> str:
+    kinds = {kind: collections.Counter(n) for kind, n in row.get("kinds", {}).items()}
+    missing = {kind: n["missing"] for kind, n in kinds.items() if n["missing"]}
+    outside = {kind: n["seen"] - n["in_graphs"] for kind, n in kinds.items() if n["seen"] > n["in_graphs"]}
     notes = [f"missing {missing}"] if missing else []
     notes += [f"left in eager by Dynamo: {outside}"] if outside else []
     notes += [row["error"].splitlines()[0][:100].replace("|", "/")] if "error" in row else []
-    return row["class"], row["kind"], row["dtype"], row["status"], str(fused), "; ".join(notes)
+    return "; ".join(notes)
 
 
 def plot(rows: list[Row], scheme: Scheme) -> Figure:
@@ -131,10 +158,15 @@ def plot(rows: list[Row], scheme: Scheme) -> Figure:
     return figure
 
 
+def ordered(rows: list[Row]) -> list[Row]:
+    """Of each class and dtype the last row, by kind and name."""
+    last = {(row["kind"], row["class"], row["dtype"]): row for row in rows}
+    return [last[key] for key in sorted(last)]
+
+
 def main() -> None:
     rows = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
-    rows = list({(row["class"], row["kind"], row["dtype"]): row for row in rows}.values())
-    rows.sort(key=lambda row: (row["kind"], row["class"], row["dtype"]))
+    rows = ordered(rows)
     Path("COVERAGE.md").write_text(page(rows))
     save(lambda scheme: plot(rows, scheme), Path("bench/results"), "coverage")
     print(page(rows).split("## Why not fused")[0])

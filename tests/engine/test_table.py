@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import merge
 from bench.fewest import fewest_bytes
+from bench.grid_file import read, write
 from bench.table import cells
 from bench.worst import decided
 from fx_fusion.cost import table as tables
@@ -52,9 +54,36 @@ def test_the_nearest_cell_decides():
     assert tables.nearest_of(known, 2, True, "... n", {"m": 100.0, "n": 1000.0}, {}) is None, "of both passes"
 
 
+def test_a_file_of_cells_is_read_as_the_rows_that_were_measured(tmp_path, monkeypatch):
+    """Written by bench.run, merged into the results, read by whoever draws them: nothing is lost, and the last one counts."""
+    about = {
+        "fusion": "rope", "case": "gemma_2b", "sizes": {"s": 2048, "b": 4}, "dtype": "bfloat16", "layout": "b s h d",
+        "statics": {"style": "rotate_half"},
+    }  # fmt: skip
+    stamp = {"copy_gb_s": 4242, "environment": {"gpu": "A GPU", "commit": "a"}}
+    rows = [
+        {**about, "keeps": keeps, "mode": mode, "provider": provider, "ms": 0.12345, "share": 0.5, "host_us": 80.1, "peak_mib": 32.0, **stamp}
+        for mode, keeps in (("forward", "Inductor was 1.2 times as fast"), ("forward+backward", None))
+        for provider in ("eager", "fx_fusion")
+    ]
+    rows.append({**about, "case": "odd", "error": "ValueError: nothing was fused", **stamp})
+    rows += [{**row, "case": "llama_8b", "environment": {"gpu": "A GPU", "commit": "b"}} for row in rows[:2]]
+    (tmp_path / "ops.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(tmp_path / "ops.jsonl") == rows
+    write(tmp_path / "grid.jsonl", rows)
+    assert len((tmp_path / "grid.jsonl").read_text().splitlines()) == 4, "the environments, and three cells"
+    assert [list(row["sizes"]) for row in read(tmp_path / "grid.jsonl")] == [["s", "b"]] * 7
+    (tmp_path / "ops.jsonl").write_text(json.dumps({**rows[0], "ms": 9.0}) + "\n")
+    monkeypatch.setattr("sys.argv", ["merge", str(tmp_path / "grid.jsonl"), str(tmp_path / "ops.jsonl")])
+    merge.main()
+    again = read(tmp_path / "grid.jsonl")
+    assert len(again) == 7
+    assert [row for row in again if row not in rows] == [{**rows[0], "ms": 9.0}]
+
+
 def test_the_shipped_table_is_of_the_shipped_measurements_and_no_cell_is_slow():
     """``auto`` fuses where the cell says so: nowhere below 0.97 of Inductor's speed."""
-    rows = [json.loads(line) for line in (ROOT / "bench/results/grid.jsonl").read_text().splitlines()]
+    rows = read(ROOT / "bench/results/grid.jsonl")
     shipped = json.loads((tables._FOLDER / "nvidia_h200.json").read_text())["cells"]
     assert json.loads(json.dumps(cells(rows))) == shipped
     speeds = list(decided(rows, [tables.Cell(**cell) for cell in shipped]))
