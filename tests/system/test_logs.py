@@ -26,6 +26,16 @@ norm = torch.nn.RMSNorm(8)
 torch.compile(lambda x: norm(x).sin(), backend="fx_fusion", options={"select": "always"})(torch.randn(4, 8))
 """
 
+TWO_NORMS = """
+import torch
+first, second = torch.nn.RMSNorm(8), torch.nn.RMSNorm(8)
+def model(x):
+    x = first(x)
+    x = x @ torch.ones(8, 8)
+    return second(x).sum()
+torch.compile(model, backend="fx_fusion", options={"select": "always"})(torch.randn(4, 8, requires_grad=True)).backward()
+"""
+
 
 def logged(tmp_path, logs, how="plain"):
     script = tmp_path / "script.py"
@@ -90,3 +100,19 @@ def test_tlparse_lists_our_artifacts(tmp_path):
     assert "rms_norm" in found["fx_fusion_diff"]
     assert json.loads(found["fx_fusion_json"])["sites"][0]["fusion"] == "rms_norm"
     assert "fx_fusion_report" in (pages / "index.html").read_text()
+
+
+def test_which_line_a_kernel_belongs_to(tmp_path):
+    """PyTorch's provenance tracking knows the user's lines of our ops, forward and backward, each launch by itself."""
+    script, traces = tmp_path / "script.py", tmp_path / "traces"
+    script.write_text(TWO_NORMS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_TRACE": str(traces), "INDUCTOR_PROVENANCE": "1"}
+    environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path, env=environment)
+    (trace,) = traces.iterdir()
+    payloads = re.findall(r'"name": "inductor_provenance_tracking_kernel_stack_traces".*\n((?:\t.*\n)+)', trace.read_text())
+    forward, backward = map(json.loads, payloads)
+    for launches, op in ((forward, "rms_norm"), (backward, "rms_norm_bwd")):
+        ours = {name: "".join(stacks) for name, stacks in launches.items() if f"fx_fusion.{op}.default:" in name}
+        assert len(ours) == 2
+        assert sorted(line for line in ("first(x)", "second(x)") for said in ours.values() if line in said) == ["first(x)", "second(x)"]
