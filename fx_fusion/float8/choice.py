@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ _FASTER_GRADIENT = 1.5  # of a weight
 _LAUNCH = 3e-6  # seconds
 _BYTES_OF_A, _BYTES_OF_B, _BYTES_OF_B_TURNED = 3, 3, 5  # read and written for an element in bfloat16
 _BYTES_OF_X, _BYTES_OF_DY = 3, 2  # the same, to turn x in bfloat16 and dy in float8
+_BYTES_OF_A_TERM = 4  # the same, of a sum in bfloat16: a product writes it, the sum reads it
 
 T = TypeVar("T")
 
@@ -62,6 +63,18 @@ def without_support(device: torch.device) -> str:
 def slower(products: Iterable[Product]) -> dict[Product, str]:
     """Those of ``products`` that would not win back what their operands cost, and the time of each in words."""
     return _without_gain(products, _activation, _gain, _seconds_of_a)
+
+
+def pays_together(group: Sequence[Product], slow: Collection[Product]) -> bool:
+    """Whether gradients of one input gain more as one product than those do that are not ``slow`` by themselves: what is
+    beside others is neither written nor added."""
+    m, n, _ = map(_expected, group[0].sizes)
+    saved = _BYTES_OF_A_TERM * m * n / bytes_per_second(group[0].a.meta["val"].device) + _LAUNCH
+
+    def gain(members: Sequence[Product]) -> float:
+        return sum(_gain(p) - _seconds_of_a(p) for p in members) + saved * max(len(members) - 1, 0)
+
+    return gain(group) > gain([p for p in group if p not in slow])
 
 
 def slower_gradients(gradients: Iterable[WeightGradient]) -> dict[WeightGradient, str]:

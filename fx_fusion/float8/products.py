@@ -44,6 +44,11 @@ class Product:
         return m, n, k
 
     @property
+    def is_turned(self) -> bool:
+        """Whether b has to be transposed to be quantised by what is summed."""
+        return self.b.meta["val"].stride(0) != 1
+
+    @property
     def activation(self) -> tuple[fx.Node, int | torch.SymInt]:
         """What is the same for products that multiply the same a."""
         return self.source, self.sizes[2]

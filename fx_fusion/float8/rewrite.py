@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fx_fusion.float8.choice import gained, slower, slower_gradients, why_not, without_support
+from fx_fusion.float8.choice import gained, pays_together, slower, slower_gradients, why_not, without_support
 from fx_fusion.float8.gates import quantise_in_gates
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
 from fx_fusion.float8.products import Product, WeightGradient, batches_of_one_to_products, products, weight_gradients
+from fx_fusion.float8.sums import sums
 from fx_fusion.float8.writer import Writer
 from fx_fusion.graph.places import module_of
 from fx_fusion.memory.joint_graph import JointGraph
@@ -48,7 +49,11 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     if select == "never":
         kept.update(dict.fromkeys(found, "select='never'"))
     elif select != "always":
-        kept.update(slower(p for p in found if p not in kept))
+        slow = slower(p for p in found if p not in kept)
+        for group in sums(p for p in found if p not in kept and (p.backward or p not in slow)):
+            if pays_together(group, slow):
+                slow = {p: reason for p, reason in slow.items() if p not in group}
+        kept.update(slow)
     gradients = list(weight_gradients(joint, found)) if linears.recipe == "rowwise" else []
     left = {g: _HALF for g in gradients if g.forward in kept or g.of_input in kept}
     if select != "always":

@@ -21,9 +21,12 @@ _ADD = torch.ops.aten.add.Tensor
 
 def sums(found: Iterable[Product]) -> Iterator[tuple[Product, ...]]:
     """Those of ``found``, in the order of the graph, whose sum one product makes: gradients of one size that follow one
-    another, so that nothing waits long for the others. In the order of their forwards, which is the opposite one."""
+    another, so that nothing waits long for the others, of weights that a forward before them has quantised by rows. In the
+    order of their forwards, which is the opposite one."""
+    products = list(found)
+    of_forwards = {p.weight for p in products if not p.backward and not p.is_turned}
     run, of = list[Product](), None
-    for product in (p for p in found if p.backward):
+    for product in (p for p in products if p.backward and p.weight in of_forwards):
         end = _sum_of(product)
         if end is None or end is not of or not _beside(run, product) or len(run) == MOST:
             if len(run) > 1:
@@ -42,7 +45,7 @@ def _beside(run: list[Product], product: Product) -> bool:
 
 def _sum_of(product: Product) -> fx.Node | None:
     """The last of the sums that are all that is read of a product with a weight in rows."""
-    if product.b.meta["val"].stride(0) == 1:
+    if not product.is_turned:
         return None
     node, end = product.node, None
     while (user := _only_reader(node)) is not None and (is_reshape(user) or _is_plain_sum(user)):

@@ -59,9 +59,7 @@ class Writer:
 
     def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool, written: Sequence[Product]):
         self._inserter, self._emulate, self.power_of_two = inserter, emulate, power_of_two
-        quantised_before = {p.weight for p in written if not p.backward and not _is_turned(p)}
-        groups = sums(p for p in written if p.weight in quantised_before)
-        self._sums = {product: group for group in groups for product in group}
+        self._sums = {product: group for group in sums(written) for product in group}
         self.rows: dict[tuple[fx.Node, Any], Quantised] = {}
         self._turned: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
@@ -135,7 +133,7 @@ class Writer:
     def _weight(self, product: Product) -> list[fx.Node]:
         """The nodes of the weight in float8: the last two are its values and scales."""
         node, b, largest = product.node, product.b, self._largest.get(product.weight)
-        turned = _is_turned(product)
+        turned = product.is_turned
         if turned and largest is not None and product.backward:
             made = self._insert(node, quantise_columns, [b, largest], node.prev)
         elif turned:
@@ -160,11 +158,6 @@ class Writer:
         self, product: fx.Node, function: Callable[..., Any], operands: Sequence[fx.Node], after: fx.Node
     ) -> list[fx.Node]:  # fmt: skip
         return self._inserter.insert(function, operands, after, like=product)
-
-
-def _is_turned(product: Product) -> bool:
-    """Whether its weight has to be transposed to be quantised."""
-    return product.b.meta["val"].stride(0) != 1
 
 
 def _is_inductors(node: fx.Node) -> bool:

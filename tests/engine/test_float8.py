@@ -341,7 +341,8 @@ def product_of(m, n, k, *, backward=False, source=None):
     with FakeTensorMode():
         values = [torch.empty(m, k, dtype=torch.bfloat16, device="cuda"), torch.empty(n, k, dtype=torch.bfloat16, device="cuda")]
         a, b = graph.placeholder("a"), graph.placeholder("b")
-        a.meta["val"], b.meta["val"] = values[0], values[1].t()
+        turned = torch.empty(k, n, dtype=torch.bfloat16, device="cuda")
+        a.meta["val"], b.meta["val"] = values[0], turned if backward else values[1].t()
     return Product(a, a, b, None, b, source or a, backward)
 
 
@@ -367,6 +368,17 @@ def test_gradients_of_weights_by_time():
     large, small = gradient(16384, 8192, 2048), gradient(512, 256, 256)
     assert set(choice.slower_gradients([large, small])) == {small}
     assert choice.slower_gradients([small])[small].startswith("float8 would cost")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the figures of an H200")
+def test_products_that_pay_together():
+    """k and v of Llama 1B gain nothing by themselves (512 wide), beside q they do; of a few rows none does."""
+    q, k, v = (product_of(16384, 2048, n, backward=True) for n in (2048, 512, 512))
+    slow = choice.slower([q, k, v])
+    assert set(slow) == {k, v}
+    assert choice.pays_together((q, k, v), slow)
+    few = [product_of(256, 2048, n, backward=True) for n in (2048, 512, 512)]
+    assert not choice.pays_together(few, choice.slower(few))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="by the figures of an H200")

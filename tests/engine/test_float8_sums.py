@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.ways_to_train import with_lora
-from fx_fusion.float8 import writer
+from fx_fusion.float8 import choice, rewrite, writer
 from fx_fusion.float8.linears import OF_INPUT, OF_WEIGHT
 from tests import zoo
 from tests.helpers import tiny_llama, tokens
@@ -183,3 +184,29 @@ def test_linears_without_anything_between_them(monkeypatch):
     found, apart, made = run(monkeypatch, Linears(cube, (64, 64)).bfloat16(), given((32,)), "rowwise")
     assert made == 1
     alike(found, apart)
+
+
+def test_narrow_keys_and_values(monkeypatch):
+    """Llama 1B's are 512 wide: their gradients gain by themselves nothing, beside the queries' they do. (lm_head is small here.)"""
+    monkeypatch.setattr(rewrite, "without_support", lambda device: "")
+    monkeypatch.setattr(choice, "flops_per_second", lambda device, dtype: 990e12)
+    monkeypatch.setattr(choice, "bytes_per_second", lambda device: 4.1e12)
+
+    def planned():
+        with torch.device("meta"):
+            model = tiny_llama(
+                torch.bfloat16, num_hidden_layers=1, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+                num_key_value_heads=8, head_dim=64,
+            )  # fmt: skip
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            model.tie_weights()
+            ids = torch.zeros(8, 2048, dtype=torch.long)
+            found = partitioned(model, {"input_ids": ids, "labels": ids}, step=False, float8="rowwise_gw_hp", select="auto")
+        kept = {place for place, kind, reason, _ in found.linears.products if kind == OF_INPUT and "float8 would cost" in reason}
+        return found.backward["quantise_columns_together"], {place.split(".")[-1] for place in kept}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rewrite, "pays_together", lambda group, slow: False)
+        assert planned() == (1, {"k_proj", "v_proj", "lm_head"})
+    assert planned() == (2, {"lm_head"})
