@@ -18,6 +18,7 @@ _TELLING = {
     **dict.fromkeys(("log_softmax", "logsumexp", "cross_entropy", "nll_loss", "kl_div"), "cross_entropy"),
 }
 _PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the result of a softmax, and attention does not
+_CHOSEN = {"topk"}  # what a router does with it
 _ROOT = re.compile(r"pow\(.*, -?0\.5\)")
 _ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "mish", "hardswish", "softplus", "leaky_relu", "elu"}
 _LINEARS = {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "chunk", "split"}
@@ -99,7 +100,9 @@ class _Graph:
     def tells(self, row: Row) -> tuple[str, str] | None:
         """What a row does that a fusion does, and which; None if nothing."""
         op = self.ops[row.name]
-        if op == "softmax" and self._is_picked(row.name):
+        if op == "softmax" and self._goes_to(_CHOSEN, row.name):
+            return None  # a router's, of experts: no fusion is near
+        if op == "softmax" and self._goes_to(_PICKED, row.name):
             return op, "cross_entropy"
         if op in _TELLING:
             return op, _TELLING[op]
@@ -136,11 +139,11 @@ class _Graph:
         factors = [frozenset().union(*map(self._waves_in, operands)) for operands in products]
         return factors[0] ^ factors[1] if len(factors) == 2 else frozenset()
 
-    def _is_picked(self, name: str, steps: int = 4) -> bool:
-        """Whether probabilities go on to a logarithm, or to a choice of classes, within some steps."""
+    def _goes_to(self, ops: set[str], name: str, steps: int = 4) -> bool:
+        """Whether probabilities go on to one of these ops within some steps."""
         readers = self._readers.get(name, []) if steps else []
         onwards = (n for n in readers if self.ops[n] in {*_VIEWS, "add", "clamp"})
-        return any(self.ops[n] in _PICKED for n in readers) or any(self._is_picked(n, steps - 1) for n in onwards)
+        return any(self.ops[n] in ops for n in readers) or any(self._goes_to(ops, n, steps - 1) for n in onwards)
 
     def _is_divided_by_its_size(self, row: Row) -> bool:
         if len(row.operands) != 2:

@@ -423,3 +423,16 @@ def test_what_is_said_of_many_graphs_is_said_once():
     assert len(numbers) == 2
     assert str(report).count("ends at a graph break") == 1, str(report)
     assert f"graphs {numbers[0]}, {numbers[1]}: ends at a graph break" in str(report)
+
+
+def test_a_router_is_no_attention():
+    """Its softmax chooses experts: nothing of ours is near. One whose results are multiplied is named."""
+
+    def route(x, w):
+        weights, experts = torch.topk(F.softmax(F.linear(x, w).float(), dim=-1), 2, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+    x, w = torch.randn(6, 8), torch.randn(4, 8)
+    assert "not recognised" not in str(fx_fusion.explain(route, x, w))
+    mixed = str(fx_fusion.explain(lambda x, w: F.softmax(F.linear(x, w), -1).cumsum(-1) @ w, x, w))
+    assert re.search(r"not recognised: 1 x softmax .*, nearest to attention", mixed)
