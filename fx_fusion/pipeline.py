@@ -25,6 +25,7 @@ from fx_fusion.fusion.placements import in_parts
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.places import location_of, module_of
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last, laid_out_of
 from fx_fusion.options import Options
@@ -125,11 +126,22 @@ def check(candidates: Iterable[Candidate], view: View) -> None:
                 candidate.match = match
                 candidate.decide("declined", reason)
         near = getattr(candidate.ways, "near", None)
-        if candidate.match is None and near is not None and near.matched > 1 and _is_half(near):
+        if candidate.match is None and near is not None and _is_news(near, view):
             candidate.miss = near
             candidate.decide("near", described(near))
         if candidate.match is not None:
             candidate.root = candidate.match.root
+
+
+def _is_news(near: NearMiss, view: View) -> bool:
+    """Whether a near miss may be what its fusion is about."""
+    return near.matched > 1 and _is_half(near) and not _is_root_of_a_number(near, view)
+
+
+def _is_root_of_a_number(near: NearMiss, view: View) -> bool:
+    """Whether it stopped below the root of one number: a norm has one for each row."""
+    roots = any(view.name(user) in ("sqrt", "rsqrt") for user in near.node.users)
+    return roots and is_tensor(near.node) and example(near.node).dim() == 0
 
 
 def _is_half(near: NearMiss) -> bool:

@@ -436,3 +436,12 @@ def test_a_router_is_no_attention():
     assert "not recognised" not in str(fx_fusion.explain(route, x, w))
     mixed = str(fx_fusion.explain(lambda x, w: F.softmax(F.linear(x, w), -1).cumsum(-1) @ w, x, w))
     assert re.search(r"not recognised: 1 x softmax .*, nearest to attention", mixed)
+
+
+def test_a_division_by_one_number_is_no_norm():
+    """DeBERTa divides scores by the root of a size that is a tensor."""
+    def scores(q, k):
+        return q @ (k / torch.sqrt(torch.tensor(8.0) * 3)).mT
+
+    _, report = rewritten(scores, torch.randn(4, 6, 8), torch.randn(4, 6, 8))
+    assert not [site for site in report.sites if site.fusion == "rms_norm"], str(report)
