@@ -49,6 +49,14 @@ class Product:
         return self.b.meta["val"].stride(0) != 1
 
     @property
+    def part(self) -> fx.Node:
+        """The weight as it lies, or the part of it that is multiplied: the same for the products of one linear."""
+        node = self.b
+        while node.target is _ATEN.permute.default:
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    @property
     def activation(self) -> tuple[fx.Node, int | torch.SymInt]:
         """What is the same for products that multiply the same a."""
         return self.source, self.sizes[2]

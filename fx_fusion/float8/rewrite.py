@@ -46,21 +46,23 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     places = {p: modules.get(p.weight) or module_of(p.node) for p in found}
     kept = {p: reason for p in found if (reason := why_not(p, places[p], keep))}
     kept.update({p: "the graph writes to its weight" for p in found if joint.is_lost(p.weight)})
+    gradients = list(weight_gradients(joint, found)) if linears.recipe == "rowwise" else []
+    owning = {g.of_input for g in gradients}
     if select == "never":
         kept.update(dict.fromkeys(found, "select='never'"))
     elif select != "always":
         slow = slower(p for p in found if p not in kept)
-        for group in sums(p for p in found if p not in kept and (p.backward or p not in slow)):
+        for group in sums((p for p in found if p not in kept and (p.backward or p not in slow)), owning):
             if pays_together(group, slow):
                 slow = {p: reason for p, reason in slow.items() if p not in group}
         kept.update(slow)
-    gradients = list(weight_gradients(joint, found)) if linears.recipe == "rowwise" else []
     left = {g: _HALF for g in gradients if g.forward in kept or g.of_input in kept}
     if select != "always":
         left.update(slower_gradients(g for g in gradients if g not in left))
     inserter = Inserter(graph)
     written = [p for p in found if p not in kept]
-    writer = Writer(inserter, emulate, power_of_two=len(left) < len(gradients), written=written)
+    groups = sums(written, {g.of_input for g in gradients if g not in left})
+    writer = Writer(inserter, emulate, power_of_two=len(left) < len(gradients), groups=groups)
     both: list[Product | WeightGradient] = [*found, *gradients]
     seconds = gained(written, [g for g in gradients if g not in left])
     for product in sorted(both, key=lambda product: product.node):
@@ -71,4 +73,4 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
         if not reason:
             writer.write(product)
         linears.products.append((place, kind, reason, seconds.get(product, 0.0)))
-    quantise_in_gates(inserter, writer.rows, writer.power_of_two)
+    quantise_in_gates(inserter, writer)

@@ -2,16 +2,20 @@
 
     dx = dy_1 @ w_1 + dy_2 @ w_2 = [dy_1 dy_2] @ [w_1; w_2]
 
-So it is of q, k and v, and of gate and up. The sum is rounded once, and is not computed by kernels of its own.
+So it is of q, k and v, and of gate and up. The sum is rounded once, and is not computed by kernels of its own. A row of them
+has one scale: next to the largest, what is 30 000 times smaller adds nothing to the sum. Gradients of weights in float8 ask
+for rows of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
+from fx_fusion.float8.gate import gate_of
 from fx_fusion.float8.products import Product
 from fx_fusion.kernels.float8.together import MOST
 from fx_fusion.torch_internals.partitioner import is_reshape
@@ -19,21 +23,27 @@ from fx_fusion.torch_internals.partitioner import is_reshape
 _ADD = torch.ops.aten.add.Tensor
 
 
-def sums(found: Iterable[Product]) -> Iterator[tuple[Product, ...]]:
+def sums(found: Iterable[Product], owning: Collection[Product] = ()) -> Iterator[tuple[Product, ...]]:
     """Those of ``found``, in the order of the graph, whose sum one product makes: gradients of one size that follow one
     another, so that nothing waits long for the others, of weights that a forward before them has quantised by rows. In the
-    order of their forwards, which is the opposite one."""
+    order of their forwards, which is the opposite one. Both halves of a gate are by themselves: its kernel writes them
+    beside each other (``float8.gates``), but not again for those that ask for rows of their own, ``owning``."""
     products = list(found)
-    of_forwards = {p.weight for p in products if not p.backward and not p.is_turned}
+    of_forwards = {p.part for p in products if not p.backward and not p.is_turned}
     run, of = list[Product](), None
-    for product in (p for p in products if p.backward and p.weight in of_forwards):
-        end = _sum_of(product)
-        if end is None or end is not of or not _beside(run, product) or len(run) == MOST:
-            if len(run) > 1:
-                yield tuple(reversed(run))
+    for product in (p for p in products if p.backward and p.part in of_forwards):
+        gate = gate_of(product.source)
+        kind = _sum_of(product), gate and gate.node
+        if kind[0] is None or kind != of or not _beside(run, product) or len(run) == MOST:
+            yield from _groups(run, of, owning)
             run = []
-        run, of = [*run, product], end
-    if of is not None and len(run) > 1:
+        run, of = [*run, product], kind
+    yield from _groups(run, of, owning)
+
+
+def _groups(run: list[Product], of: Any, owning: Collection[Product]) -> Iterator[tuple[Product, ...]]:
+    of_a_gate = of is not None and of[1] is not None
+    if len(run) > 1 and not (of_a_gate and any(p in owning for p in run)):
         yield tuple(reversed(run))
 
 

@@ -16,9 +16,8 @@ For the backward the scales of x's rows are saved besides.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +26,11 @@ from torch import Tensor, fx
 
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.products import Product, WeightGradient
-from fx_fusion.float8.sums import leave_out, sums
+from fx_fusion.float8.sums import leave_out
 from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
 from fx_fusion.kernels.float8.together import MOST, quantise_columns_together, quantise_rows_together
 from fx_fusion.kernels.float8.turn import turn_rows
-from fx_fusion.memory.joint_graph import base, move_behind
+from fx_fusion.memory.joint_graph import base
 from fx_fusion.torch_internals.partitioner import compute_again, is_fusible
 from fx_fusion.torch_internals.scaled_mm import scaled_product
 
@@ -40,13 +39,11 @@ _LEAST = 2.0**-120  # a power of two, and above float32's subnormals
 
 @dataclass(frozen=True)
 class Quantised:
-    """The nodes of rows in float8 and of their scales, and all that were put in for them. ``beside``: of those that are one
-    matrix with others, this matrix and its parts."""
+    """The nodes of rows in float8 and of their scales, and all that were put in for them."""
 
     q: fx.Node
     scale: fx.Node
     made: tuple[fx.Node, ...]
-    beside: tuple[fx.Node, ...] = ()
 
 
 class Writer:
@@ -54,13 +51,16 @@ class Writer:
 
     Attributes:
         power_of_two: whether the scales of activations and of their gradients are powers of two.
-        rows: what was quantised so, by ``Product.activation``.
+        groups: products whose sum is one product.
+        rows: what was quantised, by ``Product.activation``.
+        together: the same of products that are one, by their group.
     """
 
-    def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool, written: Sequence[Product]):
+    def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool, groups: Iterable[tuple[Product, ...]] = ()):
         self._inserter, self._emulate, self.power_of_two = inserter, emulate, power_of_two
-        self._sums = {product: group for group in sums(written) for product in group}
+        self._group = {product: group for group in groups for product in group}
         self.rows: dict[tuple[fx.Node, Any], Quantised] = {}
+        self.together: dict[tuple[Product, ...], Quantised] = {}
         self._turned: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
         self._instead: dict[fx.Node, fx.Node] = {}  # of nodes that were replaced, what others read now
@@ -68,22 +68,21 @@ class Writer:
     def write(self, product: Product | WeightGradient) -> None:
         """Put the product in float8 in the place of the one that is there. They come in the order of the graph, gradients of
         weights whose two other products are written as well."""
-        node = product.node
+        node, group = product.node, () if isinstance(product, WeightGradient) else self._group.get(product, ())
+        if group and product is not max(group, key=lambda member: member.node):
+            return  # the last one is written for all
         if isinstance(product, WeightGradient):
             result = self._gradient(product)
-        elif (group := self._sums.get(product)) is None:
-            result = self._with_weight(product)
-        elif product is max(group, key=lambda member: member.node):
-            result = self._sum(product, group)
         else:
-            total, rest = leave_out(node)
-            self._instead[total] = rest
-            return
+            result = self._sum(product, group) if group else self._with_weight(product)
         result.meta = {**node.meta, "val": result.meta["val"]}
         node.replace_all_uses_with(result)
-        move_behind(result, list(result.users))  # it may have waited for what it is beside
         self._inserter.graph.erase_node(node)
         self._instead[node] = result
+        for member in group:
+            if member is not product:
+                total, rest = leave_out(member.node)
+                self._instead[total] = rest
 
     def _with_weight(self, product: Product) -> fx.Node:
         of_a, of_weight = self._rows_of(product, product.node, product.a), self._weight(product)
@@ -93,13 +92,15 @@ class Writer:
 
     def _sum(self, product: Product, group: tuple[Product, ...]) -> fx.Node:
         """The gradient of the input of several linears, in the place of the last one."""
-        rows = self._rows_of(product, product.node, product.a)
-        operands = [*(p.b for p in group), *(self._largest[p.weight] for p in group)]
+        a = [self._now(p.a) for p in group]
+        made = self._insert(product.node, _ROWS_TOGETHER[self.power_of_two], a, a[-1])
+        self.together[group] = rows = Quantised(made[-2], made[-1], tuple(made))
+        operands = [*(p.b for p in group), *(self._largest[p.part] for p in group)]
         weights = self._insert(product.node, _columns_together, operands, product.node.prev)
         for member in weights:
             compute_again(member)
         multiply = _emulated if self._emulate else _multiplied_back
-        return self._insert(product.node, multiply, [rows.beside[0], rows.scale, *weights[-2:]], weights[-1])[-1]
+        return self._insert(product.node, multiply, [rows.q, rows.scale, *weights[-2:]], weights[-1])[-1]
 
     def _gradient(self, product: WeightGradient) -> fx.Node:
         node, key = product.node, product.forward.activation
@@ -120,19 +121,14 @@ class Writer:
         """What the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to read
         it, as ``a``."""
         key, a = product.activation, self._now(a)
-        if key not in self.rows and (group := self._sums.get(product)) is not None:
-            made = self._insert(node, _ROWS_TOGETHER[self.power_of_two], [self._now(p.a) for p in group], a)
-            q, scale, *parts = made[-2 - len(group) :]
-            for member, part in zip(group, parts, strict=True):
-                self.rows[member.activation] = Quantised(part, scale, tuple(made), (q, *parts))
-        elif key not in self.rows:
+        if key not in self.rows:
             made = self._insert(node, _ROWS[_is_inductors(a), self.power_of_two], [a], a)
             self.rows[key] = Quantised(made[-2], made[-1], tuple(made))
         return self.rows[key]
 
     def _weight(self, product: Product) -> list[fx.Node]:
         """The nodes of the weight in float8: the last two are its values and scales."""
-        node, b, largest = product.node, product.b, self._largest.get(product.weight)
+        node, b, largest = product.node, product.b, self._largest.get(product.part)
         turned = product.is_turned
         if turned and largest is not None and product.backward:
             made = self._insert(node, quantise_columns, [b, largest], node.prev)
@@ -142,7 +138,7 @@ class Writer:
             rows = _rows_of_transposed_inline if _is_inductors(b) else _rows_of_transposed
             made = self._insert(node, rows, [b], node.prev)
             if not product.backward:
-                self._largest[product.weight] = self._insert(node, _largest, [made[-1]], made[-1])[-1]
+                self._largest[product.part] = self._insert(node, _largest, [made[-1]], made[-1])[-1]
         if product.backward:
             for member in made:
                 compute_again(member)  # or its bytes are saved, besides the parameter
@@ -183,11 +179,8 @@ _ROWS = {
 }  # fmt: skip
 
 
-def _rows_together(*xs: Tensor, power_of_two: bool = False) -> tuple[Tensor, ...]:
-    """q of all, their scales, and the part of q of each."""
-    q, scale = quantise_rows_together(*_three(xs), power_of_two)
-    ends = list(itertools.accumulate((x.shape[1] for x in xs), initial=0))
-    return q, scale, *(q[:, start:end] for start, end in itertools.pairwise(ends))
+def _rows_together(*xs: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return quantise_rows_together(*_three(xs), power_of_two)
 
 
 def _columns_together(*given: Tensor) -> tuple[Tensor, Tensor]:

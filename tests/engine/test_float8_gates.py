@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,8 +58,8 @@ def test_families(monkeypatch, family, op, gates, recipe, memory):
     assert found.backward["quantise_glu_bwd"] == gates
     assert found.backward[op] == found.backward[f"{op}_bwd"] == 0
     assert behind.backward[f"{op}_bwd"] == gates
-    rows = Counter({name: behind.backward[name] - found.backward[name] for name in ("quantise_rows", "quantise_rows_together")})
-    assert rows == {"quantise_rows": 0, "quantise_rows_together": gates}
+    rows = [behind.backward[name] - found.backward[name] for name in ("quantise_rows", "quantise_rows_together")]
+    assert rows == ([0, gates] if recipe == "rowwise_gw_hp" else [2 * gates, 0])
     quantised = family != "T5"  # where a dropout of nothing stands in between
     assert found.bytes < behind.bytes if quantised and memory == "speed" else found.bytes <= behind.bytes
 
@@ -201,7 +200,7 @@ def test_as_on_a_gpu():
         assert [name for name in of["backward"] if "glu" in name] == [f"quantise_glu_bwd_kernel{stored}"]
         assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
         assert of["backward"].count("quantise_rows_together_kernel") == 1, "of q, k and v"
-        assert of["backward"].count("quantise_columns_together_kernel") == 2
+        assert of["backward"].count("quantise_columns_together_kernel") == (2 if recipe == "rowwise_gw_hp" else 1)
 
 
 def placed(reader, rows=4096, options=None):
