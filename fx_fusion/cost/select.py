@@ -64,11 +64,12 @@ def _choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choic
 
 def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Reason:
     """Why Inductor keeps a site as far as rules, tables and formulas know, or None."""
-    name = next(n for n, v in match.inputs.items() if is_tensor(v))
-    tensor, dims = example(match.inputs[name]), fusion.specs[name].dims
+    name = next((n for n, v in match.inputs.items() if is_tensor(v)), None)  # attention may group all of them anew
+    tensor = example(match.outputs[0] if name is None else match.inputs[name])
     if device_type(tensor) == "cpu" and not fusion.on_cpu:
         return "on CPU Inductor compiles this as well"
-    rows = dims[0].several and len(dims) > 1 and expected(tensor.shape[-1]) > 1
+    dims = () if name is None else fusion.specs[name].dims
+    rows = len(dims) > 1 and dims[0].several and expected(tensor.shape[-1]) > 1
     if rows and statically_known_true(tensor.stride(-1) != 1):
         return "the last dim is strided; the kernel would first copy it"
     if match.channels_last and not options.cuda_graphs:

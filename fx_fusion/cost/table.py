@@ -61,7 +61,7 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: M
     tensors = list(given.values())
     floating = [t for t in tensors if t.is_floating_point()]
     sizes = sizes_of(fusion, given)
-    if device_type(tensors[0]) != "cuda" or not floating or sizes is None:
+    if not tensors or device_type(tensors[0]) != "cuda" or not floating or sizes is None:
         return None
     cell = nearest(fusion, given, statics)
     if cell is None:

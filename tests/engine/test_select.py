@@ -1,13 +1,17 @@
 """Selection by rules: layouts of images, gradients, heads that make logits again."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fx_fusion
 from fx_fusion.cost import select
 from fx_fusion.fusion.match import Match
 from fx_fusion.fusion.registry import fusion_named
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.devices import planning_for
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last
 from fx_fusion.ops.layouts import channels_last
@@ -166,3 +170,23 @@ def test_which_graphs_inductor_lays_out_channels_last():
     assert goes_channels_last(convolutions((128, 1, 3, 3), groups=128)), "depthwise"
     assert not goes_channels_last(convolutions((128, 64, 3, 3), device="cpu"))
     assert not goes_channels_last(torch.fx.Graph())
+
+
+@pytest.mark.parametrize("select", ["auto", "measure"])
+def test_attention_whose_operands_are_all_grouped_anew(select):
+    """Batch and heads in one dim for the products, two for the mask: nothing lies as the kernel takes it. It is fused by
+    default, and nothing falls back."""
+
+    def attention(q, k, v):
+        scores = torch.bmm(q, k.transpose(1, 2)).view(2, 4, 16, 16)
+        hidden = torch.ones(16, 16, dtype=torch.bool).tril().logical_not()
+        probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1).view(8, 16, 16)
+        return torch.bmm(probabilities, v)
+
+    q, k, v = (torch.randn(8, 16, 32, requires_grad=True) for _ in range(3))
+    planned = [planning_for("NVIDIA H200")] if select == "auto" else []
+    for plan in (contextlib.nullcontext(), *planned):
+        with plan:
+            report = fx_fusion.explain(attention, q, k, v, options={"select": select})
+        assert [graph.fallback for graph in report.graphs] == [""]
+        report.assert_fused(attention=1)
