@@ -147,7 +147,10 @@ def shrunk_from(default: Any, causal: bool = False) -> Any:
 def _fields(config: Any) -> Fields:
     """What the class takes: what it derives from that is no field."""
     config.allow_global_per_layer_attribute_access = True
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    names = [field.name for field in dataclasses.fields(config)]
+    kinds = {name: getattr(type(config), name, None) for name in names}
+    derived = {name for name, kind in kinds.items() if isinstance(kind, property) and kind.fset is None}
+    return {name: getattr(config, name) for name in names if name not in derived}
 
 
 def _size(name: str) -> int | None:

@@ -83,9 +83,13 @@ def built(
 ) -> tuple[Any, dict[str, Any], Any]:  # fmt: skip
     """A model without dropout, what it is called with, and the mode in which both have no memory: with ``fake``, where the
     class can be built so; None where they have. Raises TargetError."""
-    if sizes.tiny:
-        config = shrunk_from(config)
-    _prepare(config, sizes.layers)
+    try:
+        config = shrunk_from(config) if sizes.tiny else config
+        _prepare(config, sizes.layers)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        how = "--tiny" if sizes.tiny else "--layers"
+        raise TargetError(f"{made_by.__name__}'s config can't be made smaller ({how}): {reason}") from error
     # Some models read values while they are built.
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None) if fake else (None,):
         known = torch.get_default_dtype()

@@ -3,8 +3,9 @@
     matmul(q, kᵀ) · scale [+ bias] [masked] -> softmax [in float32] -> [dropout] -> matmul(·, v)
 
 A mask that is proved causal becomes ``is_causal`` (on Hopper torch then takes
-cuDNN's kernel), one that hides nothing is dropped, a learned bias is handed on. A mask that is not proved stays with the
-written-out form: where it hides a whole row, that form and the fused kernels differ.
+cuDNN's kernel), one that hides nothing is dropped, a bias is handed on that is learned, or finite everywhere by how it is
+made (ALiBi). A mask that is not proved stays with the written-out form: where it hides a whole row, that form and the fused
+kernels differ.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.masks.structure import Structure
+from fx_fusion.graph.ranges import bounds_of
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
@@ -78,7 +79,7 @@ def with_mask(search: Search, node: fx.Node, scores: Scores) -> fx.Node:
 
 
 def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> None:
-    """What ``node`` adds to the scores: a mask that is proved, or a learned bias."""
+    """What ``node`` adds to the scores: a mask that is proved, or a bias: a learned one, or one that is finite everywhere."""
     if scores.factors:
         raise NotThis(node, f"the mask or bias of {node.name} is scaled with the scores, by {scores.factors[-1][1].name}")
     if scores.softcap is not None:
@@ -89,7 +90,8 @@ def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> No
     hides = proof.kind == "causal" or proof.structure is not None or proof.or_hides_rows is not None
     if hides and torch.finfo(example(mask).dtype).min * scores.scale > _HIDDEN:
         raise NotThis(node, f"{node.name} hides by a number that is scaled to where a score may come near to it")
-    if proof.kind in ("causal", "none") or not example(mask).requires_grad:
+    finite = proof.structure is None and bounds_of(search.view, mask) is not None
+    if proof.kind in ("causal", "none") or not (finite or example(mask).requires_grad):
         _mask(proof, mask, scores)
     elif scores.scale != 1 or example(mask).dim() < 2:
         raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")

@@ -55,6 +55,9 @@ FIRES = {
     ),
     "einsum_then_matmul": lambda q, k, v: torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) / 2, -1) @ v,
     "matmul_then_einsum": lambda q, k, v: torch.einsum("bhqk,bhkd->bqhd", torch.softmax(q @ k.mT / 2, -1), v),
+    "alibi": lambda q, k, v: torch.bmm(
+        torch.softmax(torch.baddbmm(-torch.arange(float(T)).expand(B * H, 1, T), flat(q), flat(k).mT, alpha=0.5), -1), flat(v)
+    ),
     "baddbmm": lambda q, k, v: torch.bmm(
         torch.softmax(torch.baddbmm(torch.zeros(B * H, S, T), flat(q), flat(k).mT, beta=0, alpha=0.5), -1), flat(v)
     ),
@@ -128,12 +131,8 @@ NOT = {
     "summed_over_heads": (
         lambda q, k, v: torch.einsum("bhqk,bhkd->bqd", torch.softmax(q @ k.mT, -1), v), "expected a product",
     ),
-    "alibi": (
-        lambda q, k, v: torch.bmm(
-            torch.softmax(torch.baddbmm(-torch.arange(float(T)).expand(B * H, 1, T), flat(q), flat(k).mT, alpha=0.5), -1),
-            flat(v),
-        ),
-        "the mask is not proved",
+    "a_bias_of_a_float_range": (
+        lambda q, k, v: torch.softmax(q @ k.mT + torch.linspace(0.0, 1.0, T), -1) @ v, "the mask is not proved",
     ),
     "maximum_over_queries": (
         lambda q, k, v: (lambda a: torch.softmax(a - a.amax(-2, True), -1))(q @ k.mT) @ v, "between the product",

@@ -184,6 +184,27 @@ def test_a_demo_on_a_gpu_that_is_not_there():
     assert run("demo", "--device", "cuda", code=2).stderr == "fx_fusion: --device: torch finds no GPU here; leave it out, or take cpu\n"
 
 
+def test_a_config_that_can_not_be_made_smaller(monkeypatch, capsys):
+    """Some say that their numbers of layers must fit each other."""
+    pytest.importorskip("transformers")
+
+    def shrunk_from(config):
+        raise KeyError("layer_types")
+
+    monkeypatch.setattr("fx_fusion.transformers_models.shrunk_from", shrunk_from)
+    assert typed(monkeypatch, "explain", "llama", "--tiny") == 2
+    said = "fx_fusion: LlamaForCausalLM's config can't be made smaller (--tiny): KeyError: 'layer_types'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_field_that_a_config_derives():
+    """Bamba's kinds of layers are a property without a setter in new versions of transformers."""
+    transformers = pytest.importorskip("transformers")
+    from fx_fusion.tiny_configs import shrunk_from
+
+    assert shrunk_from(transformers.BambaConfig()).num_hidden_layers <= 4
+
+
 @pytest.fixture
 def inputs(script, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")

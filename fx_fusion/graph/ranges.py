@@ -1,0 +1,148 @@
+"""Bounds of the elements of a tensor, by how it is made: a bias that is finite everywhere hides no score.
+
+What is read are numbers, ranges and integers (whatever they hold, it fits their dtype) and arithmetic on them, as ALiBi's
+slopes and distances are made. Of everything else nothing is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
+
+Bounds = tuple[float, float]
+_MOST = 1e30  # beyond it arithmetic of a kernel may overflow
+# Ops whose elements are elements of their input.
+_MOVES = {
+    "view", "reshape", "expand", "expand_as", "broadcast_to", "permute", "transpose", "t", "mT", "unsqueeze", "squeeze",
+    "flatten", "unflatten", "getitem", "narrow", "repeat", "repeat_interleave", "roll", "index_select", "gather",
+    "take_along_dim", "contiguous", "clone", "detach", "alias", "to", "type", "type_as", "float", "half", "bfloat16",
+    "double", "int", "long",
+}  # fmt: skip
+
+
+def bounds_of(view: View, item: Any) -> Bounds | None:
+    """The least and the largest value that an element of a tensor, or a number, may have; None where that is not known, or
+    may be beyond 1e30 or what its dtype holds."""
+    item = view.folded(item)
+    if isinstance(item, (bool, int, float)):
+        return _finite(float(item), float(item))
+    if not isinstance(item, fx.Node):
+        return None
+    if not is_tensor(item):
+        return (-(2.0**63), 2.0**63) if isinstance(example(item), (int, torch.SymInt)) else None
+    dtype = example(item).dtype
+    if dtype.is_complex or view.effects.written_after(view.order[item], [item]) is not None:
+        return None
+    if dtype == torch.bool:
+        return 0.0, 1.0
+    found = _made(view, item)
+    if not dtype.is_floating_point:
+        least, most = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
+        return found if found is not None and least <= found[0] and found[1] <= most else (least, most)
+    return None if found is None or max(map(abs, found)) > torch.finfo(dtype).max / 2 else found
+
+
+def _made(view: View, node: fx.Node) -> Bounds | None:
+    bound = view.arguments(node)
+    name = view.name(node)
+    if bound is None or name is None:
+        return None
+    if name in _MOVES:
+        below = bound["input"]
+        return bounds_of(view, below) if is_tensor(below) and (name != "view" or _same_kind(below, node)) else None
+    rule = _RULES.get(name)
+    found = None if rule is None else rule(view, bound)
+    return None if found is None else _finite(*found)
+
+
+def _same_kind(below: fx.Node, node: fx.Node) -> bool:
+    return example(below).dtype == example(node).dtype
+
+
+def _finite(least: float, most: float) -> Bounds | None:
+    return (least, most) if -_MOST <= least <= most <= _MOST else None
+
+
+# -- rules ---------------------------------------------------------------------------------------------------------------
+Rule = Callable[[View, Mapping[str, Any]], Bounds | None]
+
+
+def _of(*names: str, corners: Callable[..., float]) -> Rule:
+    """The rule of an op that is monotonous in each of its operands: it is extreme where they are."""
+
+    def rule(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+        operands = [bounds_of(view, bound[name]) for name in names]
+        if any(operand is None for operand in operands):
+            return None
+        try:
+            values = [corners(*point) for point in _points([o for o in operands if o is not None])]
+        except (ArithmeticError, ValueError):
+            return None
+        return min(values), max(values)
+
+    return rule
+
+
+def _points(operands: list[Bounds]) -> list[tuple[float, ...]]:
+    points: list[tuple[float, ...]] = [()]
+    for operand in operands:
+        points = [(*point, end) for point in points for end in operand]
+    return points
+
+
+def _sum(sign: int) -> Rule:
+    plain = _of("input", "other", corners=lambda a, b: a + sign * b)
+    return lambda view, bound: plain(view, bound) if bound["alpha"] == 1 else None
+
+
+def _quotient(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+    divisor = bounds_of(view, bound["other"])
+    if bound["rounding_mode"] is not None or divisor is None or divisor[0] <= 0 <= divisor[1]:
+        return None
+    return _of("input", "other", corners=lambda a, b: a / b)(view, bound)
+
+
+def _power(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+    base = bounds_of(view, bound["input"])
+    if base is None or base[0] <= 0:
+        return None
+    return _of("input", "exponent", corners=math.pow)(view, bound)
+
+
+def _arange(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+    start, end = (*(0, *bound["bounds"])[-2:],) if len(bound["bounds"]) == 1 else (*bound["bounds"], 0, 0)[:2]
+    keywords = bound["keywords"]
+    return _hull(view, keywords.get("start", start), keywords.get("end", end))
+
+
+def _hull(view: View, *items: Any) -> Bounds | None:
+    found = [bounds_of(view, item) for item in items]
+    known = [bounds for bounds in found if bounds is not None]
+    return (min(b[0] for b in known), max(b[1] for b in known)) if known and len(known) == len(found) else None
+
+
+def _absolute(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+    found = bounds_of(view, bound["input"])
+    return None if found is None else (0.0, max(map(abs, found)))
+
+
+_RULES: dict[str, Rule] = {
+    "add": _sum(1), "sub": _sum(-1), "div": _quotient, "pow": _power, "arange": _arange, "abs": _absolute,
+    "mul": _of("input", "other", corners=lambda a, b: a * b),
+    "neg": _of("input", corners=lambda a: -a),
+    "exp": _of("input", corners=math.exp),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda view, bound: (1.0, 1.0)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda view, bound: (0.0, 0.0)),
+    **dict.fromkeys(("full", "full_like", "new_full"), lambda view, bound: bounds_of(view, bound["fill_value"])),
+    **dict.fromkeys(("cat", "stack"), lambda view, bound: _hull(view, *bound["tensors"])),
+    **dict.fromkeys(("tril", "triu"), lambda view, bound: _hull(view, bound["input"], 0)),
+    "where": lambda view, bound: _hull(view, bound["input"], bound["other"]),
+    "masked_fill": lambda view, bound: _hull(view, bound["input"], bound["value"]),
+}  # fmt: skip
