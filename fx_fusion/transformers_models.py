@@ -65,7 +65,12 @@ def config_of(name: str) -> tuple[Any, type]:
     if kind not in classes:
         raise TargetError(f"{kind!r} is no type of model that transformers has. {nearest(kind, sorted(classes))[:400]}")
     named = [c for c in given.get("architectures") or () if hasattr(transformers, c)]
-    return transformers.AutoConfig.for_model(kind, **given), getattr(transformers, named[0] if named else classes[kind])
+    config = transformers.AutoConfig.for_model(kind, **given)
+    made_by = getattr(transformers, named[0] if named else classes[kind])
+    if made_by.config_class is not None and not isinstance(config, made_by.config_class):
+        part = config.get_text_config(decoder=True)  # a causal model of a type that reads images or sounds too
+        config = part if isinstance(part, made_by.config_class) else config
+    return config, made_by
 
 
 def _classes() -> dict[str, str]:

@@ -79,7 +79,7 @@ def with_mask(search: Search, node: fx.Node, scores: Scores) -> fx.Node:
 
 
 def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> None:
-    """What ``node`` adds to the scores: a mask that is proved, or a bias: a learned one, or one that is finite everywhere."""
+    """What ``node`` adds to the scores: a mask that is proved, or a bias that is learned or finite everywhere."""
     if scores.factors:
         raise NotThis(node, f"the mask or bias of {node.name} is scaled with the scores, by {scores.factors[-1][1].name}")
     if scores.softcap is not None:

@@ -425,3 +425,13 @@ def test_every_option_has_a_help_text():
     commands = next(action.choices for action in _parser()._actions if action.dest == "command")
     silent = [f"{name} {action.dest}" for name, parser in commands.items() for action in parser._actions if not action.help]
     assert not silent
+
+
+@pytest.mark.parametrize("kind", ["llama4", "emu3", "musicgen"])
+def test_types_that_read_images_and_sounds_too(kind):
+    """Their causal models take the part of the config that is about text."""
+    pytest.importorskip("transformers")
+    from fx_fusion.transformers_models import config_of
+
+    config, made_by = config_of(kind)
+    assert isinstance(config, made_by.config_class)
