@@ -90,3 +90,18 @@ def test_what_is_written_to():
         return bias + 1
 
     assert found(function, tensor(8, dtype=BOOL)) is None
+
+
+@pytest.mark.parametrize("write", [
+    lambda bias, m: bias.view(2, 4).masked_fill_(m.view(2, 4), -math.inf),
+    lambda bias, m: bias[:4].fill_(-math.inf),
+    lambda bias, m: bias.add_(bias.log()),
+], ids=["a view", "a part", "itself"])  # fmt: skip
+def test_what_is_written_by_way_of_something_else(write):
+    def function(m):
+        bias = torch.zeros(8)
+        read = bias[None]
+        write(bias, m)
+        return read + 1
+
+    assert found(function, tensor(8, dtype=BOOL)) is None
