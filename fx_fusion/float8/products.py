@@ -50,10 +50,10 @@ class Product:
 
     @property
     def part(self) -> fx.Node:
-        """The weight as it lies, or the part of it that is multiplied: the same for the products of one linear."""
+        """The weight, or the part of it that is multiplied: the same for the products of one linear."""
         node = self.b
-        while node.target is _ATEN.permute.default:
-            node = node.args[0]  # type: ignore[assignment]
+        while node.target is _ATEN.permute.default or is_reshape(node):
+            node = node.all_input_nodes[0]
         return node
 
     @property

@@ -365,3 +365,29 @@ def test_parts_of_one_parameter(monkeypatch, large):
     for groups in (True, False):
         found = run(monkeypatch, model, given(), "rowwise_gw_hp")[not groups]
         alike(found, whole, 14)
+
+
+@pytest.mark.parametrize("how", ["linear", "einsum", "autocast"])
+def test_the_largest_of_a_weight_is_known_in_the_backward(how):
+    """From the scales of its rows in the forward, however it is spelled: the backward makes no pass for it."""
+
+    class Spelled(Linears):
+        def forward(self, x):
+            h = self.first(x)
+            y = torch.einsum("bsk,nk->bsn", h, self.linears[0].weight) if how == "einsum" else self.linears[0](h)
+            return y.float().square().mean()
+
+    torch.manual_seed(0)
+    model = Spelled(cube, (64,))
+    model = model if how == "autocast" else model.bfloat16()
+    asked = []
+    insert = writer.Writer._insert
+
+    def counted(self, product, function, operands, after):
+        asked.extend(len(operands) for _ in range(function is writer.quantise_columns))
+        return insert(self, product, function, operands, after)
+
+    with pytest.MonkeyPatch.context() as patched, torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        patched.setattr(writer.Writer, "_insert", counted)
+        partitioned(model, {"x": given()["x"].float() if how == "autocast" else given()["x"]}, "speed", float8="rowwise_gw_hp")
+    assert asked == [2], "the weight, and its largest magnitude"
