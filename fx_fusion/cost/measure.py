@@ -73,8 +73,8 @@ def known(fusion: Fusion, match: Match) -> dict[str, float] | None:
 def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
     """What decides about the time of a site, as plain data; or why that can't be said."""
     inputs: dict[str, Any] = {}
-    if not any(map(is_tensor, match.inputs.values())):
-        return "all that it reads is grouped anew on the way to the kernel"
+    if fusion.tensors[0] not in match.inputs:
+        return f"its {fusion.tensors[0]} lies in another way than the kernel takes it"
     for name, spec in fusion.inputs.items():
         bound = match.inputs.get(name)
         if bound is None:

@@ -76,7 +76,7 @@ def nearest(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[
     """The cell of this GPU's table that is nearest to the tensors of a site, all sizes known; None without a table."""
     floating = [t for t in given.values() if t.is_floating_point()]
     sizes, first = sizes_of(fusion, given), fusion.tensors[0]
-    cells = cells_of(gpu_name(given[first]), fusion.name)
+    cells = cells_of(gpu_name(given[first]), fusion.name) if first in given else ()
     if sizes is None or not cells:
         return None
     layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])

@@ -1,7 +1,8 @@
-"""Bounds of the elements of a tensor, by how it is made: a bias that is finite everywhere hides no score.
+"""Bounds of the elements of a tensor, by how it is made: a bias of which they are known hides no score.
 
 What is read are numbers, ranges and integers (whatever they hold, it fits their dtype) and arithmetic on them, as ALiBi's
-slopes and distances are made. Of everything else nothing is known.
+slopes and distances are made. Of everything else nothing is known. Rounding moves a bound a little; where that would matter,
+at a divisor or a base near 0, only what is not computed counts: numbers, integers, powers of such.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 
 Bounds = tuple[float, float]
-_MOST = 1e30  # beyond it arithmetic of a kernel may overflow
+_MOST = 1e30  # beyond it float32 may overflow
+_LEAST = 1e-4  # of a divisor, which no dtype rounds to 0
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Ops whose elements are elements of their input.
 _MOVES = {
     "view", "reshape", "expand", "expand_as", "broadcast_to", "permute", "transpose", "t", "mT", "unsqueeze", "squeeze",
@@ -38,15 +41,17 @@ def bounds_of(view: View, item: Any) -> Bounds | None:
     if not is_tensor(item):
         return (-(2.0**63), 2.0**63) if isinstance(example(item), (int, torch.SymInt)) else None
     dtype = example(item).dtype
-    if dtype.is_complex or view.effects.written_after(view.order[item], [item]) is not None:
+    if view.effects.written_after(view.order[item], [item]) is not None:
         return None
     if dtype == torch.bool:
         return 0.0, 1.0
-    found = _made(view, item)
-    if not dtype.is_floating_point:
-        least, most = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
-        return found if found is not None and least <= found[0] and found[1] <= most else (least, most)
-    return None if found is None or max(map(abs, found)) > torch.finfo(dtype).max / 2 else found
+    found = _made(view, item) if dtype in _FLOATS or not dtype.is_floating_point else None
+    if dtype.is_floating_point or dtype.is_complex:
+        return found if found is not None and _fits(found, dtype) else None
+    least, most = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
+    if found is None or not least < math.floor(found[0]) <= math.ceil(found[1]) < most:  # the least has no opposite
+        return least, most
+    return float(math.floor(found[0])), float(math.ceil(found[1]))  # whichever way it is rounded
 
 
 def _made(view: View, node: fx.Node) -> Bounds | None:
@@ -57,9 +62,30 @@ def _made(view: View, node: fx.Node) -> Bounds | None:
     if name in _MOVES:
         below = bound["input"]
         return bounds_of(view, below) if is_tensor(below) and (name != "view" or _same_kind(below, node)) else None
-    rule = _RULES.get(name)
-    found = None if rule is None else rule(view, bound)
+    rule, dtype = _RULES.get(name), example(node).dtype
+    if rule is None or (dtype.is_floating_point and not all(_fits(b, dtype) for b in _operands(view, bound))):
+        return None
+    found = rule(view, bound)
     return None if found is None else _finite(*found)
+
+
+def _operands(view: View, bound: Mapping[str, Any]) -> list[Bounds]:
+    """Those of tensors, which are converted to the dtype of the result before anything is computed."""
+    tensors = [bound[name] for name in ("input", "other", "exponent") if is_tensor(bound.get(name))]
+    return [bounds for bounds in (bounds_of(view, tensor) for tensor in tensors) if bounds is not None]
+
+
+def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:
+    return dtype in _FLOATS and max(map(abs, bounds)) <= torch.finfo(dtype).max / 2
+
+
+def _is_exact(view: View, item: Any) -> bool:
+    """Whether an operand is a number, integers, or a power: what rounding moves in proportion to itself alone."""
+    while isinstance(item, fx.Node) and view.name(item) in _MOVES:
+        item = (view.arguments(item) or {}).get("input")
+    if not is_tensor(item):
+        return True
+    return not example(item).dtype.is_floating_point or view.name(item) in ("full", "full_like", "new_full", "pow", "arange")
 
 
 def _same_kind(below: fx.Node, node: fx.Node) -> bool:
@@ -104,22 +130,31 @@ def _sum(sign: int) -> Rule:
 
 def _quotient(view: View, bound: Mapping[str, Any]) -> Bounds | None:
     divisor = bounds_of(view, bound["other"])
-    if bound["rounding_mode"] is not None or divisor is None or divisor[0] <= 0 <= divisor[1]:
+    if bound["rounding_mode"] is not None or divisor is None or not _is_exact(view, bound["other"]):
+        return None
+    if divisor[0] < _LEAST and divisor[1] > -_LEAST:
         return None
     return _of("input", "other", corners=lambda a, b: a / b)(view, bound)
 
 
 def _power(view: View, bound: Mapping[str, Any]) -> Bounds | None:
     base = bounds_of(view, bound["input"])
-    if base is None or base[0] <= 0:
+    if base is None or base[0] < _LEAST or not _is_exact(view, bound["input"]):
         return None
     return _of("input", "exponent", corners=math.pow)(view, bound)
 
 
 def _arange(view: View, bound: Mapping[str, Any]) -> Bounds | None:
-    start, end = (*(0, *bound["bounds"])[-2:],) if len(bound["bounds"]) == 1 else (*bound["bounds"], 0, 0)[:2]
-    keywords = bound["keywords"]
-    return _hull(view, keywords.get("start", start), keywords.get("end", end))
+    bounds, keywords = bound["bounds"], bound["keywords"]
+    from_zero = len(bounds) == 1 and "end" not in keywords
+    start = 0 if from_zero else bounds[0] if bounds else keywords.get("start", 0)
+    end = keywords.get("end", bounds[0] if from_zero else bounds[1] if len(bounds) > 1 else None)
+    return _hull(view, start, end)
+
+
+def _running_sum(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+    each, length = bounds_of(view, bound["input"]), example(bound["input"]).shape[bound["dim"]]
+    return (min(each[0], each[0] * length), max(each[1], each[1] * length)) if each and isinstance(length, int) else None
 
 
 def _hull(view: View, *items: Any) -> Bounds | None:
@@ -137,6 +172,7 @@ _RULES: dict[str, Rule] = {
     "add": _sum(1), "sub": _sum(-1), "div": _quotient, "pow": _power, "arange": _arange, "abs": _absolute,
     "mul": _of("input", "other", corners=lambda a, b: a * b),
     "neg": _of("input", corners=lambda a: -a),
+    "cumsum": _running_sum,
     "exp": _of("input", corners=math.exp),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda view, bound: (1.0, 1.0)),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda view, bound: (0.0, 0.0)),

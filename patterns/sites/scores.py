@@ -19,6 +19,7 @@ from fx_fusion.graph.walk import NotThis, binary
 from fx_fusion.patterns.sites.products import NAMES as PRODUCTS
 from fx_fusion.patterns.sites.products import Product
 
+_SMALL = 1e5  # of a bias, in magnitude
 _HIDDEN = -1e3  # what the lowest number of a dtype must still be below, behind all scales
 _SCALARS = (torch.tensor, torch.scalar_tensor)
 
@@ -90,7 +91,7 @@ def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> No
     hides = proof.kind == "causal" or proof.structure is not None or proof.or_hides_rows is not None
     if hides and torch.finfo(example(mask).dtype).min * scores.scale > _HIDDEN:
         raise NotThis(node, f"{node.name} hides by a number that is scaled to where a score may come near to it")
-    finite = proof.structure is None and bounds_of(search.view, mask) is not None
+    finite = proof.structure is None and _is_small(search.view, mask)
     if proof.kind in ("causal", "none") or not (finite or example(mask).requires_grad):
         _mask(proof, mask, scores)
     elif scores.scale != 1 or example(mask).dim() < 2:
@@ -98,6 +99,14 @@ def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> No
     else:
         scores.biases.append((mask, node))
         scores.levels.append(node)
+
+
+def _is_small(view: View, bias: fx.Node) -> bool:
+    """Whether a bias hides nothing: it is finite, far above what hides a score, and small enough for the logarithm of a sum
+    of exponentials that is next to it in float32: the backward takes the probabilities from it."""
+    bounds = bounds_of(view, bias)
+    most = min(_SMALL, torch.finfo(example(bias).dtype).max / 16)
+    return bounds is not None and max(map(abs, bounds)) <= most and not view.effects.returned(bias)
 
 
 def _mask(proof: MaskProof, mask: fx.Node, scores: Scores) -> None:

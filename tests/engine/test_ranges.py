@@ -44,6 +44,11 @@ KNOWN = {
     "what a where chooses": (lambda m: torch.where(m, 2.0, torch.zeros(8)), (0, 2), tensor(8, dtype=BOOL)),
     "what is filled": (lambda m: torch.zeros(8).masked_fill(m, -7.0), (-7, 0), tensor(8, dtype=BOOL)),
     "an integer of the user's": (lambda m: m[:, None].expand(2, 3, 8).float(), (-(2.0**63), 2.0**63), tensor(2, 8, dtype=I64)),
+    "arange with an end by name": (lambda: torch.arange(-5, end=0), (-5, 0)),
+    "a number that is cut": (lambda: torch.full((4,), 0.5).long(), (0, 1)),
+    "integers of a power below 1": (lambda: torch.pow(torch.full((3,), 2), torch.arange(-3, 0)), (0, 1)),
+    "a running sum": (lambda: torch.cumsum(torch.ones(2, 8), -1), (1, 8)),
+    "a running sum of booleans": (lambda m: m.cumsum(-1) - 1, (-1, 7), tensor(2, 8, dtype=BOOL)),
     "a triangle": (lambda: torch.full((4, 4), 2.0).triu(1), (0, 2)),
 }
 UNKNOWN = {
@@ -55,7 +60,15 @@ UNKNOWN = {
     "a power beyond all numbers": (lambda: torch.pow(2.0, torch.arange(1000)),),
     "an integer in float16": (lambda m: m.to(F16), tensor(2, 8, dtype=I64)),
     "the lowest number in bfloat16": (lambda m: (1 - m.float()) * torch.finfo(BF16).min, tensor(8, dtype=BOOL)),
-    "a sum over rows": (lambda: torch.cumsum(torch.ones(8), 0),),
+    "a quotient by what is cut to 0": (lambda: 1.0 / torch.full((4,), 0.5).long(),),
+    "a quotient by what is rounded to 0": (lambda: 1 / torch.full((4,), 1e-25, dtype=F16).float(),),
+    "a quotient by a power that is rounded to 0": (
+        lambda: 1 / torch.pow(torch.full((), 0.5, dtype=F16), torch.arange(1, 64)).float(),
+    ),
+    "a quotient by what is left of a sum": (lambda: 1 / (torch.full((4,), 1e8) + 1 - 1e8),),
+    "a root of the least integer": (lambda m: (m.abs() + 1).float() ** 0.5, tensor(8, dtype=I64)),
+    "integers beyond float16 times a small number": (lambda: torch.arange(100000) * torch.full((1,), 0.01, dtype=F16),),
+    "a quotient of the same": (lambda: torch.arange(100000) / torch.full((1,), 10.0, dtype=F16),),
     "uninitialised memory": (lambda: torch.empty(8),),
     "bits of another dtype": (lambda m: m.view(torch.float32), tensor(8, dtype=torch.int32)),
 }

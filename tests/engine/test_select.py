@@ -172,21 +172,42 @@ def test_which_graphs_inductor_lays_out_channels_last():
     assert not goes_channels_last(torch.fx.Graph())
 
 
-@pytest.mark.parametrize("select", ["auto", "measure"])
-def test_attention_whose_operands_are_all_grouped_anew(select):
-    """Batch and heads in one dim for the products, two for the mask: nothing lies as the kernel takes it. It is fused by
-    default, and nothing falls back."""
+def merged(q, k, v):
+    """Batch and heads in one dim for the products, two for the mask: nothing lies as the kernel takes it."""
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(2, 4, 16, 16)
+    probabilities = torch.softmax(scores.masked_fill(hidden(), float("-inf")), -1).view(8, 16, 16)
+    return torch.bmm(probabilities, v.flatten(0, 1))
 
+
+def hidden():
+    return torch.ones(16, 16, dtype=torch.bool).tril().logical_not()
+
+
+def by(scores):
     def attention(q, k, v):
-        scores = torch.bmm(q, k.transpose(1, 2)).view(2, 4, 16, 16)
-        hidden = torch.ones(16, 16, dtype=torch.bool).tril().logical_not()
-        probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1).view(8, 16, 16)
-        return torch.bmm(probabilities, v)
+        made = scores(q, k).masked_fill(hidden(), float("-inf"))
+        return torch.softmax(made, -1) @ v
 
-    q, k, v = (torch.randn(8, 16, 32, requires_grad=True) for _ in range(3))
-    planned = [planning_for("NVIDIA H200")] if select == "auto" else []
+    return attention
+
+
+ANEW = {
+    "batch and heads in one dim": merged,
+    "queries and keys positions first": by(lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2))),
+    "queries positions first": by(lambda q, k: torch.einsum("bqhd,bhkd->bhqk", q.transpose(1, 2), k)),
+    "keys positions first": by(lambda q, k: torch.einsum("bhqd,bkhd->bhqk", q, k.transpose(1, 2))),
+    "keys of one head": by(lambda q, k: q @ k[:, :1].mT),
+}
+
+
+@pytest.mark.parametrize("select", ["auto", "measure", "always", "never"])
+@pytest.mark.parametrize("name", ANEW)
+def test_attention_whose_operands_are_grouped_anew(name, select):
+    """All of them, or some: nothing falls back."""
+    q, k, v = (torch.randn(2, 16, 4, 32).transpose(1, 2).contiguous().requires_grad_() for _ in range(3))
+    planned = [planning_for("NVIDIA H200")] if select != "measure" else []
     for plan in (contextlib.nullcontext(), *planned):
         with plan:
-            report = fx_fusion.explain(attention, q, k, v, options={"select": select})
+            report = fx_fusion.explain(ANEW[name], q, k, v, options={"select": select})
         assert [graph.fallback for graph in report.graphs] == [""]
-        report.assert_fused(attention=1)
+        assert report.count("attention") == (select != "never")
