@@ -19,6 +19,7 @@ from fx_fusion.graph.view import View
 
 Bounds = tuple[float, float]
 _MOST = 1e30  # beyond it float32 may overflow
+_DEEPEST = 64  # steps that are read of how something is made
 _LEAST = 1e-4  # of a divisor, which no dtype rounds to 0
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Ops whose elements are elements of their input.
@@ -33,46 +34,65 @@ _MOVES = {
 def bounds_of(view: View, item: Any) -> Bounds | None:
     """The least and the largest value that an element of a tensor, or a number, may have; None where that is not known, or
     may be beyond 1e30 or what its dtype holds."""
-    item = view.folded(item)
-    if isinstance(item, (bool, int, float)):
-        return _finite(float(item), float(item))
-    if not isinstance(item, fx.Node):
-        return None
-    if not is_tensor(item):
-        return (-(2.0**63), 2.0**63) if isinstance(example(item), (int, torch.SymInt)) else None
-    dtype = example(item).dtype
-    if view.effects.written_after(view.order[item], [item]) is not None:
-        return None
-    if dtype == torch.bool:
-        return 0.0, 1.0
-    found = _made(view, item) if dtype in _FLOATS or not dtype.is_floating_point else None
-    if dtype.is_floating_point or dtype.is_complex:
-        return found if found is not None and _fits(found, dtype) else None
-    least, most = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
-    if found is None or not least < math.floor(found[0]) <= math.ceil(found[1]) < most:  # the least has no opposite
-        return least, most
-    return float(math.floor(found[0])), float(math.ceil(found[1]))  # whichever way it is rounded
+    return _Ranges(view).of(item)
 
 
-def _made(view: View, node: fx.Node) -> Bounds | None:
-    bound = view.arguments(node)
-    name = view.name(node)
-    if bound is None or name is None:
-        return None
-    if name in _MOVES:
-        below = bound["input"]
-        return bounds_of(view, below) if is_tensor(below) and (name != "view" or _same_kind(below, node)) else None
-    rule, dtype = _RULES.get(name), example(node).dtype
-    if rule is None or (dtype.is_floating_point and not all(_fits(b, dtype) for b in _operands(view, bound))):
-        return None
-    found = rule(view, bound)
-    return None if found is None else _finite(*found)
+class _Ranges:
+    """Bounds of what one graph computes, each read once."""
 
+    def __init__(self, view: View):
+        self.view = view
+        self._known: dict[fx.Node, Bounds | None] = {}
+        self._depth = 0
 
-def _operands(view: View, bound: Mapping[str, Any]) -> list[Bounds]:
-    """Those of tensors, which are converted to the dtype of the result before anything is computed."""
-    tensors = [bound[name] for name in ("input", "other", "exponent") if is_tensor(bound.get(name))]
-    return [bounds for bounds in (bounds_of(view, tensor) for tensor in tensors) if bounds is not None]
+    def of(self, item: Any) -> Bounds | None:
+        item = self.view.folded(item)
+        if isinstance(item, (bool, int, float)):
+            return _finite(float(item), float(item))
+        if not isinstance(item, fx.Node):
+            return None
+        if item not in self._known:
+            if self._depth == _DEEPEST:
+                return None
+            self._depth += 1
+            self._known[item] = self._of_node(item)
+            self._depth -= 1
+        return self._known[item]
+
+    def _of_node(self, item: fx.Node) -> Bounds | None:
+        view = self.view
+        if not is_tensor(item):
+            return (-(2.0**63), 2.0**63) if isinstance(example(item), (int, torch.SymInt)) else None
+        dtype = example(item).dtype
+        if view.effects.written_after(view.order[item], [item]) is not None:
+            return None
+        if dtype == torch.bool:
+            return 0.0, 1.0
+        found = self._made(item) if dtype in _FLOATS or not dtype.is_floating_point else None
+        if dtype.is_floating_point or dtype.is_complex:
+            return found if found is not None and _fits(found, dtype) else None
+        least, most = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
+        if found is None or not least < math.floor(found[0]) <= math.ceil(found[1]) < most:  # the least has no opposite
+            return least, most
+        return float(math.floor(found[0])), float(math.ceil(found[1]))  # whichever way it is rounded
+
+    def _made(self, node: fx.Node) -> Bounds | None:
+        bound, name = self.view.arguments(node), self.view.name(node)
+        if bound is None or name is None:
+            return None
+        if name in _MOVES:
+            below = bound["input"]
+            return self.of(below) if is_tensor(below) and (name != "view" or _same_kind(below, node)) else None
+        rule, dtype = _RULES.get(name), example(node).dtype
+        if rule is None or (dtype.is_floating_point and not all(_fits(b, dtype) for b in self._operands(bound))):
+            return None
+        found = rule(self, bound)
+        return None if found is None else _finite(*found)
+
+    def _operands(self, bound: Mapping[str, Any]) -> list[Bounds]:
+        """Those of tensors, which are converted to the dtype of the result before anything is computed."""
+        tensors = [bound[name] for name in ("input", "other", "exponent") if is_tensor(bound.get(name))]
+        return [bounds for bounds in map(self.of, tensors) if bounds is not None]
 
 
 def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:
@@ -97,14 +117,14 @@ def _finite(least: float, most: float) -> Bounds | None:
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
-Rule = Callable[[View, Mapping[str, Any]], Bounds | None]
+Rule = Callable[[_Ranges, Mapping[str, Any]], Bounds | None]
 
 
 def _of(*names: str, corners: Callable[..., float]) -> Rule:
     """The rule of an op that is monotonous in each of its operands: it is extreme where they are."""
 
-    def rule(view: View, bound: Mapping[str, Any]) -> Bounds | None:
-        operands = [bounds_of(view, bound[name]) for name in names]
+    def rule(ranges: _Ranges, bound: Mapping[str, Any]) -> Bounds | None:
+        operands = [ranges.of(bound[name]) for name in names]
         if any(operand is None for operand in operands):
             return None
         try:
@@ -125,46 +145,46 @@ def _points(operands: list[Bounds]) -> list[tuple[float, ...]]:
 
 def _sum(sign: int) -> Rule:
     plain = _of("input", "other", corners=lambda a, b: a + sign * b)
-    return lambda view, bound: plain(view, bound) if bound["alpha"] == 1 else None
+    return lambda ranges, bound: plain(ranges, bound) if bound["alpha"] == 1 else None
 
 
-def _quotient(view: View, bound: Mapping[str, Any]) -> Bounds | None:
-    divisor = bounds_of(view, bound["other"])
-    if bound["rounding_mode"] is not None or divisor is None or not _is_exact(view, bound["other"]):
+def _quotient(ranges: _Ranges, bound: Mapping[str, Any]) -> Bounds | None:
+    divisor = ranges.of(bound["other"])
+    if bound["rounding_mode"] is not None or divisor is None or not _is_exact(ranges.view, bound["other"]):
         return None
     if divisor[0] < _LEAST and divisor[1] > -_LEAST:
         return None
-    return _of("input", "other", corners=lambda a, b: a / b)(view, bound)
+    return _of("input", "other", corners=lambda a, b: a / b)(ranges, bound)
 
 
-def _power(view: View, bound: Mapping[str, Any]) -> Bounds | None:
-    base = bounds_of(view, bound["input"])
-    if base is None or base[0] < _LEAST or not _is_exact(view, bound["input"]):
+def _power(ranges: _Ranges, bound: Mapping[str, Any]) -> Bounds | None:
+    base = ranges.of(bound["input"])
+    if base is None or base[0] < _LEAST or not _is_exact(ranges.view, bound["input"]):
         return None
-    return _of("input", "exponent", corners=math.pow)(view, bound)
+    return _of("input", "exponent", corners=math.pow)(ranges, bound)
 
 
-def _arange(view: View, bound: Mapping[str, Any]) -> Bounds | None:
+def _arange(ranges: _Ranges, bound: Mapping[str, Any]) -> Bounds | None:
     bounds, keywords = bound["bounds"], bound["keywords"]
     from_zero = len(bounds) == 1 and "end" not in keywords
     start = 0 if from_zero else bounds[0] if bounds else keywords.get("start", 0)
     end = keywords.get("end", bounds[0] if from_zero else bounds[1] if len(bounds) > 1 else None)
-    return _hull(view, start, end)
+    return _hull(ranges, start, end)
 
 
-def _running_sum(view: View, bound: Mapping[str, Any]) -> Bounds | None:
-    each, length = bounds_of(view, bound["input"]), example(bound["input"]).shape[bound["dim"]]
+def _running_sum(ranges: _Ranges, bound: Mapping[str, Any]) -> Bounds | None:
+    each, length = ranges.of(bound["input"]), example(bound["input"]).shape[bound["dim"]]
     return (min(each[0], each[0] * length), max(each[1], each[1] * length)) if each and isinstance(length, int) else None
 
 
-def _hull(view: View, *items: Any) -> Bounds | None:
-    found = [bounds_of(view, item) for item in items]
+def _hull(ranges: _Ranges, *items: Any) -> Bounds | None:
+    found = [ranges.of(item) for item in items]
     known = [bounds for bounds in found if bounds is not None]
     return (min(b[0] for b in known), max(b[1] for b in known)) if known and len(known) == len(found) else None
 
 
-def _absolute(view: View, bound: Mapping[str, Any]) -> Bounds | None:
-    found = bounds_of(view, bound["input"])
+def _absolute(ranges: _Ranges, bound: Mapping[str, Any]) -> Bounds | None:
+    found = ranges.of(bound["input"])
     return None if found is None else (0.0, max(map(abs, found)))
 
 
@@ -174,11 +194,11 @@ _RULES: dict[str, Rule] = {
     "neg": _of("input", corners=lambda a: -a),
     "cumsum": _running_sum,
     "exp": _of("input", corners=math.exp),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda view, bound: (1.0, 1.0)),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda view, bound: (0.0, 0.0)),
-    **dict.fromkeys(("full", "full_like", "new_full"), lambda view, bound: bounds_of(view, bound["fill_value"])),
-    **dict.fromkeys(("cat", "stack"), lambda view, bound: _hull(view, *bound["tensors"])),
-    **dict.fromkeys(("tril", "triu"), lambda view, bound: _hull(view, bound["input"], 0)),
-    "where": lambda view, bound: _hull(view, bound["input"], bound["other"]),
-    "masked_fill": lambda view, bound: _hull(view, bound["input"], bound["value"]),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda ranges, bound: (1.0, 1.0)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda ranges, bound: (0.0, 0.0)),
+    **dict.fromkeys(("full", "full_like", "new_full"), lambda ranges, bound: ranges.of(bound["fill_value"])),
+    **dict.fromkeys(("cat", "stack"), lambda ranges, bound: _hull(ranges, *bound["tensors"])),
+    **dict.fromkeys(("tril", "triu"), lambda ranges, bound: _hull(ranges, bound["input"], 0)),
+    "where": lambda ranges, bound: _hull(ranges, bound["input"], bound["other"]),
+    "masked_fill": lambda ranges, bound: _hull(ranges, bound["input"], bound["value"]),
 }  # fmt: skip

@@ -118,3 +118,16 @@ def test_what_is_written_by_way_of_something_else(write):
         return read + 1
 
     assert found(function, tensor(8, dtype=BOOL)) is None
+
+
+@pytest.mark.parametrize(("steps", "known"), [(20, True), (500, False)])
+def test_a_deep_graph_is_read_once_and_not_to_its_end(steps, known):
+    """Each step has two operands that are the same: 2 ** 20 ways to its beginning."""
+
+    def function():
+        x = torch.full((4,), 0.5)
+        for _ in range(steps):
+            x = (x + x) * 0.5 + x * 0.0
+        return x
+
+    assert (found(function) is not None) == known
