@@ -113,7 +113,7 @@ def _check_layouts(nodes):
         if launched(node) is not None and "eager_input_vals" in node.meta:
             traced = node.meta["eager_input_vals"][1]["kwargs"]
             for name, argument in node.kwargs["kwargs"].items():
-                if isinstance(argument, torch.fx.Node):
+                if isinstance(argument, torch.fx.Node) and isinstance(argument.meta["val"], torch.Tensor):
                     was, value = traced[name], argument.meta["val"]
                     assert (was.shape, was.stride()) == (value.shape, value.stride()), f"{node}: {name}"
 
