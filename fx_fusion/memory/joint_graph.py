@@ -80,10 +80,21 @@ class JointGraph:
             for reader in [u for u in member.users if u in self.backward]:
                 reader.replace_input_with(member, copies[member])
                 moving.append(reader)
-        move_behind(after, moving)
+        self._move_behind(after, moving)
         made = list(copies.values())[1:]
         self.backward.update(made)
         return made
+
+    def _move_behind(self, place: fx.Node, moving: Collection[fx.Node]) -> None:
+        early = {n for n in moving if n < place}
+        stack = list(early)
+        while stack:
+            found = [u for u in stack.pop().users if u < place and u not in early]
+            early.update(found)
+            stack += found
+        for node in sorted(early):
+            place.append(node)
+            place = node
 
     def is_of_backward(self, *nodes: fx.Node) -> None:
         """Count nodes that were put in to the backward, behind a gradient."""
@@ -119,19 +130,6 @@ class JointGraph:
     def is_returned(self, node: fx.Node) -> bool:
         """Whether the forward returns a node or a view of it: it stays in memory anyway."""
         return any(member in self._returned for member in self.with_views(node))
-
-
-def move_behind(place: fx.Node, moving: Collection[fx.Node]) -> None:
-    """Move those of ``moving`` that stand before ``place`` behind it, with what depends on them."""
-    early = {n for n in moving if n < place}
-    stack = list(early)
-    while stack:
-        found = [u for u in stack.pop().users if u < place and u not in early]
-        early.update(found)
-        stack += found
-    for node in sorted(early):
-        place.append(node)
-        place = node
 
 
 def users(node: fx.Node) -> Iterator[fx.Node]:
