@@ -47,11 +47,10 @@ class Quantised:
 
 
 class Writer:
-    """Writes products of one graph anew. What several read is quantised once.
+    """Writes products of one graph anew, those of a group (``sums``) as one. What several read is quantised once.
 
     Attributes:
         power_of_two: whether the scales of activations and of their gradients are powers of two.
-        groups: products whose sum is one product.
         rows: what was quantised, by ``Product.activation``.
         together: the same of products that are one, by their group.
     """
