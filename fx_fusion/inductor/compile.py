@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from fx_fusion.float8.linears import Linears
+from fx_fusion.float8.norms import quantise_in_norms
 from fx_fusion.float8.rewrite import to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
 from fx_fusion.memory.narrow import narrow_norms
@@ -64,8 +65,8 @@ LINEARS = "fx_fusion_linears"  # and what became of its linears
 
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
-    """What is done to a joint graph before it is partitioned: its linears, then norms that are read in 16 bits and what the
-    backward computes again. Where one of them raises, the others are done all the same."""
+    """What is done to a joint graph before it is partitioned: its linears, then norms that are read in 16 bits, what the
+    backward computes again, and norms that are read in float8. Where one raises, the others are done all the same."""
     decisions.asked = True
     linears.recipe, linears.asked = options.float8, options.float8 != "off"
 
@@ -89,6 +90,13 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
             if options.strict:
                 raise
             _tell(decisions, f"{type(error).__name__}: {error}", "what the backward computes again is torch's choice alone")
+        if linears.any:
+            try:
+                quantise_in_norms(graph)
+            except Exception as error:
+                if options.strict:
+                    raise
+                _tell(linears, f"{type(error).__name__}: {error}", "not every norm writes float8 itself")
 
     return run
 

@@ -48,6 +48,22 @@ def launch_with_result(
     return launch, result
 
 
+def writes_to(node: fx.Node) -> list[str]:
+    """The names of the arguments that a launch writes to, each one of its results."""
+    return list(node.kwargs["tensors_to_clone"])  # type: ignore[arg-type]
+
+
+def change_launch(node: fx.Node, changed: Mapping[str, Any], written: Sequence[str]) -> None:
+    """Give a launch other arguments, and other results. An argument that it has not: raises, and nothing was changed."""
+    arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
+    if not arguments.keys() >= {*changed, *written}:
+        raise KeyError(f"{', '.join({*changed, *written} - arguments.keys())} are no arguments of {node}")
+    given = {**arguments, **changed}
+    node.kwargs = {**node.kwargs, "kwargs": given, "tensors_to_clone": list(written)}
+    node.meta["val"] = {name: given[name].meta["val"] for name in written}
+    _forget_inputs(node)
+
+
 def memory_for(result: torch.Tensor, rows: fx.Node, before: fx.Node) -> fx.Node:
     """A node in front of ``before`` that allocates contiguous memory for ``result``, an example. ``rows`` has its shape: of
     symbolic sizes a graph has no numbers."""

@@ -28,3 +28,12 @@ def row_scale(largest, POWER_OF_TWO: tl.constexpr):
         scale = _power_of_two(scale)
         factor = 1.0 / scale
     return scale, factor
+
+
+@triton.jit
+def store_rows(q_ptr, scale_ptr, x, rows, cols, mask, m, n, POWER_OF_TWO: tl.constexpr):
+    """Store whole rows of x, in registers, in e4m3, and their scales."""
+    x = tl.where(mask, x.to(tl.float32), 0.0)
+    scale, factor = row_scale(tl.max(tl.abs(x), 1), POWER_OF_TWO)
+    tl.store(scale_ptr + rows, scale, rows < m)
+    tl.store(q_ptr + rows[:, None] * n + cols, in_e4m3(x, factor[:, None]).to(q_ptr.dtype.element_ty), mask)

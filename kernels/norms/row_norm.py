@@ -87,11 +87,13 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
         res, h_rows, y_rows = (rows if t is None else as_rows(t.permute(order)) for t in (residual, h, y))
         refuse_symbols(res.stride(0))
         plan = row_norm_fwd_plan(n)
+        # y is also stored in e4m3, or only so, where the launch is changed for a product in float8 (``float8/norms.py``)
         launch(row_norm_fwd_kernel, (cdiv(m, plan.ROWS),),
             rows, res, y_rows if weight is None else weight.contiguous(), y_rows if bias is None else bias.contiguous(),
-            y_rows, h_rows, stats, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
+            y_rows, h_rows, stats, rows, rows, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
             CENTER=center, HAS_RES=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             ROUND_FIRST=round_first, WIDE=n > plan.BLOCK_N, ROUNDED=center and rounds(dtype, n),
+            STORE_Y=True, STORE_Q=False, POWER_OF_TWO=False,
             UNIT=unit_of(n, rows.stride(0), res.stride(0)), **plan.meta(),
         )  # fmt: skip
         write_back(y, y_rows, order)
@@ -136,10 +138,10 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
                 dys, dhs, rows, w, stats, dx_rows, parts, *sizes,
                 BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps, **flags,
             )  # fmt: skip
-        else:  # y is stored where the memory pass has changed the launch
+        else:  # y is stored where the memory pass has changed the launch, q where a product in float8 reads dx
             launch(row_norm_bwd_kernel, (programs,),
-                dys, dhs, rows, w, w, stats, dx_rows, rows, parts, *sizes,
-                HAS_BIAS=False, STORE_Y=False, **plan.meta(), **flags,
+                dys, dhs, rows, w, w, stats, dx_rows, rows, parts, rows, rows, *sizes,
+                HAS_BIAS=False, STORE_Y=False, STORE_Q=False, POWER_OF_TWO=False, **plan.meta(), **flags,
             )  # fmt: skip
         write_back(dx, dx_rows, order)
         if needs_dw or needs_db:

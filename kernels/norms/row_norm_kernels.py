@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fx_fusion.kernels.lib.divisibility import multiple
+from fx_fusion.kernels.lib.e4m3 import store_rows
 from fx_fusion.kernels.lib.moments import corrected
 
 
@@ -22,11 +23,11 @@ def _load_h(
 
 
 @triton.jit
-def _store_y(
-    y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset,
+def _y(
+    y_ptr, h_ptr, w_ptr, b_ptr, xhat, cols, n, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Store y of a tile of xhat."""
+    """Returns y of a tile of xhat, as it is stored in ``y_ptr``."""
     y = xhat
     if ROUND_FIRST:
         y = y.to(h_ptr.dtype.element_ty).to(tl.float32)
@@ -34,18 +35,19 @@ def _store_y(
         y *= offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
     if HAS_BIAS:
         y += tl.load(b_ptr + cols, cols < n, 0.0).to(tl.float32)
-    tl.store(y_ptr + rows[:, None] * n + cols, y.to(y_ptr.dtype.element_ty), mask)
+    return y.to(y_ptr.dtype.element_ty)
 
 
 @triton.jit
 def row_norm_fwd_kernel(
-    x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, stats_ptr, m, n, x_stride, res_stride, eps, offset,
+    x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, stats_ptr, q_ptr, scale_ptr, m, n, x_stride, res_stride, eps, offset,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CENTER: tl.constexpr, HAS_RES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr, WIDE: tl.constexpr, ROUNDED: tl.constexpr,
-    UNIT: tl.constexpr,
+    STORE_Y: tl.constexpr, STORE_Q: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store y, h and the statistics of ROWS rows. WIDE: rows of more than BLOCK_N columns are read again for each of mean,
-    m2 and y. ROUNDED: the sum of equal values can be rounded, so the mean is corrected."""
+    m2 and y. ROUNDED: the sum of equal values can be rounded, so the mean is corrected. STORE_Q: y in e4m3 and a scale a row
+    as well, not of WIDE rows; STORE_Y: y itself."""
     n, x_stride, res_stride = multiple(n, UNIT), multiple(x_stride, UNIT), multiple(res_stride, UNIT)
     eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
@@ -66,8 +68,11 @@ def row_norm_fwd_kernel(
             mean += error
             c -= error[:, None]
         rstd = 1.0 / tl.sqrt_rn(m2 / n + eps)
-        xhat = c * rstd[:, None]
-        _store_y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+        y = _y(y_ptr, h_ptr, w_ptr, b_ptr, c * rstd[:, None], cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+        if STORE_Y:
+            tl.store(y_ptr + rows[:, None] * n + cols, y, mask)
+        if STORE_Q:
+            store_rows(q_ptr, scale_ptr, y, rows, cols, mask, m, n, POWER_OF_TWO)
     else:
         if CENTER:
             total = tl.zeros((ROWS, BLOCK_N), tl.float32)
@@ -96,7 +101,8 @@ def row_norm_fwd_kernel(
             mask = live & (cols < n)
             c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, True)
             xhat = (c - mean[:, None]) * rstd[:, None]
-            _store_y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+            y = _y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+            tl.store(y_ptr + rows[:, None] * n + cols, y, mask)
     tl.store(stats_ptr + rows, rstd, rows < m)
     if CENTER:
         tl.store(stats_ptr + m + rows, mean, rows < m)
@@ -104,14 +110,16 @@ def row_norm_fwd_kernel(
 
 @triton.jit
 def row_norm_bwd_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, stats_ptr, dx_ptr, y_ptr, parts_ptr,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, stats_ptr, dx_ptr, y_ptr, parts_ptr, q_ptr, scale_ptr,
     m, n, dy_stride, dh_stride, h_stride, offset, rows_each,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
     HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NEEDS_DW: tl.constexpr,
-    NEEDS_DB: tl.constexpr, ROUND_FIRST: tl.constexpr, STORE_Y: tl.constexpr, UNIT: tl.constexpr,
+    NEEDS_DB: tl.constexpr, ROUND_FIRST: tl.constexpr, STORE_Y: tl.constexpr, STORE_Q: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store dx of ``rows_each`` rows and their sums dw and db. Whole rows are in registers, and so are dw and db: dy and h
-    are read once. STORE_Y: and y, which was not saved; HAS_BIAS says then whether it has a bias."""
+    are read once. STORE_Y: and y, which was not saved; HAS_BIAS says then whether it has a bias. STORE_Q: and dx in e4m3
+    with a scale a row."""
     n, dy_stride = multiple(n, UNIT), multiple(dy_stride, UNIT)
     dh_stride, h_stride = multiple(dh_stride, UNIT), multiple(h_stride, UNIT)
     offset = tl.cast(offset, tl.float32)
@@ -132,7 +140,8 @@ def row_norm_bwd_kernel(
             xhat = tl.where(mask, xhat, 0.0)
         xhat *= rstd
         if STORE_Y:
-            _store_y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, rows, cols, mask, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+            y = _y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+            tl.store(y_ptr + rows[:, None] * n + cols, y, mask)
         dx = tl.zeros((ROWS, BLOCK_N), tl.float32)
         if HAS_DY:
             g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols, mask, 0.0).to(tl.float32)
@@ -156,7 +165,10 @@ def row_norm_bwd_kernel(
             dx *= rstd
         if HAS_DH:
             dx += tl.load(dh_ptr + rows[:, None] * dh_stride + cols, mask, 0.0).to(tl.float32)
-        tl.store(dx_ptr + rows[:, None] * n + cols, dx.to(dx_ptr.dtype.element_ty), mask)
+        dx = dx.to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + rows[:, None] * n + cols, dx, mask)
+        if STORE_Q:
+            store_rows(q_ptr, scale_ptr, dx, tl.where(live, rows, m), cols, mask, m, n, POWER_OF_TWO)
     part = tl.program_id(0).to(tl.int64) * n + cols
     if NEEDS_DW:
         tl.store(parts_ptr + part, tl.sum(dw, 0)[None, :], cols < n)

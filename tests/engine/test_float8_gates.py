@@ -203,6 +203,20 @@ def test_as_on_a_gpu():
         assert of["backward"].count("quantise_columns_together_kernel") == (2 if recipe == "rowwise_gw_hp" else 1)
 
 
+@pytest.mark.parametrize(("memory", "stored"), [("speed", ": q, y"), ("min", ": q")])
+def test_norms_as_on_a_gpu(memory, stored):
+    """Their kernels quantise y and dx; y is stored only where it is saved, and handed out by the backward otherwise."""
+    for recipe, of in launches(memory, "swiglu", "rms_norm", "add_rms_norm").items():
+        norms = {way: [name for name in of[way] if name.startswith("row_norm")] for way in ("forward", "backward")}
+        assert norms["forward"] == [f"row_norm_fwd_kernel{stored}"] * 3
+        handed_out = ", y" if memory == "min" else ""
+        last = "row_norm_bwd_kernel" + (": y" if handed_out else "")
+        assert norms["backward"] == [f"row_norm_bwd_kernel: q{handed_out}"] * 2 + [last], (recipe, norms["backward"])
+        assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
+        assert of["backward"].count("quantise_rows_kernel") == 0
+
+
+
 def placed(reader, rows=4096, options=None):
     """The sites of ``reader(silu(x @ gate) * (x @ up))`` on a GPU, by fusion: their status and why."""
     def mlp(x, gate, up, down):

@@ -1,9 +1,10 @@
-"""Float8 on a GPU that has it: products that are one for several linears."""
+"""Float8 on a GPU that has it: norms that quantise, and products that are one for several linears."""
 
 import pytest
 import torch
 
-from fx_fusion.float8 import rewrite
+from fx_fusion.float8 import norms, rewrite
+from fx_fusion.inductor import compile as inductor_of_ours
 from tests.helpers import tiny_llama
 
 pytestmark = [
@@ -21,15 +22,16 @@ def step(model, ids, recipe, memory):
         model, backend="fx_fusion", options={"select": "always", "strict": True, "memory": memory, "float8": recipe}
     )
     with torch._inductor.config.patch(force_disable_caches=True):
-        call(input_ids=ids, labels=ids).loss.backward()
-    return {n: p.grad for n, p in model.named_parameters()}
+        loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("memory", ["speed", "min"])
 @pytest.mark.parametrize("recipe", ["rowwise_gw_hp", "rowwise"])
 def test_a_llama(monkeypatch, recipe, memory, checkpointed):
-    """Sums by one product are the same gradients but for where they are rounded."""
+    """Norms that quantise give the same bits; sums by one product the same gradients but for where they are rounded."""
     torch.manual_seed(0)
     model = tiny_llama(
         torch.bfloat16, vocab_size=4096, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
@@ -38,9 +40,23 @@ def test_a_llama(monkeypatch, recipe, memory, checkpointed):
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(0, 4096, (4, 512), device="cuda")
-    found = step(model, ids, recipe, memory)
-    monkeypatch.setattr(rewrite, "sums", lambda *given: ())
-    apart = step(model, ids, recipe, memory)
+    counts = []
+
+    def counted(graph):
+        counts.append(norms.quantise_in_norms(graph))
+        return counts[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(inductor_of_ours, "quantise_in_norms", counted)
+        loss, found = step(model, ids, recipe, memory)
+    assert counts[0] >= 7, "of each layer y twice and dx, but the first, and the last norm's dx"
+    with monkeypatch.context() as patched:
+        patched.setattr(inductor_of_ours, "quantise_in_norms", lambda graph: 0)
+        other_loss, behind = step(model, ids, recipe, memory)
+        patched.setattr(rewrite, "sums", lambda *given: ())
+        _, apart = step(model, ids, recipe, memory)
+    assert torch.equal(loss, other_loss)
     for name, gradient in found.items():
+        assert torch.equal(gradient, behind[name]), name
         error = (gradient.double() - apart[name].double()).norm() / apart[name].double().norm()
         assert error < 0.05, (name, error)
