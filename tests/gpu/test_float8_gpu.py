@@ -1,5 +1,7 @@
 """Float8 on a GPU that has it: norms that quantise, and products that are one for several linears."""
 
+import copy
+
 import pytest
 import torch
 
@@ -15,23 +17,24 @@ pytestmark = [
 ]
 
 
-def step(model, ids, recipe, memory):
-    torch._dynamo.reset()
+def gradients(call, model, ids):
     model.zero_grad()
-    call = torch.compile(
-        model, backend="fx_fusion", options={"select": "always", "strict": True, "memory": memory, "float8": recipe}
-    )
+    call(input_ids=ids, labels=ids).loss.backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+def in_float8(model, ids, recipe, memory):
+    torch._dynamo.reset()
+    options = {"select": "always", "strict": True, "memory": memory, "float8": recipe}
     with torch._inductor.config.patch(force_disable_caches=True):
-        loss = call(input_ids=ids, labels=ids).loss
-        loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+        return gradients(torch.compile(model, backend="fx_fusion", options=options), model, ids)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("memory", ["speed", "min"])
 @pytest.mark.parametrize("recipe", ["rowwise_gw_hp", "rowwise"])
 def test_a_llama(monkeypatch, recipe, memory, checkpointed):
-    """Norms that quantise give the same bits; sums by one product the same gradients but for where they are rounded."""
+    """Gradients are as close to float64's as where kernels behind the norms quantise, and each linear has its own products."""
     torch.manual_seed(0)
     model = tiny_llama(
         torch.bfloat16, vocab_size=4096, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
@@ -46,17 +49,17 @@ def test_a_llama(monkeypatch, recipe, memory, checkpointed):
         counts.append(norms.quantise_in_norms(graph))
         return counts[-1]
 
+    exact = gradients(in_float64 := copy.deepcopy(model).double(), in_float64, ids)
     with monkeypatch.context() as patched:
         patched.setattr(inductor_of_ours, "quantise_in_norms", counted)
-        loss, found = step(model, ids, recipe, memory)
+        found = in_float8(model, ids, recipe, memory)
     assert counts[0] >= 7, "of each layer y twice and dx, but the first, and the last norm's dx"
     with monkeypatch.context() as patched:
         patched.setattr(inductor_of_ours, "quantise_in_norms", lambda graph: 0)
-        other_loss, behind = step(model, ids, recipe, memory)
+        behind = in_float8(model, ids, recipe, memory)
         patched.setattr(rewrite, "sums", lambda *given: ())
-        _, apart = step(model, ids, recipe, memory)
-    assert torch.equal(loss, other_loss)
-    for name, gradient in found.items():
-        assert torch.equal(gradient, behind[name]), name
-        error = (gradient.double() - apart[name].double()).norm() / apart[name].double().norm()
-        assert error < 0.05, (name, error)
+        apart = in_float8(model, ids, recipe, memory)
+    for name, right in exact.items():
+        assert (found[name] - right).norm() < 0.16 * right.norm(), name
+    error, *others = (sum((of[name] - right).square().sum() for name, right in exact.items()) for of in (found, behind, apart))
+    assert error < 1.1**2 * min(others), (error, others)
