@@ -68,7 +68,7 @@ def partitioning(found, *, step=True):
                     found.saved[shape, value.dtype] += math.prod(shape) * value.dtype.itemsize
             found.backward += Counter(_name(n) for n in both[1].graph.nodes if n.op == "call_function")
             found.launched += [_launches(part.graph) for part in both]
-            _check_layouts([node for part in both for node in part.graph.nodes])
+            _check_launches([node for part in both for node in part.graph.nodes])
             launches = filter(None, map(launched, both[1].graph.nodes))
             found.handed_out += sum(bool(given.get("STORE_Y")) for _, given in launches)
             if not step:
@@ -78,9 +78,20 @@ def partitioning(found, *, step=True):
         def as_it_is(gm, examples):
             return make_boxed_func(gm.forward)
 
+        def without_backward(inference, examples):
+            found.linears = gm.meta.get(LINEARS, Linears())
+            joint_pass(gm.meta.get(DECISIONS, Decisions()), found.linears, options)(inference.graph)
+            inference.graph.lint()
+            inference.recompile()
+            found.launched.append(_launches(inference.graph))
+            _check_launches(inference.graph.nodes)
+            if not step:
+                raise _Enough
+            return as_it_is(inference, examples)
+
         return aot_module_simplified(
-            gm, examples, fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition,
-            decompositions=select_decomp_table(),
+            gm, examples, fw_compiler=as_it_is, bw_compiler=as_it_is, inference_compiler=without_backward,
+            partition_fn=partition, decompositions=select_decomp_table(),
         )  # fmt: skip
 
     return rest
@@ -107,9 +118,13 @@ def partitioned(model, batch, memory="min", *, step=True, dynamic=None, **option
     return found
 
 
-def _check_layouts(nodes):
-    """Inductor lays out the arguments of a launch as they were when it was traced: it must not know of others by then."""
+def _check_launches(nodes):
+    """A launch has the results that are read, also by what nothing reads. Inductor lays out its arguments as they were when
+    it was traced: it must not know of others by then."""
     for node in nodes:
+        if launched(node) is not None:
+            read = {user.args[1] for user in node.users}
+            assert read <= set(node.kwargs["tensors_to_clone"]), f"{node}: {read}"
         if launched(node) is not None and "eager_input_vals" in node.meta:
             traced = node.meta["eager_input_vals"][1]["kwargs"]
             for name, argument in node.kwargs["kwargs"].items():

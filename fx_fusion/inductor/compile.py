@@ -96,7 +96,8 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
             except Exception as error:
                 if options.strict:
                     raise
-                _tell(linears, f"{type(error).__name__}: {error}", "not every norm writes float8 itself")
+                why = f"{type(error).__name__}: {error}"
+                warnings.warn(f"fx_fusion: kernels of their own quantise the results of norms: {why}", stacklevel=2)
 
     return run
 

@@ -59,8 +59,9 @@ def change_launch(node: fx.Node, changed: Mapping[str, Any], written: Sequence[s
     if not arguments.keys() >= {*changed, *written}:
         raise KeyError(f"{', '.join({*changed, *written} - arguments.keys())} are no arguments of {node}")
     given = {**arguments, **changed}
+    values = {name: given[name].meta["val"] for name in written}
     node.kwargs = {**node.kwargs, "kwargs": given, "tensors_to_clone": list(written)}
-    node.meta["val"] = {name: given[name].meta["val"] for name in written}
+    node.meta["val"] = values
     _forget_inputs(node)
 
 

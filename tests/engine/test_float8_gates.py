@@ -16,7 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from bench.ways_to_train import with_lora
 from fx_fusion.cost import select
-from fx_fusion.float8 import rewrite
+from fx_fusion.float8 import norms, rewrite
 from fx_fusion.float8.linears import FORWARD, OF_INPUT
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.view import View
@@ -179,14 +179,18 @@ def test_one_of_them_stays_in_bfloat16(monkeypatch, keep, kind, there):
 
 
 # -- as on a GPU ------------------------------------------------------------------------------------------------------
-def launches(memory, *fusions):
-    """What a Llama of one layer launches where AOTAutograd traces its kernels, by recipe."""
+def traced_launches(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.traced_launches", "float8", memory, *fusions],
+        [sys.executable, "-m", "tests.traced_launches", "float8", *arguments],
         capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    found = json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def launches(memory, *fusions):
+    """What a Llama of one layer launches where AOTAutograd traces its kernels, by recipe."""
+    found = traced_launches(memory, *fusions)
     assert not any(of["trouble"] or of["ops"] for of in found.values())
     return found
 
@@ -215,6 +219,26 @@ def test_norms_as_on_a_gpu(memory, stored):
         assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
         assert of["backward"].count("quantise_rows_kernel") == 0
 
+
+def test_norms_as_on_a_gpu_without_a_gradient():
+    """q, k and v read one norm: its y is stored for nobody, and nothing asks for it."""
+    for of in launches("inference", "rms_norm", "add_rms_norm").values():
+        assert [name for name in of["forward"] if name.startswith("row_norm")] == ["row_norm_fwd_kernel: q"] * 3
+
+
+def test_what_only_the_backward_multiplies_is_not_saved_twice():
+    forward, backward = traced_launches("later")
+    assert forward == ["row_norm_fwd_kernel: y", "quantise_rows_kernel"], "the weight's rows"
+    assert backward == ["quantise_rows_kernel", "row_norm_bwd_kernel"]
+
+
+def test_a_slice_at_a_symbolic_place_is_no_norm_of_ours():
+    """It has two inputs, the place is one."""
+    graph = torch.fx.Graph()
+    x, place = graph.placeholder("x"), graph.placeholder("place")
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (x, 0, place, place))
+    x.meta["val"], part.meta["val"] = torch.empty(80, 64), torch.empty(16, 64)
+    assert norms._as_it_lies(part) is part
 
 
 def placed(reader, rows=4096, options=None):
