@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -182,11 +183,12 @@ def _joined(fusion: Fusion, members: Iterable[Candidate], view: View) -> list[Ca
 
 # -- select --------------------------------------------------------------------------------------------------------
 def select(
-    candidates: Iterable[Candidate], taken: set[fx.Node], view: View, options: Options, channels_last: bool
+    candidates: Sequence[Candidate], taken: set[fx.Node], view: View, options: Options, channels_last: bool
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates to replace, no node in two of them; and those whose nodes another one has."""
     chosen: list[Candidate] = []
     waiting: list[Candidate] = []
+    claimed = Counter(node for c in candidates if c.status == "legal" and c.match is not None for node in c.match.nodes)
     for candidate in candidates:
         match = candidate.match
         assert match is not None
@@ -199,12 +201,13 @@ def select(
         if channels_last:
             match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
         with entered(view.effects.region[match.root]):
-            choice = cost.choose(candidate.fusion, match, view, options)
+            choice = cost.choose(candidate.fusion, match, view, options, claimed)
         candidate.estimate = choice.estimate
         note = "; ".join(part for part in (match.note, choice.note) if part)
         candidate.match = dataclasses.replace(match, note=note)
         if choice.keep is not None:
             candidate.decide("kept", choice.keep, refused=True)
+            claimed.subtract(match.nodes)
             continue
         taken.update(match.nodes)
         chosen.append(candidate)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from fx_fusion.cost import measure, table
+from fx_fusion.cost.neighbours import Beside
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.devices import device_type, planned_gpu
@@ -28,10 +29,11 @@ class Estimate:
     Attributes:
         source: ``measured``, ``table`` or ``formula``.
         speed: Inductor's time over ours.
-        ours: our microseconds, where they are known.
+        ours: our microseconds, where they are known, and those of ``beside``.
         inductor: Inductor's, where they are known.
-        bytes: what our kernels move, where the fusion has a formula for it.
+        bytes: what our kernels move, and pointwise neighbours between them, where the fusion has a formula for it.
         inductor_bytes: what Inductor's move.
+        beside: the microseconds that reading and writing pointwise neighbours takes, which are none of Inductor's.
     """
 
     source: str
@@ -40,6 +42,15 @@ class Estimate:
     inductor: float | None = None
     bytes: float | None = None
     inductor_bytes: float | None = None
+    beside: float | None = None
+
+    def with_neighbours(self, neighbours: Beside) -> Estimate:
+        """The same with what pointwise neighbours cost, where times are known."""
+        if not neighbours.bytes or self.ours is None or self.inductor is None:
+            return self
+        more = neighbours.bytes / _bytes_a_microsecond(neighbours.device)
+        moved = None if self.bytes is None else self.bytes + neighbours.bytes
+        return replace(self, speed=self.inductor / (self.ours + more), ours=self.ours + more, bytes=moved, beside=more)
 
     def facts(self) -> dict[str, Any]:
         """What is known, by name."""
@@ -53,8 +64,7 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     floating = [t for t in given.values() if t.is_floating_point()]
     if sizes is None or not floating or device_type(floating[0]) != "cuda":
         return None
-    # A device that nothing is known of stands for a GPU that is not here.
-    device, itemsize = torch.device("meta") if planned_gpu() else floating[0].device, floating[0].dtype.itemsize
+    itemsize = floating[0].dtype.itemsize
     ours, theirs = _traffic(fusion, sizes, itemsize)
     if options.select == "measure" and (times := measure.known(fusion, match)) is not None:
         speed = times["inductor"] / times["ours"]
@@ -66,8 +76,13 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
         return Estimate("table", cell.inductor / cell.ours, mine, its, ours, theirs)
     if ours is None or theirs is None:
         return None
-    a_microsecond = bytes_per_second(device) / 1e6
+    a_microsecond = _bytes_a_microsecond(floating[0].device)
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
+
+
+def _bytes_a_microsecond(device: torch.device) -> float:
+    """How much a GPU reads and writes; a device that nothing is known of stands for one that is not here."""
+    return bytes_per_second(torch.device("meta") if planned_gpu() else device) / 1e6
 
 
 def _traffic(fusion: Fusion, sizes: dict[str, float], itemsize: int) -> tuple[float | None, float | None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.cost import measure, table
-from fx_fusion.cost.estimate import Estimate, estimate
+from fx_fusion.cost.estimate import Estimate, estimate, short
+from fx_fusion.cost.neighbours import beside
 from fx_fusion.float8.choice import without_support
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.legality import asked
@@ -41,25 +44,30 @@ class Choice:
     estimate: Estimate | None = None
 
 
-def choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice:
-    """What becomes of a legal match."""
-    return replace(_choose(fusion, match, view, options), estimate=estimate(fusion, match, options))
-
-
-def _choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice:
+def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: Mapping[fx.Node, int]) -> Choice:
+    """What becomes of a legal match; ``claimed``: of how many legal matches a node is part."""
+    alone = estimate(fusion, match, options)
+    neighbours = beside(match, view, claimed)
+    found = None if alone is None else alone.with_neighbours(neighbours)
     if fusion.name not in options.fusions:
-        return Choice("switched off by options")
-    if options.select == "always":
-        return Choice(None)
-    if options.select == "never":
-        return Choice('options={"select": "never"}')
+        return Choice("switched off by options", estimate=found)
+    if options.select in ("always", "never"):
+        return Choice('options={"select": "never"}' if options.select == "never" else None, estimate=found)
+    keep, note = _by_cost(fusion, match, view, options)
+    if keep is None and found is not None and found.beside is not None and found.speed <= 1:
+        keep = f"Inductor's kernel computes the {neighbours.ops} beside it too, saving {short(found.beside)} us"
+    return Choice(keep, note, found)
+
+
+def _by_cost(fusion: Fusion, match: Match, view: View, options: Options) -> tuple[Reason, str]:
+    """Why Inductor keeps a site as far as it is looked at alone, or None; and what the report says besides."""
     note = ""
     if options.select == "measure":
         verdict = measure.ask(fusion, match)
         if verdict.measured:
-            return Choice(verdict.keep)
+            return verdict.keep, ""
         note = f"not measured: {verdict.trouble}"
-    return Choice(_by_rules(fusion, match, view, options), note)
+    return _by_rules(fusion, match, view, options), note
 
 
 def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Reason:
