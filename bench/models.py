@@ -24,6 +24,7 @@ from bench.families import FAMILIES
 from bench.process import Row, environment, give, in_turns, wait_for_turn
 
 VARIANTS = ("eager", "inductor", "liger", "fx_fusion")
+SECONDS = 2.0  # the least that is measured: a step of some milliseconds is bound by the host, and varies
 
 
 def measure(given: argparse.Namespace, variant: str) -> Row:
@@ -69,23 +70,32 @@ def measure(given: argparse.Namespace, variant: str) -> Row:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     wait_for_turn()
-    losses.append(step(3))
+    losses += [step(i) for i in range(3, 6)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps - 3)]
-    events[0].record()
-    for i in range(4, steps):
-        losses.append(step(i))
-        events[i - 3].record()
+    started = time.time()
+    events = [_recorded()]
+    while len(events) < steps - 5 or time.time() - started < SECONDS:
+        losses.append(step(len(losses)))
+        events.append(_recorded())
+        events[max(len(events) - 4, 0)].synchronize()  # the host is a few steps ahead, not seconds
     torch.cuda.synchronize()
     ms = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
     return {
         "model": given.families[0], "variant": variant, "batch": batch, "length": length, "mask": given.mask,
         "unit": family.unit, "items_per_s": round(items / ms * 1e3, 1), "ms": round(ms, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2), "first_s": round(first, 1),
-        "losses": [round(x.item(), 5) for x in losses], "options": options,
+        "losses": [round(x.item(), 5) for x in losses[:steps]], "options": options,
         "environment": environment(),
     }  # fmt: skip
+
+
+def _recorded() -> Any:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def main() -> None:
