@@ -129,10 +129,11 @@ def _sum_of_pieces(
 
 @triton.jit
 def _embedding_segments_kernel(
-    dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, pieces, h, dy_stride, padding, GROUPED: tl.constexpr,
+    dy_ptr, order_ptr, start_ptr, parts_ptr, dw_ptr, pieces, h, dy_stride, padding, GROUPED: tl.constexpr, ADD: tl.constexpr,
     PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store dweight[v] for v = pid: the sum of its rows of dy, or of the sums of its pieces. 0 for ``padding``."""
+    """Store dweight[v] for v = pid: the sum of its rows of dy, or of the sums of its pieces. 0 for ``padding``. ADD: add it
+    to what is there."""
     v = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(start_ptr + v)
@@ -151,7 +152,11 @@ def _embedding_segments_kernel(
         total += tl.load(parts_ptr + at * h + cols, cols < tl.where(inside > first, h, 0), 0.0)
     else:
         total = _sum_of_rows(dy_ptr, order_ptr, begin, end, cols, h, dy_stride, True, ROWS, BLOCK, STAGES)
-    tl.store(dw_ptr + v * h + cols, total.to(dw_ptr.dtype.element_ty), cols < h)
+    mask = cols < h
+    if ADD:
+        mask = cols < tl.where(end > begin, h, 0)
+        total += tl.load(dw_ptr + v * h + cols, mask, 0.0).to(tl.float32)
+    tl.store(dw_ptr + v * h + cols, total.to(dw_ptr.dtype.element_ty), mask)
 
 
 def _gather(ids, weight, padding_idx):
@@ -188,10 +193,10 @@ def _bwd(dy, ids, v, padding_idx):
     groups = n // (GROUP.value * plan.PIECE) if plan.grouped else 0
     if groups:
         launch(_embedding_groups_kernel, (groups, blocks), ordered, parts, h, lowest, int(padding_idx), **plan.meta())
-    launch(
+    launch(  # into lm_head's gradient where the table is tied to it (``memory/tied.py``)
         _embedding_segments_kernel,
         (v, blocks), rows, order, start, parts, dweight, pieces, h, rows.stride(0), int(padding_idx),
-        GROUPED=groups > 0, **plan.meta(),
+        GROUPED=groups > 0, ADD=False, **plan.meta(),
     )  # fmt: skip
     return dweight
 

@@ -7,6 +7,7 @@ import json
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -68,6 +69,39 @@ def narrowed_by_reader():
     print(json.dumps(found))
 
 
+class Tied(torch.nn.Module):
+    """A table whose rows are read, and which is the weight of another op."""
+
+    def __init__(self, readers):
+        super().__init__()
+        self.table, self.other = (torch.nn.Parameter(torch.empty(256, 64)) for _ in range(2))
+        self.readers = readers
+
+    def forward(self, ids):
+        return self.readers(ids, self.table, self.other).float().square().mean()
+
+
+TABLES = {
+    "a product": lambda ids, table, other: F.embedding(ids, table) @ table.t(),
+    "another table's product": lambda ids, table, other: F.embedding(ids, table) @ other.t(),
+    "a product and a sum": lambda ids, table, other: (F.embedding(ids, table) @ table.t()).sum() + table.square().sum(),
+    "two lookups and a product": lambda ids, table, other: F.embedding(ids, table + 0) @ (F.embedding(ids, table).sum((0, 1)) + table).t(),
+    "two lookups": lambda ids, table, other: F.embedding(ids, table) * F.embedding(ids + 1, table),
+    "in other precision": lambda ids, table, other: F.embedding(ids, table).bfloat16() @ table.bfloat16().t(),
+    "by parts": lambda ids, table, other: F.embedding(ids, table) @ table[:128].t(),
+    "transposed": lambda ids, table, other: F.embedding(ids, table).transpose(1, 2) @ F.embedding(ids, table) + table.t().sum(),
+}
+
+
+def added_by_reader():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = {"ids": torch.zeros(2, 16, dtype=torch.long)}
+        found = {}
+        for name, readers in TABLES.items():
+            found[name] = partitioned(Tied(readers), batch, step=False, fusions=["embedding"]).decisions.added
+    print(json.dumps(found))
+
+
 class Later(torch.autograd.Function):
     """A product of y that only the backward computes."""
 
@@ -79,7 +113,7 @@ class Later(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         y, weight = ctx.saved_tensors
-        return gradient * torch.nn.functional.linear(y, weight), None
+        return gradient * F.linear(y, weight), None
 
 
 def in_float8_later():
@@ -120,6 +154,9 @@ def main():
     row_norm.multiprocessors = lambda tensor: 132
     rope.interpreting = lambda: True  # kernels, and not what they compute in torch
     candidates._SMALLEST = 1
+    if sys.argv[1:] == ["tables"]:
+        added_by_reader()
+        return
     if sys.argv[1:] == ["readers"]:
         narrowed_by_reader()
         return

@@ -15,6 +15,7 @@ from fx_fusion.float8.rewrite import to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
 from fx_fusion.memory.narrow import narrow_norms
 from fx_fusion.memory.recompute import Decisions, decide
+from fx_fusion.memory.tied import add_embeddings_to_others
 from fx_fusion.ops.layouts import without_donated_buffers
 from fx_fusion.ops.library import register_lowerings
 from fx_fusion.options import Options
@@ -50,7 +51,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
         except CONTROL_FLOW:
             raise
         except Exception as error:
-            if options.strict or not (linears.any or decisions.narrowed or any(value.again for value in decisions.values)):
+            if options.strict or not (linears.any or decisions.changed):
                 raise
             trouble = f"with ours Inductor raised {type(error).__name__}: {error}"
             _tell(decisions, trouble, "what the backward computes again is torch's choice alone")
@@ -66,7 +67,8 @@ LINEARS = "fx_fusion_linears"  # and what became of its linears
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
     """What is done to a joint graph before it is partitioned: its linears, then norms that are read in 16 bits, what the
-    backward computes again, and norms that are read in float8. Where one raises, the others are done all the same."""
+    backward computes again, tied embeddings, and norms that are read in float8. Where one raises, the others are done all
+    the same."""
     decisions.asked = True
     linears.recipe, linears.asked = options.float8, options.float8 != "off"
 
@@ -90,6 +92,12 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
             if options.strict:
                 raise
             _tell(decisions, f"{type(error).__name__}: {error}", "what the backward computes again is torch's choice alone")
+        try:
+            decisions.added = add_embeddings_to_others(graph)
+        except Exception as error:
+            if options.strict:
+                raise
+            warnings.warn(f"fx_fusion: gradients of tied embeddings are added by Inductor: {error}", stacklevel=2)
         if linears.any:
             try:
                 quantise_in_norms(graph)

@@ -45,6 +45,7 @@ class Decisions:
     that are parameters, in memory anyway."""
 
     narrowed: int = 0  # norms that are stored in 16 bits, as they are read (``memory.narrow``)
+    added: int = 0  # embeddings whose gradient is added into lm_head's (``memory.tied``)
     written: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     asked: bool = False
@@ -52,6 +53,11 @@ class Decisions:
     values: list[Value] = field(default_factory=list)
     step: float = 0.0  # seconds, estimated
     trouble: str = ""  # why nothing was decided, if something raised
+
+    @property
+    def changed(self) -> bool:
+        """Whether the joint graph is another one than torch would partition."""
+        return bool(self.narrowed or self.added or any(value.again for value in self.values))
 
     def sentences(self) -> list[str]:
         """One for norms, one for what is computed again, one for what could be; or why nothing is known."""
@@ -62,7 +68,8 @@ class Decisions:
         narrowed = [f"stored in 16 bits, as all that reads them casts them: {self.narrowed} x norm"] if self.narrowed else []
         sides = [[v for v in self.values if v.again is again] for again in (True, False)]
         both = {_alike(v) for v in sides[0]} & {_alike(v) for v in sides[1]}
-        return narrowed + [_sentence(values, both, self.step) for values in sides if values]
+        added = [f"added into lm_head's gradient, row by row: that of {self.added} x embedding"] if self.added else []
+        return narrowed + added + [_sentence(values, both, self.step) for values in sides if values]
 
 
 def _alike(value: Value) -> tuple[str, str]:

@@ -1,9 +1,12 @@
 """What the backward computes again, on a GPU: traced launches, less memory, the same gradients."""
 
+import copy
+
 import pytest
 import torch
 
 import fx_fusion
+from fx_fusion.inductor import compile as inductor_of_ours
 from tests.helpers import tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +44,40 @@ def test_less_memory_and_the_same_gradients(dtype):
     for name, gradient in before.items():  # attention adds up its own in any order
         difference = (after[name].float() - gradient.float()).norm() / gradient.float().norm()
         assert difference < (1e-2 if dtype == torch.bfloat16 else 1e-4), (name, difference)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_tied_table_has_one_gradient_in_memory(monkeypatch, dtype, autocast):
+    """As close to float64's as where the embedding has one of its own."""
+    model = tiny_llama(
+        dtype, vocab_size=32768, hidden_size=256, num_attention_heads=4, max_position_embeddings=512, tie_word_embeddings=True
+    ).cuda()
+    ids = torch.randint(0, 1000, (2, 512), device="cuda")
+    ids[0] = 5
+
+    def gradient(call, of):
+        of.zero_grad()
+        call(input_ids=ids, labels=ids).loss.backward()
+        return of.model.embed_tokens.weight.grad.double()
+
+    def compiled():
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="fx_fusion", options={"select": "always", "strict": True})
+        with torch._inductor.config.patch(force_disable_caches=True), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return gradient(call, model)
+
+    added = []
+    own = inductor_of_ours.add_embeddings_to_others
+    monkeypatch.setattr(inductor_of_ours, "add_embeddings_to_others", lambda graph: added.append(own(graph)) or added[-1])
+    found = compiled()
+    assert added == [1]
+    monkeypatch.setattr(inductor_of_ours, "add_embeddings_to_others", lambda graph: 0)
+    apart = compiled()
+    exact = gradient(in_float64 := copy.deepcopy(model).double(), in_float64)
+    error, other = ((of - exact).norm() / exact.norm() for of in (found, apart))
+    assert error <= 1.02 * other, (error, other)
+    assert torch.equal(found[2000:], apart[2000:]), "rows of tokens that do not occur"
 
 
 class Biased(torch.nn.Module):

@@ -24,9 +24,10 @@ from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.logits.logit_rows import launch_rows
 from fx_fusion.kernels.norms import group_norm_dispatch as channel_norm
 from fx_fusion.kernels.norms import group_norm_math as norm_formulas
-from fx_fusion.kernels.norms import row_norm
+from fx_fusion.kernels.norms import row_norm, row_norm_kernels
 from fx_fusion.ops import library
 from fx_fusion.testing import kernels_on_cpu
+from tests.changed_launches import changed
 from tests.kernels.evonorm_b0_ways import B0_WAYS, by
 
 FUSIONS = [f for f in all_fusions() if f.name in library.names()]
@@ -36,7 +37,7 @@ def compiling():
     """From now on a launch is compiled for an H200 instead of run; each kernel once for each way it is called. The compiled
     kernels, by name and how they are called."""
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"}
-    types[torch.bool] = "i1"
+    types |= {torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv"}
     compiled = {}
 
     def compile_only(kernel, *args, grid, warmup, **keywords):
@@ -139,6 +140,24 @@ def tables_of_few_and_many_ids():
             embedding.embedding_bwd(torch.randn(n, 8), torch.randint(0, 9, (n,)), 9, -1)
 
 
+def launches_that_passes_change():
+    """A table's gradient added to another one, and norms that quantise."""
+    with kernels_on_cpu(True), changed(embedding, embedding._embedding_segments_kernel, ADD=True):
+        tables_of_few_and_many_ids()
+    x, w = torch.randn(8, 4096).bfloat16(), torch.randn(4096)
+    q = {"q_ptr": torch.empty(8, 4096, dtype=torch.float8_e4m3fn), "scale_ptr": torch.empty(8, 1), "STORE_Q": True}
+    forward, backward = row_norm_kernels.row_norm_fwd_kernel, row_norm_kernels.row_norm_bwd_kernel
+    for center, power_of_two in ((False, False), (True, True)):
+        bias = w if center else None
+        given = {**q, "POWER_OF_TWO": power_of_two}
+        for more in ({}, {"STORE_Y": False, "y_ptr": lambda given: given["x_ptr"]}):
+            with changed(row_norm, forward, **given, **more):
+                *_, stats = row_norm.norm_fwd(x, x, w, bias, 1e-6, 0.0, True, center=center)
+        for more in ({}, {"STORE_Y": True, "y_ptr": x.clone(), "HAS_BIAS": center}):
+            with changed(row_norm, backward, **given, **more):
+                row_norm.norm_bwd(x, x, x, w, bias, stats, 0.0, True, [True] * 3, center=center)
+
+
 def lists_of_blocks():
     with kernels_on_cpu(True):
         for n in (16, 300):
@@ -174,7 +193,7 @@ PLANS = {
     f.__name__: f
     for f in (
         rows_of_any_width, gated_rows_in_groups, images_of_any_size, tables_of_few_and_many_ids, losses_over_long_rows,
-        gates_of_every_activation, rotations_of_every_style, lists_of_blocks,
+        gates_of_every_activation, rotations_of_every_style, lists_of_blocks, launches_that_passes_change,
     )
 }  # fmt: skip
 # Launches at two sizes: one that 16 divides, one that only 8 does.

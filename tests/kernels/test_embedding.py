@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fx_fusion.kernels import embedding
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.testing import zipf
+from tests.changed_launches import changed
 from tests.helpers import slow_but
 
 pytestmark = pytest.mark.kernel
@@ -54,3 +55,23 @@ def test_gradients_of_tables_by_how_ids_repeat(ids, grouped, ranked, device, mon
     assert (first - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2 * torch.finfo(
         torch.float32
     ).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("padding", [-1, 7])
+@pytest.mark.parametrize("grouped", [False, True], ids=["pieces", "groups of pieces"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_added_to_another_one(dtype, grouped, padding, device):
+    """Rows of ids that do not occur are left as they are, to the bit."""
+    n, v, h = 300, 60, 33
+    ids = zipf(n, 40, "cpu").to(device)
+    other, dy = torch.randn(v, h).to(device, dtype), torch.randn(n, h).to(device, dtype)
+    dy[:, 0] = 0
+    found = other.clone()
+    plan = Plan(PIECE=8, ROWS=4, BLOCK=64, STAGES=1, num_warps=4, grouped=grouped)
+    with embedding.segments_plan.instead(plan), changed(embedding, embedding._embedding_segments_kernel, dw_ptr=found, ADD=True):
+        embedding.embedding_bwd(dy, ids, v, padding)
+    exact = torch.zeros(v, h, dtype=torch.float64, device=device).index_add_(0, ids[ids != padding], dy[ids != padding].double())
+    untouched = torch.tensor([i == padding or i not in ids for i in range(v)])
+    assert untouched.sum() >= 20
+    assert torch.equal(found[untouched], other[untouched])
+    torch.testing.assert_close(found.double(), other.double() + exact, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
