@@ -1,0 +1,48 @@
+"""A step of a Llama by the code that Inductor generates for it, launches of our kernels in it as on a GPU.
+
+It stands for what users run: what an op computes, and what a traced graph says, are tested elsewhere.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import slow_but
+
+
+def trained(case):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.generated_code", case],
+        capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])[case]
+
+
+@pytest.mark.parametrize("case", slow_but(("default", "float8, min"), ("default", "min", "float8", "float8, min")))
+def test_a_llama(case):
+    """Its gradients, and the loss without one. (The interpreter cuts bfloat16 off, where a GPU rounds.)"""
+    found = trained(case)
+    float8 = "float8" in case
+    for name, (error, eager) in found["errors"].items():
+        assert error < (0.2 if float8 else 3 * eager), name  # e4m3 has 3 bits of mantissa
+    assert found["loss"] == pytest.approx(found["exact loss"], rel=1e-2 if float8 else 2e-4)
+    launched, ops = ([n for n in found["launched"] if n.endswith("of an op") is of_op] for of_op in (False, True))
+    assert ops == ["_cross_entropy_rows_kernel of an op"], "whose host does more than launch: chunks of logits"
+    assert launched[-1] == "_embedding_segments_kernel add", "into lm_head's gradient: the table is tied"
+    norms = [name for name in launched if name.startswith("row_norm")]
+    without_a_gradient = [name for name in found["without a gradient"] if name.startswith("row_norm")]
+    in_16_bits = "row_norm_fwd_kernel store_y"  # the last norm, for lm_head
+    if float8:
+        assert norms[:3] == without_a_gradient == ["row_norm_fwd_kernel store_q"] * 2 + [in_16_bits]
+        assert [name.split()[:2] for name in norms[3:5]] == [["row_norm_bwd_kernel", "store_q"]] * 2
+    else:
+        assert norms[:3] == without_a_gradient == [in_16_bits] * 3
+    assert len(norms) == 6
+    assert "added into lm_head's gradient, row by row: that of 1 x embedding" in found["report"]
+    assert "fallback" not in found["report"]
