@@ -2,6 +2,7 @@
 
     python -m bench.longest
     python -m bench.longest --variants inductor,min --measures row,checkpointed
+    python -m bench.longest --variants inductor,min --measures batch --sizes 36,62     # do these train? compiled for each
 
 ``row`` is a batch of one, ``batch`` rows of 2048 tokens, ``checkpointed`` a batch of one under gradient checkpointing. A
 step is forward, backward and fused AdamW in bfloat16, compiled once with dynamic sizes. Two sizes give the line of peak
@@ -33,7 +34,7 @@ SIZES = {"row": (17 * 1024, 32 * 1024), "batch": (9, 16), "checkpointed": (17 * 
 LENGTH = 2048
 
 
-def build(variant: str, checkpointed: bool) -> tuple[Any, Any]:
+def build(variant: str, checkpointed: bool, dynamic: bool) -> tuple[Any, Any]:
     """The model as it is called, and its optimizer."""
     import torch
 
@@ -50,17 +51,17 @@ def build(variant: str, checkpointed: bool) -> tuple[Any, Any]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if variant == "inductor":
-        return torch.compile(model, dynamic=True), optimizer
+        return torch.compile(model, dynamic=dynamic), optimizer
     if variant in ("auto", "min"):
-        return torch.compile(model, backend="fx_fusion", dynamic=True, options={"memory": variant}), optimizer
+        return torch.compile(model, backend="fx_fusion", dynamic=dynamic, options={"memory": variant}), optimizer
     return model, optimizer
 
 
-def trainer(variant: str, measure: str) -> Callable[[int], tuple[float, float] | None]:
+def trainer(variant: str, measure: str, dynamic: bool = True) -> Callable[[int], tuple[float, float] | None]:
     """Bytes of peak and seconds of a step at a size, or None if the memory does not suffice."""
     import torch
 
-    model, optimizer = build(variant, measure == "checkpointed")
+    model, optimizer = build(variant, measure == "checkpointed", dynamic)
 
     def train(size: int) -> tuple[float, float] | None:
         batch, length = (size, LENGTH) if measure == "batch" else (1, size)
@@ -82,6 +83,16 @@ def trainer(variant: str, measure: str) -> Callable[[int], tuple[float, float] |
         return torch.cuda.max_memory_allocated(), time.monotonic() - started
 
     return train
+
+
+def attempt(variant: str, measure: str, size: int) -> Row:
+    """Whether one size trains, compiled for it, in this process."""
+    trained = trainer(variant, measure, dynamic=False)(size)
+    peak, seconds = trained if trained is not None else (None, None)
+    return {
+        "model": "llama-1b", "variant": variant, "measure": measure, "size": size, "trained": trained is not None,
+        "peak_gib": peak and round(peak / 2**30, 2), "seconds": seconds and round(seconds, 2), "environment": environment(),
+    }  # fmt: skip
 
 
 def search(variant: str, measure: str, patience: float, compile_only: bool) -> Row:
@@ -137,9 +148,13 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=30, help="seconds for one step")
     parser.add_argument("--out", default="bench/results/longest.jsonl")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one variant and measure")
+    parser.add_argument("--sizes", help="try these alone, one for each variant")
     parser.add_argument("--compile-only", action="store_true", help="fill the compilers' caches, all variants at once")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.inside and given.sizes:
+        give(attempt(given.variants, given.measures, int(given.sizes)))
+        return
     if given.inside:
         give(search(given.variants, given.measures, given.patience, given.compile_only))
         return
@@ -148,6 +163,16 @@ def main() -> None:
         compile_all(given.variants.split(","), given.measures.split(","), given.timeout)
         return
     table: list[tuple[Any, ...]] = []
+    if given.sizes:
+        for variant, size in zip(given.variants.split(","), given.sizes.split(","), strict=True):
+            inside = ["bench.longest", "--inside", "--variants", variant, "--measures", given.measures, "--sizes", size]
+            row = measured(inside, given.timeout)
+            if "error" not in row:
+                with open(given.out, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+            table.append((given.measures, variant, size, *(row.get(n) for n in ("trained", "peak_gib", "seconds", "error"))))
+        print(tabulate(table, headers=("measure", "variant", "size", "trains", "peak GiB", "seconds of a step", "")))
+        return
     for measure in given.measures.split(","):
         base = None
         for variant in given.variants.split(","):
