@@ -9,10 +9,12 @@ import contextlib
 import copy
 import json
 import sys
-import types
+from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
+from torch._inductor.fx_passes import pad_mm
 from torch._inductor.runtime import triton_heuristics
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
@@ -48,6 +50,8 @@ def as_on_a_gpu():
     library._is_traceable = lambda tensor, symbolic: symbolic or all(isinstance(n, int) for n in tensor.shape)
     row_norm.multiprocessors = lambda tensor: 3
     candidates._SMALLEST = 1
+    pad_mm.check_device = lambda a, b: True
+    pad_mm.has_triton = lambda: True
     triton_heuristics.CachingAutotuner.precompile = lambda self, *args, **options: None
     triton_heuristics.CachingAutotuner.run = launch
     jit.JITFunction.run = launch_of_an_op
@@ -105,7 +109,7 @@ def interpreted():
             for name, value in list(vars(of).items()):
                 if name in was and was[name] is not value:
                     setattr(of, name, was[name])
-                elif name not in was and not isinstance(of, types.ModuleType):
+                elif name not in was and not isinstance(of, ModuleType):
                     delattr(of, name)
 
 
@@ -114,13 +118,28 @@ CASES = {
     "min": {"memory": "min"},
     "float8": {"float8": "rowwise"},
     "float8, min": {"float8": "rowwise_gw_hp", "memory": "min"},
+    "padded": {},
 }
 
 
-def trained(options, checkpointed=False):
+class Padded(torch.nn.Module):
+    """A lookup whose gradient is a product's of 30 columns: Inductor makes it in wider rows, and hands a part of these on."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=64)
+        self.table = torch.nn.Parameter(torch.randn(64, 30))
+        self.a, self.b = torch.nn.Linear(30, 40, bias=False), torch.nn.Linear(40, 30, bias=False)
+
+    def forward(self, input_ids, labels):
+        logits = F.linear(self.b(torch.tanh(self.a(F.embedding(input_ids, self.table)))), self.table)
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def trained(options, padded):
     """One step of a Llama with a tied table, and then its loss without a gradient."""
     torch.manual_seed(0)
-    model = tiny_llama(torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=True)
+    model = Padded() if padded else tiny_llama(torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=True)
     ids = torch.randint(0, model.config.vocab_size - 9, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
 
@@ -150,8 +169,9 @@ def trained(options, checkpointed=False):
 
 def main():
     as_on_a_gpu()
-    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
-        print(json.dumps({name: trained(CASES[name]) for name in sys.argv[1:]}))
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1, force_shape_pad=True):
+        found = {name: trained(CASES[name], name == "padded") for name in sys.argv[1:]}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

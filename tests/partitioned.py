@@ -119,18 +119,18 @@ def partitioned(model, batch, memory="min", *, step=True, dynamic=None, **option
 
 
 def _check_launches(nodes):
-    """A launch has the results that are read, also by what nothing reads. Inductor lays out its arguments as they were when
-    it was traced: it must not know of others by then."""
+    """A launch has the results that are read, also by what nothing reads. Inductor gives it its arguments as it was told they
+    lie, which is as they do lie."""
     for node in nodes:
-        if launched(node) is not None:
-            read = {user.args[1] for user in node.users}
-            assert read <= set(node.kwargs["tensors_to_clone"]), f"{node}: {read}"
-        if launched(node) is not None and "eager_input_vals" in node.meta:
-            traced = node.meta["eager_input_vals"][1]["kwargs"]
-            for name, argument in node.kwargs["kwargs"].items():
-                if isinstance(argument, torch.fx.Node) and isinstance(argument.meta["val"], torch.Tensor):
-                    was, value = traced[name], argument.meta["val"]
-                    assert (was.shape, was.stride()) == (value.shape, value.stride()), f"{node}: {name}"
+        if launched(node) is None:
+            continue
+        read = {user.args[1] for user in node.users}
+        assert read <= set(node.kwargs["tensors_to_clone"]), f"{node}: {read}"
+        told = node.meta["eager_input_vals"][1]["kwargs"]
+        for name, argument in node.kwargs["kwargs"].items():
+            if isinstance(argument, torch.fx.Node) and isinstance(argument.meta["val"], torch.Tensor):
+                was, value = told[name], argument.meta["val"]
+                assert (was.shape, was.stride()) == (value.shape, value.stride()), f"{node}: {name}"
 
 
 def _launches(graph):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def launch_with_result(
     with graph.inserting_after(node):
         launch = graph.call_function(node.target, kwargs=given)
     launch.meta = {**node.meta, "val": {**node.meta["val"], name: memory.meta["val"]}}
-    _forget_inputs(launch)
+    _say_how_they_lie(launch, (name, *changed))
     with graph.inserting_after(launch):
         result = graph.call_function(operator.getitem, (launch, name))
     result.meta["val"] = memory.meta["val"]
@@ -62,7 +62,7 @@ def change_launch(node: fx.Node, changed: Mapping[str, Any], written: Sequence[s
     values = {name: given[name].meta["val"] for name in written}
     node.kwargs = {**node.kwargs, "kwargs": given, "tensors_to_clone": list(written)}
     node.meta["val"] = values
-    _forget_inputs(node)
+    _say_how_they_lie(node, changed)
 
 
 def memory_for(result: torch.Tensor, rows: fx.Node, before: fx.Node) -> fx.Node:
@@ -78,18 +78,24 @@ def memory_for(result: torch.Tensor, rows: fx.Node, before: fx.Node) -> fx.Node:
 def launch_into(node: fx.Node, name: str, memory: fx.Node) -> None:
     """Give a launch other memory for its result ``name``, also where the old one stood for an argument that it has not."""
     arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
-    old = arguments[name]
-    given = {n: memory if value is old else value for n, value in arguments.items()}
-    node.kwargs = {**node.kwargs, "kwargs": given}
+    changed = [n for n, value in arguments.items() if value is arguments[name]]
+    node.kwargs = {**node.kwargs, "kwargs": {**arguments, **dict.fromkeys(changed, memory)}}
     node.meta["val"] = {**node.meta["val"], name: memory.meta["val"]}
-    _forget_inputs(node)
+    _say_how_they_lie(node, changed)
 
 
-def _forget_inputs(node: fx.Node) -> None:
-    """Let Inductor lay out a launch's arguments as they are now, not as those were that it was traced with.
+def _say_how_they_lie(node: fx.Node, names: Iterable[str]) -> None:
+    """Tell Inductor how the named arguments of a launch lie, which are others than it was traced with: it gives a kernel its
+    arguments so, whatever passes of its own (``pad_mm``) make of the nodes.
 
-    Gone: nothing to forget."""
-    node.meta.pop("eager_input_vals", None)
+    Gone: nobody to tell."""
+    if "eager_input_vals" not in node.meta:
+        return
+    args, given = node.meta["eager_input_vals"]
+    arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
+    values = {n: arguments[n].meta["val"] if isinstance(arguments[n], fx.Node) else None for n in names}
+    written = node.kwargs["tensors_to_clone"]
+    node.meta["eager_input_vals"] = args, {**given, "kwargs": {**given["kwargs"], **values}, "tensors_to_clone": written}
 
 
 def functional_graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
