@@ -89,6 +89,7 @@ TABLES = {
     "two lookups": lambda ids, table, other: F.embedding(ids, table) * F.embedding(ids + 1, table),
     "in other precision": lambda ids, table, other: F.embedding(ids, table).bfloat16() @ table.bfloat16().t(),
     "by parts": lambda ids, table, other: F.embedding(ids, table) @ table[:128].t(),
+    "half of a table": lambda ids, table, other: F.embedding(ids, table) @ torch.cat([table, other]).t(),
     "transposed": lambda ids, table, other: F.embedding(ids, table).transpose(1, 2) @ F.embedding(ids, table) + table.t().sum(),
 }
 

@@ -21,7 +21,8 @@ _POINTWISE = frozenset((
     "add", "sub", "mul", "div", "pow", "neg", "sqrt", "rsqrt", "square", "reciprocal", "sigmoid", "tanh", "erf", "exp",
     "log", "silu", "gelu", "relu", "maximum", "clamp", "dropout", "masked_fill", "where",
 ))  # fmt: skip
-_RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute"))
+_SUMS = frozenset(("add", "sub"))  # their gradient is the one that comes in: nothing is computed for it
+_RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,22 @@ def beside(match: Match, view: View, claimed: Mapping[fx.Node, int]) -> Beside:
         return alike and not claimed.get(node) and node not in match.nodes and view.name(node) in _POINTWISE
 
     inputs = [node for node in match.inputs.values() if is_tensor(node) and elements(example(node)) == size]
-    for made in (_below(node, view) for node in inputs):
+    for made in filter(is_pointwise, (_below(node, view) for node in inputs)):
         readers = _readers(made, view)
-        if not is_pointwise(made) or min(readers, key=lambda n: view.order.get(n, 0), default=None) not in match.nodes:
+        if min(readers, key=lambda n: view.order.get(n, 0), default=None) not in match.nodes:
             continue  # a kernel in front of it computes what is read there first
         stored = not match.nodes.issuperset(readers)
         passes = 1 if stored else 2
-        if trained(example(made)):  # a gradient that is another input's too is stored by Inductor as well
-            passes += 2 if len(inputs) == 1 else 1
+        if trained(example(made)) and (stored or view.name(made) not in _SUMS):  # one that others read has other gradients
+            passes += 2 if len(inputs) == 1 else 1  # one that is another input's gradient too is stored by Inductor as well
         moved += passes * bytes_of(example(made))
         ops.append(str(view.name(made)))
     readers = [user for user in _readers(result, view) if user not in match.nodes]
     if inputs and (fused := [user for user in readers if is_pointwise(user)]):
         passes = 2 if len(fused) == len(readers) else 1
-        moved += (passes + (2 if trained(example(result)) else 0)) * bytes_of(example(result))
+        if trained(example(result)) and not all(view.name(user) in _SUMS for user in fused):
+            passes += 2
+        moved += passes * bytes_of(example(result))
         ops.append(str(view.name(fused[0])))
     return Beside(moved, " and ".join(dict.fromkeys(ops)), example(result).device)
 
@@ -79,9 +82,9 @@ def _below(node: fx.Node, view: View) -> fx.Node:
     """What computes the values of a node: down through views and what changes no value."""
     while True:
         below = view.transparent(node)
-        if below is None and view.name(node) in _RESHAPES and isinstance(node.args[0], fx.Node):
-            below = node.args[0]
-        if below is None:
+        if below is None and (bound := view.arguments_of(node, *_RESHAPES)) is not None:
+            below = bound["input"]
+        if not isinstance(below, fx.Node):
             return node
         node = below
 
@@ -89,10 +92,10 @@ def _below(node: fx.Node, view: View) -> fx.Node:
 def _readers(node: fx.Node, view: View) -> list[fx.Node]:
     """Who reads a node, directly or through views and what changes no value."""
     found: dict[fx.Node, None] = {}
-    waiting = list(node.users)
+    below, waiting = _below(node, view), list(node.users)
     while waiting:
-        user = waiting.pop(0)
-        if _below(user, view) is _below(node, view):
+        user = waiting.pop()
+        if _below(user, view) is below:
             waiting += user.users
         else:
             found[user] = None

@@ -51,5 +51,6 @@ def _is_memory_for(result: fx.Node, other: fx.Node, add: fx.Node) -> bool:
     if not isinstance(there, torch.Tensor) or not there.is_contiguous() or add.meta["val"].dtype != value.dtype:
         return False
     made = base(other)
-    fresh = made.op == "call_function" and list(users(made)) == [add]
-    return fresh and (there.dtype, there.device, there.shape) == (value.dtype, value.device, value.shape)
+    whole = made.op == "call_function" and made.meta["val"].numel() == value.numel()
+    alike = (there.dtype, there.device, there.shape) == (value.dtype, value.device, value.shape)
+    return whole and alike and list(users(made)) == [add]

@@ -73,7 +73,10 @@ def dropped(x, scale):
         (lambda: Block(behind=modulate), False, 2),
         (lambda: Block(behind=lambda y, scale: modulate(y, scale) + F.linear(y, torch.ones(N, N).bfloat16())), True, 3),
         (lambda: Block(front=layer_scale, behind=modulate), True, 7),
+        (lambda: Block(behind=lambda y, scale: y + scale), True, 2),  # a sum's gradient is the one that comes in
         (lambda: Block(front=lambda x, scale: x.view(-1, N).view_as(x)), True, 0),
+        (lambda: Block(front=lambda x, scale: torch.reshape(input=x * scale, shape=x.shape)), True, 3),
+        (lambda: Block(behind=lambda y, scale: torch.flatten(input=y, end_dim=1).mul(scale)), True, 4),
         (lambda: Block(behind=lambda y, scale: y[..., ::2].mul(2).repeat(1, 1, 2)), True, 0),  # another size
     ],
 )  # fmt: skip
