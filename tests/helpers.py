@@ -1,6 +1,11 @@
 """What several test files need: compile without Inductor, tiny models."""
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +125,14 @@ def a_little_more(x):
 
 def detached(x):
     return x.detach()
+
+
+def printed_without_interpreter(module, *arguments, flags=()):
+    """The last line, JSON, that a module of the tests prints in a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, *flags, "-m", module, *arguments],
+        capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])

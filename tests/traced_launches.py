@@ -27,9 +27,8 @@ OF_GATES |= {"largest_ptr", "bits_ptr"}
 def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
     """What PyTorch finds out with Triton's compiler for a GPU."""
     names = WRITTEN | {"h_ptr"} if kwargs.get("HAS_RES") else WRITTEN
-    names = OF_GATES if kwargs.keys() & {"scale_ptr", "gate_scale_ptr", "dgate_ptr", "up_ptr", "largest_ptr", "bits_ptr"} else names
-    if "stats_ptr" in kwargs:
-        names = WRITTEN | ({"h_ptr"} if kwargs.get("HAS_RES") else set())
+    of_gates = {"scale_ptr", "gate_scale_ptr", "dgate_ptr", "up_ptr", "largest_ptr", "bits_ptr"}
+    names = OF_GATES if kwargs.keys() & of_gates and "stats_ptr" not in kwargs else names  # a norm's, which may quantise too
     for name in ("Y", "DGATE", "DUP"):
         names = names if kwargs.get(f"STORE_{name}", True) else names - {f"{name.lower()}_ptr"}
     return [n for n, value in kwargs.items() if n in names and isinstance(value, torch.Tensor)]

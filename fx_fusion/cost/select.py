@@ -46,16 +46,17 @@ class Choice:
 
 def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: Mapping[fx.Node, int]) -> Choice:
     """What becomes of a legal match; ``claimed``: of how many legal matches a node is part."""
-    alone = estimate(fusion, match, options)
-    neighbours = beside(match, view, claimed)
-    found = None if alone is None else alone.with_neighbours(neighbours)
+    found, ops = estimate(fusion, match, options), ""
+    if found is not None:
+        neighbours = beside(match, view, claimed)
+        found, ops = found.with_neighbours(neighbours), neighbours.ops
     if fusion.name not in options.fusions:
         return Choice("switched off by options", estimate=found)
     if options.select in ("always", "never"):
         return Choice('options={"select": "never"}' if options.select == "never" else None, estimate=found)
     keep, note = _by_cost(fusion, match, view, options)
     if keep is None and found is not None and found.beside is not None and found.speed <= 1:
-        keep = f"Inductor's kernel computes the {neighbours.ops} beside it too, saving {short(found.beside)} us"
+        keep = f"Inductor's kernel computes the {ops} beside it too, saving {short(found.beside)} us"
     return Choice(keep, note, found)
 
 

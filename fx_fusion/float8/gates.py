@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.float8.gate import Gate, gate_of
-from fx_fusion.float8.inserter import Inserter, erase_unread
+from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.writer import Quantised, Writer
 from fx_fusion.kernels.float8.glu import quantise_glu, quantise_glu_bwd
-from fx_fusion.memory.joint_graph import JointGraph, users
+from fx_fusion.memory.joint_graph import JointGraph, erase_unread, users
 from fx_fusion.torch_internals.partitioner import checkpoint_of, is_fusible
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -32,14 +32,3 @@ class Inserter:
             for node in made:
                 set_checkpoint(node, said)
         return made
-
-
-def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase those of ``nodes`` that nothing reads, and what was there for them alone."""
-    stack, erased = list(nodes), set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node.op == "call_function" and not node.users and node not in erased:
-            stack += node.all_input_nodes
-            graph.erase_node(node)
-            erased.add(node)

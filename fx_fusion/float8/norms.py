@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import fx
 
-from fx_fusion.float8.inserter import erase_unread
 from fx_fusion.kernels.float8.quantise import quantise_rows_kernel
 from fx_fusion.kernels.norms.row_norm_kernels import row_norm_bwd_kernel, row_norm_fwd_kernel
-from fx_fusion.memory.joint_graph import JointGraph, users
+from fx_fusion.memory.joint_graph import JointGraph, erase_unread, users
 from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.partitioner import checkpoint_of, is_empty, is_view
 from fx_fusion.torch_internals.traced_kernels import change_launch, launched, writes_to

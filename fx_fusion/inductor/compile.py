@@ -72,46 +72,33 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
     decisions.asked = True
     linears.recipe, linears.asked = options.float8, options.float8 != "off"
 
+    def attempt(step: Callable[[], Any], so: str, of: Decisions | Linears | None = None) -> Any:
+        """What a step returns, or None: what follows from its failure is said, and written down where it is known."""
+        try:
+            return step()
+        except Exception as error:
+            if options.strict:
+                raise
+            _tell(of, f"{type(error).__name__}: {error}", so)
+
     def run(graph: fx.Graph) -> None:
         if linears.asked:
-            try:
-                to_float8(graph, options.float8_keep, options.select, decisions, linears)
-            except Exception as error:
-                if options.strict:
-                    raise
-                _tell(linears, f"{type(error).__name__}: {error}", "not every linear is in float8")
-        try:
-            decisions.narrowed = narrow_norms(graph)
-        except Exception as error:
-            if options.strict:
-                raise
-            warnings.warn(f"fx_fusion: norms are stored as they are computed: {type(error).__name__}: {error}", stacklevel=2)
-        try:
-            decide(graph, options.memory, decisions)
-        except Exception as error:
-            if options.strict:
-                raise
-            _tell(decisions, f"{type(error).__name__}: {error}", "what the backward computes again is torch's choice alone")
-        try:
-            decisions.added = add_embeddings_to_others(graph)
-        except Exception as error:
-            if options.strict:
-                raise
-            warnings.warn(f"fx_fusion: gradients of tied embeddings are added by Inductor: {error}", stacklevel=2)
+            given = (graph, options.float8_keep, options.select, decisions, linears)
+            attempt(lambda: to_float8(*given), "not every linear is in float8", linears)
+        decisions.narrowed = attempt(lambda: narrow_norms(graph), "norms are stored as they are computed") or 0
+        torchs_choice = "what the backward computes again is torch's choice alone"
+        attempt(lambda: decide(graph, options.memory, decisions), torchs_choice, decisions)
+        by_inductor = "gradients of tied embeddings are added by Inductor"
+        decisions.added = attempt(lambda: add_embeddings_to_others(graph), by_inductor) or 0
         if linears.any:
-            try:
-                quantise_in_norms(graph)
-            except Exception as error:
-                if options.strict:
-                    raise
-                why = f"{type(error).__name__}: {error}"
-                warnings.warn(f"fx_fusion: kernels of their own quantise the results of norms: {why}", stacklevel=2)
+            attempt(lambda: quantise_in_norms(graph), "kernels of their own quantise the results of norms")
 
     return run
 
 
-def _tell(of: Decisions | Linears, trouble: str, so: str) -> None:
-    of.trouble = trouble
+def _tell(of: Decisions | Linears | None, trouble: str, so: str) -> None:
+    if of is not None:
+        of.trouble = trouble
     warnings.warn(f"fx_fusion: {so}: {trouble}", stacklevel=2)
 
 

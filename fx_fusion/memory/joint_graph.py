@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, fx
@@ -149,3 +149,14 @@ def bytes_of(node: fx.Node) -> float:
     """The size of what a node holds, by the expected sizes where they are symbolic; 0 for no tensor."""
     value = node.meta.get("val")
     return elements(value) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase those of ``nodes`` that nothing reads, and what was there for them alone."""
+    stack, erased = list(nodes), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and not node.users and node not in erased:
+            stack += node.all_input_nodes
+            graph.erase_node(node)
+            erased.add(node)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fx_fusion.kernels.embedding import _embedding_segments_kernel
-from fx_fusion.memory.joint_graph import base, users
+from fx_fusion.memory.joint_graph import base, erase_unread, users
 from fx_fusion.memory.norms import result_of
 from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.traced_kernels import change_launch, launched, writes_to
@@ -39,9 +39,7 @@ def _add_to_other(graph: fx.Graph, node: fx.Node, result: fx.Node) -> bool:
     memory = node.kwargs["kwargs"]["dw_ptr"]  # type: ignore[index,call-overload]
     change_launch(node, {"dw_ptr": other, "ADD": True}, writes_to(node))
     add.replace_all_uses_with(result)
-    for unread in (add, memory):
-        if not unread.users:
-            graph.erase_node(unread)
+    erase_unread(graph, [add, memory])
     return True
 
 

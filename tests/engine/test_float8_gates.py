@@ -1,11 +1,6 @@
 """SwiGLU and GEGLU beside float8 linears: one kernel computes and quantises, the backward's hands out y as well."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +21,7 @@ from fx_fusion.pipeline import Fuel
 from fx_fusion.pipeline import rewrite as rewrite_graph
 from fx_fusion.rewrite.editor import Editor
 from tests import zoo
-from tests.helpers import tiny_llama, tokens
+from tests.helpers import printed_without_interpreter, tiny_llama, tokens
 from tests.partitioned import partitioned
 
 RECIPES = ["rowwise_gw_hp", "rowwise"]
@@ -180,12 +175,7 @@ def test_one_of_them_stays_in_bfloat16(monkeypatch, keep, kind, there):
 
 # -- as on a GPU ------------------------------------------------------------------------------------------------------
 def traced_launches(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.traced_launches", "float8", *arguments],
-        capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    return json.loads(run.stdout.splitlines()[-1])
+    return printed_without_interpreter("tests.traced_launches", "float8", *arguments)
 
 
 def launches(memory, *fusions):

@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +15,8 @@ from fx_fusion.backend import compile_graph
 from fx_fusion.memory import candidates, cost, recompute
 from fx_fusion.options import OptionError, parse
 from tests import zoo
-from tests.helpers import CountsCalls, slow_but, tiny_llama, tokens
+from tests.helpers import CountsCalls, printed_without_interpreter, slow_but, tiny_llama, tokens
 from tests.partitioned import partitioned
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +68,7 @@ def test_what_of_a_llama_is_saved():
 
 def traced(what):
     """What tests.traced_launches prints, in a process without Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-W", "error:Raw SymInt", "-m", "tests.traced_launches", what],
-        capture_output=True, text=True, check=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    return json.loads(run.stdout.splitlines()[-1])
+    return printed_without_interpreter("tests.traced_launches", what, flags=("-W", "error:Raw SymInt"))
 
 
 def test_norms_are_stored_as_all_their_readers_read_them():

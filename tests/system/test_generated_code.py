@@ -3,25 +3,13 @@
 It stands for what users run: what an op computes, and what a traced graph says, are tested elsewhere.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.helpers import slow_but
+from tests.helpers import printed_without_interpreter, slow_but
 
 
 def trained(case):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.generated_code", case],
-        capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])[case]
+    return printed_without_interpreter("tests.generated_code", case)[case]
 
 
 @pytest.mark.parametrize("case", slow_but(("default", "float8, min"), ("default", "min", "float8", "float8, min")))
