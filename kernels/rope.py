@@ -166,7 +166,7 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     plan = rope_plan(h, s, lanes, heads_first=q.stride(1) > q.stride(2))
     q_programs, k_programs = cdiv(h, plan.PROGRAM_HEADS), 0 if k is None else cdiv(k.shape[1], plan.PROGRAM_HEADS)
     blocks = cdiv(s, plan.POSITIONS)
-    key, key_out = (q, q_out) if k is None else (k, k_out)
+    key, key_out = (q_out, q_out) if k is None else (k, k_out)
     launch(
         _rope_kernel, (b * blocks * (q_programs + k_programs),),
         q, key, cos_rows, sin_rows, q_out, key_out, s, blocks, h, key.shape[1], q_programs, q_programs + k_programs,

@@ -1,7 +1,8 @@
 """Pointwise ops in front of a site and behind it: what they save Inductor, which computes them in the kernel of the site.
 
 A kernel of ours reads what such an op has stored, and stores what the next one reads: LayerScale or dropout in front of an
-add and a norm, the modulation of a diffusion transformer behind a norm.
+add and a norm, the modulation of a diffusion transformer behind a norm, the bias of a convolution in front of a norm of its
+channels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _POINTWISE = frozenset((
     "log", "silu", "gelu", "relu", "maximum", "clamp", "dropout", "masked_fill", "where",
 ))  # fmt: skip
 _SUMS = frozenset(("add", "sub"))  # their gradient is the one that comes in: nothing is computed for it
+_PERMUTATIONS = ("permute", "transpose", "movedim")
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 
 
@@ -68,6 +71,10 @@ def beside(match: Match, view: View, claimed: Mapping[fx.Node, int]) -> Beside:
             passes += 2 if len(inputs) == 1 else 1  # one that is another input's gradient too is stored by Inductor as well
         moved += passes * bytes_of(example(made))
         ops.append(str(view.name(made)))
+    for convolution, bias in filter(None, (_permuted_convolution(node, view) for node in inputs)):
+        passes = bias + 2 * trained(example(convolution))  # whose gradient is copied to lie as the convolution's result does
+        moved += passes * bytes_of(example(convolution))
+        ops.append("bias of a convolution" if bias else "gradient's layout")
     readers = [user for user in _readers(result, view) if user not in match.nodes]
     if inputs and (fused := [user for user in readers if is_pointwise(user)]):
         passes = 2 if len(fused) == len(readers) else 1
@@ -87,6 +94,16 @@ def _below(node: fx.Node, view: View) -> fx.Node:
         if not isinstance(below, fx.Node):
             return node
         node = below
+
+
+def _permuted_convolution(node: fx.Node, view: View) -> tuple[fx.Node, bool] | None:
+    """The convolution whose permuted result a node is, and whether it adds a bias, which Inductor does behind it."""
+    below, permuted = _below(node, view), False
+    while (bound := view.arguments_of(below, *_PERMUTATIONS)) is not None:
+        below, permuted = _below(bound["input"], view), True
+    if not permuted or below.target not in _CONVOLUTIONS:
+        return None
+    return below, any(map(is_tensor, (*below.args[2:3], below.kwargs.get("bias"))))
 
 
 def _readers(node: fx.Node, view: View) -> list[fx.Node]:

@@ -53,9 +53,11 @@ def _quantise_in_norm(joint: JointGraph, rows: fx.Node, given: Mapping[str, Any]
     x = found[1].get("x_ptr")
     if x is not None and all(user is rows for user in users(result)):
         changed["STORE_Y"] = False
-        if x.meta["val"].dtype == result.meta["val"].dtype:  # whose dtype is all that the kernel asks of y's memory then
-            memory = found[1]["y_ptr"]
-            changed |= {name: x for name, value in found[1].items() if value is memory}
+        memory, dtype = found[1]["y_ptr"], result.meta["val"].dtype  # which is all that the kernel asks of y's memory then
+        like_y = [n for n in (found[1]["w_ptr"], x) if n is not memory and n.meta["val"].dtype == dtype]
+        if like_y:
+            changed = {name: found[1]["stats_ptr"] for name, value in found[1].items() if value is memory} | changed
+            changed["y_ptr"] = like_y[0]
             written.remove("y_ptr")
     change_launch(norm, changed, written)
     place = norm

@@ -34,7 +34,10 @@ def traced(*, cheap: bool = False) -> Iterator[None]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run ``kernel[grid](*args, **options)``, or trace it. Kernels cast their float arguments to fp32: Triton's launcher
-    passes fp32, Inductor's fp64, which would make the arithmetic fp64."""
+    passes fp32, Inductor's fp64, which would make the arithmetic fp64.
+
+    What stands for a tensor that is not there is memory that the launcher allocated, no input: what Inductor computes and
+    hands over as a view, as dropout(x) in rows, it stores once for each argument that it is."""
     if _traced.get():
         if _cheap.get():
             CHEAP_KERNELS.add(qualified_name(kernel))

@@ -109,7 +109,8 @@ def _rows(x1, x2, x3, power_of_two):
     q, scale = _rows_results(x1, x2, x3, power_of_two)
     xs = [x if x.stride(1) == 1 else x.contiguous() for x in xs]
     strides, more = [x.stride(0) for x in xs], MOST - len(xs)
-    xs, widths, strides, blocks = (given + given[:more] for given in (xs, widths, strides, blocks))
+    xs += [q] * more
+    widths, strides, blocks = (given + given[:more] for given in (widths, strides, blocks))
     warps = min(max(next_power_of_2(sum(blocks)) // 1024, 4), 16)
     launch(
         quantise_rows_together_kernel, (len(x1),), *xs, q, scale, *widths, *strides, BLOCK1=blocks[0], BLOCK2=blocks[1],
@@ -129,7 +130,8 @@ def _columns(x1, x2, x3, largest1, largest2, largest3):
     xs = [x.contiguous() for x in xs]
     heights, n, more = [x.shape[0] for x in xs], x1.shape[1], MOST - len(xs)
     grid = (cdiv(n, _TILE), sum(cdiv(m, _TILE) for m in heights))
-    xs, largest, heights = (given + given[:more] for given in (xs, largest, heights))
+    xs, largest = xs + [q] * more, largest + [scale] * more
+    heights += heights[:more]
     launch(
         quantise_columns_together_kernel, grid, *xs, *largest, q, scale, *heights, n, TILE=_TILE, THREE=x3 is not None
     )  # fmt: skip

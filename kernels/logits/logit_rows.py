@@ -248,27 +248,26 @@ def launch_rows(
     if ignore_index < NO_IGNORE:
         refuse_tracing()  # Inductor takes an integer for 32 bits wide unless it is too large for that
     reads_stats, gradient = loss is None, dlogits is not None
-    out = dlogits if gradient else logits
+    out, out_stride = (dlogits, dlogits.stride(0)) if gradient else (stats, logits.stride(0))
     align = 16 // logits.element_size()
-    align = align if logits.stride(0) % align and logits.stride(0) == out.stride(0) else 1
+    align = align if logits.stride(0) % align and logits.stride(0) == out_stride else 1
     sms = multiprocessors(logits)
     plan = logit_rows_plan(
         m, width, logits.element_size(), sms, align=align, reads_stats=reads_stats, gradient=gradient
     )  # fmt: skip
     programs = min(m, sms * plan.programs_per_sm)
-    w_sum = w_target = stats  # not read
+    w_sum = w_target = out  # it stands for all that is not there
     if elsewhere is not None and elsewhere.w_sum is not None:
         w_sum, w_target = elsewhere.w_sum, elsewhere.w_target
     elif weight is not None:
         w_sum = weight.float().sum()
     launch(_cross_entropy_rows_kernel, (programs,),
-        logits, out, target, logits if weight is None else weight, w_sum, w_target, stats if reads_stats else loss, stats,
-        stats if dloss is None else dloss, stats if entropy is None else entropy, stats if dentropy is None else dentropy,
-        stats if z_factor is None else z_factor,
-        m, v, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out.stride(0),
+        logits, out, target, out if weight is None else weight, w_sum, w_target, out if reads_stats else loss, stats,
+        *(out if t is None else t for t in (dloss, entropy, dentropy, z_factor)),
+        m, v, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out_stride,
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap), float(scale),
         programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1, SOFTCAP=softcap > 0,
         READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None, ALIGN=align,
-        PADDED=width > v, UNIT=unit_of(width, logits.stride(0), out.stride(0)) if align == 1 else 1,
+        PADDED=width > v, UNIT=unit_of(width, logits.stride(0), out_stride) if align == 1 else 1,
         ELSEWHERE=elsewhere is not None, Z_LOSS=z_factor is not None, **plan.meta(),
     )  # fmt: skip

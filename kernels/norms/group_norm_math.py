@@ -24,7 +24,7 @@ EVONORM_S0 = tl.constexpr(2)
 
 
 class Norm:
-    """A norm of a tensor of images: its sizes and its parameters. A parameter that is None is x: kernels do not read it.
+    """A norm of a tensor of images: its sizes and its parameters.
 
     ``kind`` is GROUP_NORM, GROUP_NORM_SWISH or EVONORM_S0."""
 
@@ -36,9 +36,13 @@ class Norm:
         self.length = self.per_group * self.size
         self.unit = math.gcd(self.size, 16)  # the first position of every channel is at a multiple of it
         self.dof = float(self.length - correction)
-        self.parameters = tuple(x if t is None else t.contiguous() for t in (weight, bias, v))
+        self._parameters = tuple(t if t is None else t.contiguous() for t in (weight, bias, v))
         self.flags = {"KIND": self.kind, "HAS_W": weight is not None, "HAS_B": bias is not None}
         self.sums = 3 if self.kind == EVONORM_S0.value else 2  # gradients of the parameters: db, dw, dv
+
+    def parameters(self, other):
+        """Returns weight, bias and v; ``other``, memory of any kind, for one that there is not: kernels do not read it."""
+        return [other if t is None else t for t in self._parameters]
 
 
 @triton.jit

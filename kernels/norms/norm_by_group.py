@@ -211,7 +211,7 @@ def forward(norm: Norm, x, y, stats, eps: float, plan: Plan) -> None:
     """Fill y and stats."""
     launch(
         _group_norm_fwd_kernel,
-        (norm.all_groups,), x, *norm.parameters, y, stats, norm.groups, norm.all_groups, norm.per_group,
+        (norm.all_groups,), x, *norm.parameters(stats), y, stats, norm.groups, norm.all_groups, norm.per_group,
         norm.size, norm.dof, eps, UNIT=norm.unit, ROUNDED=rounds(x.dtype, norm.length), **plan.meta(), **norm.flags,
     )  # fmt: skip
 
@@ -220,7 +220,7 @@ def backward(norm: Norm, dy, x, stats, dx, plan: Plan):
     """Fill dx; returns db, dw (and dv) of each channel of each image: (2 or 3, n, c)."""
     sums = torch.empty(norm.sums, norm.n, norm.c, dtype=torch.float32, device=x.device)
     launch(
-        _group_norm_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters, stats, dx, sums, norm.groups, norm.all_groups,
-        norm.per_group, norm.size, norm.dof, UNIT=norm.unit, **plan.meta(), **norm.flags,
+        _group_norm_bwd_kernel, (norm.all_groups,), x, dy, *norm.parameters(dx), stats, dx, sums, norm.groups,
+        norm.all_groups, norm.per_group, norm.size, norm.dof, UNIT=norm.unit, **plan.meta(), **norm.flags,
     )  # fmt: skip
     return sums

@@ -145,8 +145,8 @@ def forward(norm: Norm, x, y, stats, eps: float) -> None:
         (norm.all_groups,), tiles.moments(x), stats, norm.groups, norm.all_groups, norm.per_group,
         norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.dof, eps, LANES=_lanes(norm, tiles),
     )  # fmt: skip
-    # STEP Y reads no dy and no sums: any tensors take their places.
-    _launch_tiles(norm, tiles, x, x, stats, y, stats, stats, Y)
+    # STEP Y reads no dy and no sums: y and stats take their places.
+    _launch_tiles(norm, tiles, x, y, stats, y, stats, stats, Y)
 
 
 def backward(norm: Norm, dy, x, stats, dx):
@@ -156,8 +156,9 @@ def backward(norm: Norm, dy, x, stats, dx):
     group_sums = torch.empty(2, norm.all_groups, dtype=torch.float32, device=x.device)
     _launch_tiles(norm, tiles, x, dy, stats, dx, sums, group_sums, CHANNEL_SUMS)
     launch(
-        _group_norm_sums_kernel, (norm.all_groups,), sums, norm.parameters[0], group_sums, norm.groups, norm.all_groups,
-        norm.per_group, tiles.splits, tiles.all_parts, KIND=norm.kind, HAS_W=norm.flags["HAS_W"], LANES=_lanes(norm, tiles),
+        _group_norm_sums_kernel, (norm.all_groups,), sums, norm.parameters(sums)[0], group_sums, norm.groups,
+        norm.all_groups, norm.per_group, tiles.splits, tiles.all_parts, KIND=norm.kind, HAS_W=norm.flags["HAS_W"],
+        LANES=_lanes(norm, tiles),
     )  # fmt: skip
     _launch_tiles(norm, tiles, x, dy, stats, dx, sums, group_sums, DX)
     return sums
@@ -166,7 +167,7 @@ def backward(norm: Norm, dy, x, stats, dx):
 def _launch_tiles(norm: Norm, tiles: Tiles, x, dy, stats, out, sums, group_sums, step: tl.constexpr) -> None:
     """Launch ``_group_norm_tile_kernel`` over all tiles."""
     launch(
-        _group_norm_tile_kernel, tiles.grid, x, dy, *norm.parameters, stats, out, sums, group_sums, norm.c, norm.groups,
+        _group_norm_tile_kernel, tiles.grid, x, dy, *norm.parameters(out), stats, out, sums, group_sums, norm.c, norm.groups,
         norm.all_groups, norm.per_group, norm.size, tiles.part, tiles.splits, tiles.all_parts, norm.length, norm.dof,
         STEP=step.value, **layout_flags(x=x, dy=dy, out=out), **tiles.constants, **norm.flags,
     )  # fmt: skip

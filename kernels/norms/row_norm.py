@@ -84,13 +84,14 @@ def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: 
     h = x if residual is None else torch.empty_like(x, dtype=dtype)
     stats = empty_stats(x, center)
     if m and n:
-        res, h_rows, y_rows = (rows if t is None else as_rows(t.permute(order)) for t in (residual, h, y))
+        y_rows = as_rows(y.permute(order))
+        res, h_rows = (y_rows if residual is None else as_rows(t.permute(order)) for t in (residual, h))
         refuse_symbols(res.stride(0))
         plan = row_norm_fwd_plan(n)
         # y is also stored in e4m3, or only so, where the launch is changed for a product in float8 (``float8/norms.py``)
         launch(row_norm_fwd_kernel, (cdiv(m, plan.ROWS),),
             rows, res, y_rows if weight is None else weight.contiguous(), y_rows if bias is None else bias.contiguous(),
-            y_rows, h_rows, stats, rows, rows, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
+            y_rows, h_rows, stats, y_rows, y_rows, m, n, rows.stride(0), res.stride(0), float(eps), float(offset),
             CENTER=center, HAS_RES=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             ROUND_FIRST=round_first, WIDE=n > plan.BLOCK_N, ROUNDED=center and rounds(dtype, n),
             STORE_Y=True, STORE_Q=False, POWER_OF_TWO=False,
@@ -122,10 +123,10 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
         if isinstance(m, int):  # the last ones of a symbolic number of rows may find none
             programs = cdiv(m, rows_each)
         parts = torch.empty((needs_dw + needs_db, programs, n), dtype=torch.float32, device=h.device)
-        dys, dhs = (rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
-        refuse_symbols(dys.stride(0), dhs.stride(0))
         dx_rows = as_rows(dx.permute(order))
-        w = rows if weight is None else weight.contiguous()
+        dys, dhs = (dx_rows if g is None else as_rows(g.permute(order)) for g in (dy, dh))
+        refuse_symbols(dys.stride(0), dhs.stride(0))
+        w = dx_rows if weight is None else weight.contiguous()
         sizes = (m, n, dys.stride(0), dhs.stride(0), rows.stride(0), float(offset), rows_each)
         flags = {
             "CENTER": center, "HAS_DH": dh is not None, "HAS_DY": dy is not None, "HAS_WEIGHT": weight is not None,
@@ -140,7 +141,7 @@ def norm_bwd(dy, dh, h, weight, bias, stats, offset: float, round_first: bool, n
             )  # fmt: skip
         else:  # y is stored where the memory pass has changed the launch, q where a product in float8 reads dx
             launch(row_norm_bwd_kernel, (programs,),
-                dys, dhs, rows, w, w, stats, dx_rows, rows, parts, rows, rows, *sizes,
+                dys, dhs, rows, w, dx_rows, stats, dx_rows, dx_rows, parts, dx_rows, dx_rows, *sizes,
                 HAS_BIAS=False, STORE_Y=False, STORE_Q=False, POWER_OF_TWO=False, **plan.meta(), **flags,
             )  # fmt: skip
         write_back(dx, dx_rows, order)

@@ -1,5 +1,7 @@
 """What every op promises to torch.library: its schema, its gradient, and what the fake says of its results."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,3 +105,20 @@ def test_ops_of_a_part_of_the_classes(group):
         keeps_its_promises(token_log_probs_of_part_bwd, (dlogp, dentropy, x, head, bias, target, 0.0, 1.0, *part, needs))
     options = (-100, 0.1, 0.0, 1.0, [True, True, False], False, False)
     keeps_its_promises(linear_cross_entropy, (x, head, None, target, None, "mean", *options, *part))
+
+
+@pytest.mark.parametrize("fusion", WITH_OPS, ids=lambda fusion: fusion.name)
+def test_an_input_is_one_argument(fusion, device, monkeypatch):
+    """What stands for a tensor that is not there is no input: Inductor would store it once more (``ops.launch``)."""
+    seen = []
+    for module in [m for name, m in sys.modules.items() if name.startswith("fx_fusion.kernels.") and hasattr(m, "launch")]:
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **_: seen.append((kernel, args)))
+    rows = {"m": 3} if "m" in fusion.dims else {}
+    for variant in range(len(fusion.variants)):
+        for op, args in calls_of(fusion, variant, device, **rows):
+            seen.clear()
+            op(*args)
+            inputs = {t.data_ptr() for t in args if isinstance(t, torch.Tensor) and t.numel()}
+            for kernel, given in seen:
+                of_inputs = [p for t in given if isinstance(t, torch.Tensor) and (p := t.data_ptr()) in inputs]
+                assert len(of_inputs) == len(set(of_inputs)), kernel

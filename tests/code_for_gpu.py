@@ -1,0 +1,103 @@
+"""``python -m tests.code_for_gpu CASE``: what default options make of a model on an H200, and what Inductor makes of it, without
+a GPU, as JSON. In a process of its own: see ``bench.absent_gpu``."""
+
+from bench.absent_gpu import Code, code_of, on_gpu  # isort: skip  before torch
+
+import json
+import re
+import sys
+from collections import Counter
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fx_fusion
+
+
+class ConvNeXtBlocks(nn.Module):
+    """Two blocks of ConvNeXt: convolutions with a bias in front of norms of their channels."""
+
+    def __init__(self, width=512):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 7, padding=3, groups=width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(2))
+        self.scales = nn.ParameterList(torch.ones(width) for _ in range(2))
+
+    def forward(self, x):
+        for conv, norm, up, down, scale in zip(
+            self.convolutions, self.norms, self.ups, self.downs, self.scales, strict=True
+        ):
+            y = down(nn.functional.gelu(up(norm(conv(x).permute(0, 2, 3, 1)))))
+            x = x + (scale * y).permute(0, 3, 1, 2)
+        return x.float().square().mean()
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=2, use_cache=False)
+    config.loss_type = "ForCausalLM"
+    return GPT2LMHeadModel(config), tokens(16, 1024)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(num_hidden_layers=2, vocab_size=128256, use_cache=False, tie_word_embeddings=True, **sizes)
+    return LlamaForCausalLM(config), tokens(8, 2048)
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=2)), {
+        "input_ids": torch.empty(64, 512, dtype=torch.int64), "labels": torch.empty(64, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def convnext():
+    return ConvNeXtBlocks(), {"x": torch.empty(64, 512, 14, 14, dtype=torch.bfloat16).to(memory_format=torch.channels_last)}
+
+
+def tokens(batch, length):
+    return dict.fromkeys(("input_ids", "labels"), torch.empty(batch, length, dtype=torch.int64))
+
+
+def stored_twice(code: Code) -> list[str]:
+    """Inductor's kernels that store one value several times."""
+    found = []
+    for name, body in re.findall(r"def (triton_\w+)\(.*?\):\n(.*?)\n'''", code.text, re.DOTALL):
+        stores = Counter(re.findall(r"tl\.store\(\w+ \+ \((.*?)\), (tmp\d+)", body))
+        found += [name] * any(count > 1 for count in stores.values())
+    return found
+
+
+def compiled(case: str) -> dict[str, object]:
+    found: dict[str, object] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model, given = globals()[case]()
+    on_gpu(model.bfloat16().train(), mode)
+    given = {name: on_gpu(value, mode) for name, value in given.items()}
+    for backend in ("inductor", "fx_fusion"):
+        with mode, fx_fusion.recording() as report:
+            codes = code_of(model, given, backend)
+        found[backend] = {
+            "graphs": len(codes),
+            "moved": sum(kernel.bytes for code in codes for kernel in code.kernels if kernel.kind != "library"),
+            "kernels": sum(len(code.kernels) for code in codes),
+            "ours": Counter(kernel.name for code in codes for kernel in code.kernels if kernel.kind == "ours"),
+            "stored twice": [name for code in codes for name in stored_twice(code)],
+        }
+    found["fallbacks"] = [graph.fallback for graph in report.graphs if graph.fallback]
+    found["fused"] = Counter(site.fusion for site in report.sites if site.status == "fused")
+    found["report"] = str(report)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compiled(sys.argv[1])))

@@ -1,0 +1,38 @@
+"""What default options make of a model on an H200, beside what Inductor makes of it: kernels launched and bytes moved.
+
+It stands for the GPU that CI does not have. Two blocks of a model at its real width; Inductor's own code for a GPU, up to
+the launches. Bytes are those of everything but products, convolutions, attention and ops that are calls.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.helpers import printed_without_interpreter, slow_but
+
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is not None, reason="for builds of torch without CUDA"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="the C++ interfaces of torch 2.13"),
+]
+# How many of the bytes that Inductor moves. Below 1 even where norms are kept, by the loss or embeddings. BERT's dropout is
+# in front of its norms: what these gain in time they lose in bytes.
+MOST = {"llama": 0.52, "gpt2": 0.40, "bert": 1.07, "convnext": 1.03}
+NORMS = {"row_norm_fwd_kernel", "row_norm_bwd_kernel", "_column_sums_kernel"}
+
+
+@pytest.mark.parametrize("case", slow_but(("gpt2",), MOST))
+def test_what_is_launched(case):
+    found = printed_without_interpreter("tests.code_for_gpu", case)
+    theirs, ours = found["inductor"], found["fx_fusion"]
+    assert found["fallbacks"] == [], found["report"]
+    assert theirs["ours"] == {}
+    assert ours["moved"] < MOST[case] * theirs["moved"], found["report"]
+    if case == "convnext":  # Inductor adds the bias of a convolution and lays its gradient out in the norm's kernels
+        assert (ours["ours"], found["fused"]) == ({}, {})
+    else:
+        assert {*ours["ours"]} >= NORMS
+        assert ours["ours"]["row_norm_fwd_kernel"] == found["fused"].get("add_layer_norm", 5)
+    if case != "llama":  # whose tables of cos and sin are stored once for each layer: they are small
+        assert ours["stored twice"] == []
