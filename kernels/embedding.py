@@ -25,6 +25,7 @@ import triton.language as tl
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.ops.launch import launch
+from fx_fusion.ops.layouts import stored_once
 from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
 
@@ -176,7 +177,7 @@ def _bwd(dy, ids, v, padding_idx):
     if not dweight.numel():
         return dweight
     rows = dy.reshape(-1, h)
-    rows = rows if rows.stride(-1) == 1 or h == 1 else rows.contiguous()
+    rows = stored_once(rows if rows.stride(-1) == 1 or h == 1 else rows.contiguous())
     n = rows.shape[0]
     ordered, order, lowest = sort_ids(ids.reshape(-1), v)
     bounds = torch.arange(lowest, lowest + v + 1, dtype=ordered.dtype, device=ids.device)

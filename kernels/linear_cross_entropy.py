@@ -1,22 +1,24 @@
 """Linear layer and cross-entropy, one chunk of logits at a time: formulas in ``logits/logit_chunks``.
 
 The forward also computes the gradients, while a chunk of logits exists: 6·m·h·v FLOPs in all, against 8 if the backward
-computed the logits again. It computes them for an upstream gradient of 1 per row and without the 1/count of the mean:
+computed the logits again. It computes them for a dloss of 1:
 
-    dx = dx_factor · dx₁        dx_factor = dloss · mean_factor / shrink
-    dW = dw_factor · dW₁        dw_factor = dloss · mean_factor / (shrink · headroom)
-    db = dx_factor · db₁
+    dx = dloss · dx_factor · dx₁        dx_factor = 1; in fp16 mean_factor / shrink
+    dW = dloss · dw_factor · dW₁        dw_factor = 1; in fp16 mean_factor / (shrink · headroom)
+    db = dloss · dx_factor · db₁
 
 dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers on the device, so nothing is read back to the
-host, and the gradients of a mean over many rows do not underflow in fp16. dl and the sums of dW could overflow there:
-``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of two that rule it out; both are 1 for
-other dtypes. With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be
-inside the sum of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where
-somebody reads the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the
-least memory, see ``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from
-class ``first`` on, of ``classes``, target counts from the first of all, and dx is to be summed over the ranks
-(``logits/class_part``; logits are not handed out). ``z_loss`` times the square of each row's logsumexp is added to its loss,
-for the rows ``z_over``: those that "count" or "all"; under a mean their squares are divided by the number of rows that count
+host, and 0 where no target counts. dW₁ is multiplied in place where it may be (``logits/scaled``). In fp16 the gradients of
+a mean over many rows would underflow, so the 1/count of the mean is in the factors; dl and the sums of dW could overflow:
+``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of two that rule it out.
+
+With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be inside the sum
+of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where somebody reads
+the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the least memory, see
+``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from class ``first``
+on, of ``classes``, target counts from the first of all, and dx is to be summed over the ranks (``logits/class_part``;
+logits are not handed out). ``z_loss`` times the square of each row's logsumexp is added to its loss, for the rows
+``z_over``: those that "count" or "all"; under a mean their squares are divided by the number of rows that count
 ("count"), or by that of all rows ("all", and "masked": the rows that count). Not in fp16, where it would need a bound.
 
 Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m);
@@ -32,6 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fx_fusion.kernels.logits.class_part import class_part
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
+from fx_fusion.kernels.logits.scaled import scaled
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
@@ -80,13 +83,16 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     needs_now = needs if reduction != "none" else [False] * 3
-    shrink = headroom = upstream = None
+    divisor = _divisor(target, weight, reduction, ignore_index)
+    # No row has a gradient where no target counts: the backward sees it by a factor of 0.
+    counts = torch.ones_like(divisor) if z_over == "all" else (target != ignore_index).any().float()
+    headroom, dx_factor = None, counts
+    upstream = (counts / divisor).expand(x.shape[0]) if any(needs_now) and reduction == "mean" else None
     if any(needs_now) and x.dtype == torch.float16 and x.numel() > 0:
         bounds = _dl_bounds(target, weight, options)
         shrink = _power_below(bounds.amax())
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
-        upstream = shrink.expand(x.shape[0])
-    divisor = _divisor(target, weight, reduction, ignore_index)
+        upstream, dx_factor = shrink.expand(x.shape[0]), counts / (divisor * shrink)
     z_factor = _z_factor(target, divisor, reduction, ignore_index, z_loss, z_over)
     given = x, lm_head, bias, target, weight, options, upstream, needs_now, loss
     more = {"headroom": headroom, "small": small_chunks, "z_factor": z_factor}
@@ -97,10 +103,6 @@ def _fwd(
         chunks = each_chunk if z_over == "all" else each_chunk_that_counts
         dx, dw, db = chunks(*given, part=class_part(group, first, classes, ranks), **more)
     reduced = _reduce(loss, target, divisor, reduction, ignore_index)
-    mean_factor = 1.0 / divisor
-    if z_over != "all":  # no row has a gradient where no target counts: the backward sees it by a factor of 0
-        mean_factor = torch.where((target != ignore_index).any(), mean_factor, 0.0)
-    dx_factor = mean_factor if shrink is None else mean_factor / shrink
     factors = torch.stack([dx_factor, dx_factor if headroom is None else dx_factor / headroom])
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
@@ -239,7 +241,7 @@ def _backward(ctx, dloss, *_):
         factors, dx, dlm_head, dbias = ctx.saved_tensors
         # A sum divided by the number of targets, 0 of 0, has an infinite dloss, and 0 times that is NaN.
         dx_factor, dw_factor = torch.where(factors == 0, 0.0, dloss.float() * factors).unbind()
-        grads = dx.float() * dx_factor, dlm_head.float() * dw_factor, dbias * dx_factor
+        grads = dx.float() * dx_factor, scaled(dlm_head, dw_factor), dbias * dx_factor
     needed = [need and ctx.needs_input_grad[i] for i, need in enumerate(ctx.needs)]
     grads = (g.to(d) if n else None for g, d, n in zip(grads, ctx.dtypes, needed, strict=True))
     return (*grads, *no_grads)

@@ -1,8 +1,9 @@
-"""Trains small models by the code that Inductor generates, with launches of our kernels in it as on a GPU. On a CPU: the rest is C++, and a launch runs in Triton's interpreter.
+"""Trains small models by the code that Inductor generates, with launches of our kernels in it as on a GPU. On a CPU: the rest
+is C++, and a launch runs in Triton's interpreter.
 
 ``python -m tests.generated_code NAME ...`` in a process without TRITON_INTERPRET prints, for each of ``CASES``, how far its
-gradients are from float64's, the largest first, and beside them those of eager; the kernels that were launched; and what the
-report says.
+gradients are from float64's, each and all together, and beside them those of eager; the kernels that were launched; and what
+the report says.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from fx_fusion.kernels.norms import row_norm
 from fx_fusion.memory import candidates
 from fx_fusion.ops import library
 from fx_fusion.ops.on_cpu import kernels_on_cpu
+from fx_fusion.torch_internals import lowerings
 from tests.helpers import tiny_llama
 
 LAUNCHED = []
@@ -47,6 +49,7 @@ def as_on_a_gpu():
     for value in (1, torch.empty(1)):
         jit.mangle_type(value)  # the first call of it would ask for a real driver
     driver.set_active(H200())
+    lowerings.on_gpu = lambda x: True
     library._is_traceable = lambda tensor, symbolic: symbolic or all(isinstance(n, int) for n in tensor.shape)
     row_norm.multiprocessors = lambda tensor: 3
     candidates._SMALLEST = 1
@@ -118,6 +121,7 @@ CASES = {
     "min": {"memory": "min"},
     "float8": {"float8": "rowwise"},
     "float8, min": {"float8": "rowwise_gw_hp", "memory": "min"},
+    "scaled loss": {},
     "padded": {},
 }
 
@@ -136,8 +140,8 @@ class Padded(torch.nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
-def trained(options, padded):
-    """One step of a Llama with a tied table, and then its loss without a gradient."""
+def trained(options, padded, times):
+    """One step of a Llama with a tied table, for so many times its loss, and then its loss without a gradient."""
     torch.manual_seed(0)
     model = Padded() if padded else tiny_llama(torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=True)
     ids = torch.randint(0, model.config.vocab_size - 9, (2, 16))
@@ -145,7 +149,7 @@ def trained(options, padded):
 
     def gradients(call, of):
         of.zero_grad()
-        call(**batch).loss.backward()
+        (times * call(**batch).loss).backward()
         return {name: parameter.grad.double() for name, parameter in of.named_parameters()}
 
     exact = gradients(in_float64 := copy.deepcopy(model).double(), in_float64)
@@ -158,11 +162,13 @@ def trained(options, padded):
         LAUNCHED.clear()
         with torch.no_grad():
             loss = call(**batch).loss.item()
+    differences = [found[name] - right for name, right in exact.items()]
     errors = {
         name: [float((of[name] - right).norm() / right.norm()) for of in (found, eager)] for name, right in exact.items()
     }
+    off, right = (torch.stack([tensor.norm() for tensor in of]).norm() for of in (differences, exact.values()))
     return {
-        "errors": errors, "launched": trained, "without a gradient": list(LAUNCHED), "loss": loss,
+        "errors": errors, "error": float(off / right), "launched": trained, "without a gradient": list(LAUNCHED), "loss": loss,
         "exact loss": in_float64(**batch).loss.item(), "report": str(report),
     }  # fmt: skip
 
@@ -170,7 +176,7 @@ def trained(options, padded):
 def main():
     as_on_a_gpu()
     with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1, force_shape_pad=True):
-        found = {name: trained(CASES[name], name == "padded") for name in sys.argv[1:]}
+        found = {name: trained(CASES[name], name == "padded", 3.0 if name == "scaled loss" else 1.0) for name in sys.argv[1:]}
     print(json.dumps(found))
 
 

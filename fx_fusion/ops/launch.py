@@ -52,6 +52,11 @@ def qualified_name(kernel: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
 
 
+def is_traced() -> bool:
+    """Whether launches are traced."""
+    return _traced.get()
+
+
 def refuse_symbols(*numbers: Any) -> None:
     """Raise NotTraceable while tracing if one of the numbers by which a launcher chooses is symbolic."""
     if not all(isinstance(n, int) for n in numbers):
@@ -60,5 +65,5 @@ def refuse_symbols(*numbers: Any) -> None:
 
 def refuse_tracing() -> None:
     """Raise NotTraceable while tracing, in a launcher whose host does more than launch: the op stays a call."""
-    if _traced.get():
+    if is_traced():
         raise NotTraceable

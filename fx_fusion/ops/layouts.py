@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fx_fusion.ops.launch import is_traced
 from fx_fusion.ops.library import plain_op, register_autograd
 from fx_fusion.torch_internals.inductor import without_donated_buffers as no_donations
 from fx_fusion.torch_internals.lowerings import lower_channels_last, lower_in_memory
@@ -54,6 +55,11 @@ register_autograd("copied", lambda ctx, dy: dy, lambda ctx, inputs, output: None
 register_autograd("in_memory", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
 register_autograd("channels_last", lambda ctx, dy: dy, lambda ctx, inputs, output: None, twice=True)
 register_autograd("any_layout", lambda ctx, dy: channels_last(dy), lambda ctx, inputs, output: None, twice=True)
+
+
+def stored_once(x: Tensor) -> Tensor:
+    """x, which several launches read: of a trace, in memory. Inductor would store what it computes once for each of them."""
+    return in_memory(x) if is_traced() else x
 
 
 def without_donated_buffers(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:

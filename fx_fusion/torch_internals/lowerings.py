@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import sympy
 import torch
 
 
@@ -49,6 +51,43 @@ def lower_in_memory(x: Any) -> Any:
     from torch._inductor.virtualized import V
 
     return ExternKernel.require_exact_strides(x, V.current_node.meta["val"].stride())
+
+
+def scaled_in_place(x: Any, factor: Any, kernel: Any, programs: int, block: int) -> Any:
+    """The lowering of ``scaled(x, factor)``: a launch of ``kernel(x_ptr, factor_ptr, n, BLOCK)`` over x's own memory where
+    that was saved for this backward alone, else a product. CUDA graphs stay with the product: they are not made of graphs
+    that write to their inputs. Gone: a product."""
+    from torch._inductor.lowering import lowerings
+
+    if _is_donated(x):
+        from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+
+        constants = kernel_side_table.add_constant_args({"n": math.prod(map(int, x.get_size())), "BLOCK": block})
+        lowerings[triton_kernel_wrapper_mutation](
+            kernel_idx=kernel_side_table.add_kernel(kernel), constant_args_idx=constants, grid=[(programs, 1, 1)],
+            tma_descriptor_metadata={}, kwargs={"x_ptr": x, "factor_ptr": factor},
+        )  # fmt: skip
+        return x
+    cast, mul = lowerings[torch.ops.prims.convert_element_type.default], lowerings[torch.ops.aten.mul.Tensor]
+    return cast(mul(cast(x, torch.float32), factor), x.get_dtype())
+
+
+def _is_donated(x: Any) -> bool:
+    try:
+        from torch._inductor import config
+        from torch._inductor.ir import DonatedBuffer
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return False
+    made = getattr(getattr(x, "data", None), "data", None)
+    if not isinstance(made, DonatedBuffer) or config.triton.cudagraphs or V.graph.cpp_wrapper or V.graph.aot_mode:
+        return False
+    return on_gpu(x) and all(isinstance(n, (int, sympy.Integer)) for n in x.get_size())
+
+
+def on_gpu(x: Any) -> bool:
+    """Whether a value of Inductor's IR lies on a GPU."""
+    return bool(x.get_device().type == "cuda")
 
 
 def trace_instead(

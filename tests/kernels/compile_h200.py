@@ -22,6 +22,7 @@ from fx_fusion.kernels import embedding, evonorm_b0, gated_rms_norm, rope
 from fx_fusion.kernels.lib import glu
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.logits.logit_rows import launch_rows
+from fx_fusion.kernels.logits.scaled import scale_kernel
 from fx_fusion.kernels.norms import group_norm_dispatch as channel_norm
 from fx_fusion.kernels.norms import group_norm_math as norm_formulas
 from fx_fusion.kernels.norms import row_norm, row_norm_kernels
@@ -173,6 +174,11 @@ def losses_over_long_rows():
         launch_rows(logits, target, weight, -100, smoothing, softcap, 1.0, stats=stats, dloss=loss, dlogits=logits)
 
 
+def gradients_in_place():
+    for dtype in (torch.bfloat16, torch.float32):
+        scale_kernel[(1056,)](torch.randn(9001, dtype=dtype), torch.tensor(0.5), 9001, BLOCK=4096)
+
+
 def gates_of_every_activation():
     x = torch.randn(8, 20001).bfloat16()
     for kind in glu.ACTIVATIONS:
@@ -194,6 +200,7 @@ PLANS = {
     for f in (
         rows_of_any_width, gated_rows_in_groups, images_of_any_size, tables_of_few_and_many_ids, losses_over_long_rows,
         gates_of_every_activation, rotations_of_every_style, lists_of_blocks, launches_that_passes_change,
+        gradients_in_place,
     )
 }  # fmt: skip
 # Launches at two sizes: one that 16 divides, one that only 8 does.

@@ -14,6 +14,7 @@ from fx_fusion.kernels.float8.together import quantise_columns_together, quantis
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits.scaled import scaled
 from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
 from fx_fusion.ops.layouts import any_layout, channels_last, copied, in_memory
@@ -43,6 +44,7 @@ REST = {  # ops that are no fusion's
     "quantise_rows_together": lambda: (quantise_rows_together, (*_rows(2), None, True)),
     "quantise_columns_together": lambda: (quantise_columns_together, (*_rows(2), None, *_numbers(2), None)),
     "turn_rows": lambda: (turn_rows, (torch.randn(48, 33, dtype=torch.bfloat16), torch.rand(48, 1) + 0.1)),
+    "scaled": lambda: (scaled, (torch.randn(48, 33, dtype=torch.bfloat16), torch.tensor(0.5))),
     "block_lists": lambda: (block_lists, (torch.rand(2, 1, 3, 5) < 0.5, torch.rand(1, 1, 3, 5) < 0.5)),
     "in_memory": lambda: (in_memory, (torch.randn(3, 4).mT,)),
     "copied": lambda: (copied, (torch.randn(3, 4).mT,)),

@@ -1,0 +1,51 @@
+"""A gradient that was computed before its upstream gradient was known, times that: nothing is moved where it is 1.
+
+    y = round(x · factor)
+
+A loss whose backward is called at once has an upstream gradient of 1. Inductor lets the kernel write to x's own memory where
+nothing else has it, as what a forward saved for its backward alone: then a factor of 1 costs a read of one number.
+
+Shapes     x: any, contiguous; factor: one number.
+Dtypes     x, y: bf16 | fp16 | fp32; factor: fp32.
+Traffic    2·n elements in place where the factor is not 1; 2·n as a product of Inductor's.
+"""
+
+import triton
+import triton.language as tl
+
+from fx_fusion.ops.library import plain_op, register_autograd
+from fx_fusion.torch_internals.lowerings import scaled_in_place
+
+_PROGRAMS, _BLOCK = 1056, 4096  # eight programs for each multiprocessor of an H200
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
+    """Multiply the ``n`` elements of x by the factor, in place. Any number of programs."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, at < n)
+            tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty), at < n)
+
+
+def _scaled(x, factor):
+    return (x.float() * factor).to(x.dtype)
+
+
+def _lowering(x, factor):
+    return scaled_in_place(x, factor, scale_kernel, _PROGRAMS, _BLOCK)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    x, factor = ctx.saved_tensors
+    return scaled(dy, factor), (dy.float() * x.float()).sum().to(factor.dtype)
+
+
+scaled = plain_op("scaled", "(Tensor x, Tensor factor) -> Tensor", _scaled, _scaled, lowering=_lowering)
+register_autograd("scaled", _backward, _setup_context, twice=True)
