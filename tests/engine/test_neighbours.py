@@ -148,3 +148,29 @@ def test_ops_of_other_sites_are_no_neighbours():
     report = explained(Sandwich)
     assert (report.count("rms_norm"), report.count("add_rms_norm")) == (1, 1), str(report)
     assert all("beside" not in s.estimate for s in report.sites)
+
+
+class AfterConvolution(nn.Module):
+    """A norm of a convolution's channels, as in ConvNeXt: they are the last dim behind a permutation."""
+
+    def __init__(self, bias=True, norm=True):
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv1d(N, N, 7, padding=3, groups=N, bias=bias), nn.LayerNorm(N), nn.Linear(N, N)
+
+    def forward(self, x, _):
+        return self.out(self.norm(self.conv(x.transpose(1, 2)).transpose(1, 2).contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("bias", "grad", "count"),
+    [(True, True, 3), (True, False, 1), (False, True, 2), (False, False, 0)],  # the bias added; the gradient laid out anew
+)
+def test_a_convolution_in_front(bias, grad, count):
+    """Inductor adds its bias, and lays its gradient out, in the norm's kernels."""
+    assert passes(explained(lambda: AfterConvolution(bias), grad=grad, select="always")) == count
+
+
+def test_a_norm_behind_a_convolution_is_kept():
+    site = norm_of(explained(AfterConvolution))
+    assert site.status == "kept"
+    assert "the bias of a convolution beside it too" in site.reason
