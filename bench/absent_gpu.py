@@ -2,8 +2,8 @@
 
 Tensors without memory lie on ``cuda:0`` of a torch that was built for CPUs; graphs are captured, rewritten, split and
 lowered as on a GPU, up to the code that would be run. What needs a GPU to decide is left out: Inductor pads no products,
-folds no constants and measures nothing. Import this module before torch, in a process that does nothing else: torch is told
-of a GPU for good.
+folds no constants and measures nothing. Sizes are static. Import this module before torch, in a process that does nothing
+else: torch is told of a GPU for good.
 """
 
 from __future__ import annotations

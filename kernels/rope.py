@@ -31,7 +31,6 @@ import triton.language as tl
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.ops.launch import launch, refuse_symbols
-from fx_fusion.ops.layouts import stored_once
 from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
 
@@ -150,7 +149,7 @@ def _strides(table, q):
 
 def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     """Rotate q and k in one launch if they have the same batch and positions, else in one launch each."""
-    cos, sin = (stored_once(_four_dims(table)) for table in (cos, sin))  # all layers have the same
+    cos, sin = _four_dims(cos), _four_dims(sin)
     at = 2 if cos.shape[1] == 1 else 1
     if k is not None and (q.numel() == 0 or k.numel() == 0 or (k.shape[0], k.shape[at]) != (q.shape[0], q.shape[at])):
         _launch(q, None, cos, sin, q_out, None, style, backward)

@@ -55,11 +55,11 @@ def lower_in_memory(x: Any) -> Any:
 
 def scaled_in_place(x: Any, factor: Any, kernel: Any, programs: int, block: int) -> Any:
     """The lowering of ``scaled(x, factor)``: a launch of ``kernel(x_ptr, factor_ptr, n, BLOCK)`` over x's own memory where
-    that was saved for this backward alone, else a product. CUDA graphs stay with the product: they are not made of graphs
-    that write to their inputs. Gone: a product."""
+    that was saved for this backward alone and the result is returned, else a product, which Inductor fuses with what reads
+    it. CUDA graphs stay with the product: they are not made of graphs that write to their inputs. Gone: a product."""
     from torch._inductor.lowering import lowerings
 
-    if _is_donated(x):
+    if _is_donated(x) and _is_not_computed_with():
         from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
         constants = kernel_side_table.add_constant_args({"n": math.prod(map(int, x.get_size())), "BLOCK": block})
@@ -83,6 +83,14 @@ def _is_donated(x: Any) -> bool:
     if not isinstance(made, DonatedBuffer) or config.triton.cudagraphs or V.graph.cpp_wrapper or V.graph.aot_mode:
         return False
     return on_gpu(x) and all(isinstance(n, (int, sympy.Integer)) for n in x.get_size())
+
+
+def _is_not_computed_with() -> bool:
+    """Whether the node that is lowered is returned, or written to by a kernel, and nothing else."""
+    from torch._inductor.virtualized import V
+
+    kernels = torch.ops.higher_order.triton_kernel_wrapper_mutation
+    return all(user.op == "output" or user.target is kernels for user in V.current_node.users)
 
 
 def on_gpu(x: Any) -> bool:

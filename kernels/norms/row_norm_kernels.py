@@ -24,13 +24,13 @@ def _load_h(
 
 @triton.jit
 def _y(
-    y_ptr, h_ptr, w_ptr, b_ptr, xhat, cols, n, offset,
+    y_ptr, like_h_ptr, w_ptr, b_ptr, xhat, cols, n, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Returns y of a tile of xhat, as it is stored in ``y_ptr``."""
+    """Returns y of a tile of xhat, as it is stored in ``y_ptr``. ``like_h_ptr``: of the dtype of h."""
     y = xhat
     if ROUND_FIRST:
-        y = y.to(h_ptr.dtype.element_ty).to(tl.float32)
+        y = y.to(like_h_ptr.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         y *= offset + tl.load(w_ptr + cols, cols < n, 0.0).to(tl.float32)
     if HAS_BIAS:
@@ -55,6 +55,9 @@ def row_norm_fwd_kernel(
     live = rows[:, None] < m
     count = tl.cast(n, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
+    like_h_ptr = x_ptr
+    if HAS_RES:
+        like_h_ptr = h_ptr
     if not WIDE:
         cols = tl.arange(0, BLOCK_N)[None, :]
         mask = live & (cols < n)
@@ -68,7 +71,7 @@ def row_norm_fwd_kernel(
             mean += error
             c -= error[:, None]
         rstd = 1.0 / tl.sqrt_rn(m2 / n + eps)
-        y = _y(y_ptr, h_ptr, w_ptr, b_ptr, c * rstd[:, None], cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+        y = _y(y_ptr, like_h_ptr, w_ptr, b_ptr, c * rstd[:, None], cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
         if STORE_Y:
             tl.store(y_ptr + rows[:, None] * n + cols, y, mask)
         if STORE_Q:
@@ -101,7 +104,7 @@ def row_norm_fwd_kernel(
             mask = live & (cols < n)
             c = _load_h(x_ptr, res_ptr, h_ptr, rows, cols, mask, n, x_stride, res_stride, HAS_RES, True)
             xhat = (c - mean[:, None]) * rstd[:, None]
-            y = _y(y_ptr, h_ptr, w_ptr, b_ptr, xhat, cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
+            y = _y(y_ptr, like_h_ptr, w_ptr, b_ptr, xhat, cols, n, offset, HAS_WEIGHT, HAS_BIAS, ROUND_FIRST)
             tl.store(y_ptr + rows[:, None] * n + cols, y, mask)
     tl.store(stats_ptr + rows, rstd, rows < m)
     if CENTER:

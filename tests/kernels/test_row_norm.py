@@ -5,10 +5,12 @@ import torch
 
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.norms import row_norm
+from fx_fusion.kernels.norms.row_norm_kernels import row_norm_fwd_kernel
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
 from fx_fusion.kernels.swish import swish
 from fx_fusion.ops.launch import launch
+from tests.changed_launches import changed
 
 pytestmark = pytest.mark.kernel
 
@@ -108,3 +110,18 @@ def test_the_backward_hands_out_y(shape, center, bias, round_first, device, monk
     after = backward()
     assert torch.equal(again, y)
     assert all(map(torch.equal, after, before))
+
+
+@pytest.mark.parametrize("n", [48, 20001])
+@pytest.mark.parametrize("others", [torch.float32, torch.float16])
+def test_the_rounding_is_that_of_x(n, others, device):
+    """``round(x̂) · w`` of 16-bit rows and a float32 weight, whatever memory stands for the sum that there is not: passes
+    change it with that of y, whose dtype is another."""
+    x, w = torch.randn(6, n, device=device).half(), torch.randn(n, device=device)
+    with changed(row_norm, row_norm_fwd_kernel, h_ptr=torch.empty(1, dtype=others, device=device)):
+        y, *_ = row_norm.norm_fwd(x, None, w, None, 1e-6, 0.0, True, center=False)
+    wide = x.double()
+    xhat = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).half()
+    assert y.dtype == torch.float32
+    off = (y - xhat.float() * w).abs() > 1e-6 * y.abs()  # x̂ at the edge of two roundings
+    assert off.sum() <= 1e-3 * y.numel()
