@@ -8,9 +8,11 @@ computed the logits again. It computes them for a dloss of 1:
     db = dloss · dx_factor · db₁
 
 dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers on the device, so nothing is read back to the
-host, and 0 where no target counts. dW₁ is multiplied in place where it may be (``logits/scaled``). In fp16 the gradients of
-a mean over many rows would underflow, so the 1/count of the mean is in the factors; dl and the sums of dW could overflow:
-``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of two that rule it out.
+host, and 0 where no target counts. ``count``: one number that a sum of losses is divided by (Trainer's tokens of all
+micro-batches); it is in dx₁ and dW₁ as the mean's is, so that a dloss of 1 is usual. dW₁ is multiplied in place where it
+may be (``logits/scaled``). In fp16 the gradients of a mean over many rows would underflow, so its 1/count is in the factors;
+dl and the sums of dW could overflow: ``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of
+two that rule it out.
 
 With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be inside the sum
 of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where somebody reads
@@ -38,9 +40,11 @@ from fx_fusion.kernels.logits.scaled import scaled
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
-def _divisor(target, weight, reduction: str, ignore_index: int) -> Tensor:
+def _divisor(target, weight, reduction: str, ignore_index: int, count) -> Tensor:
     """Returns the sum of the weights of all targets that count, on the device; the number of rows if none does (all of its
-    gradients are zero then), 1 unless the ``reduction`` is a mean."""
+    gradients are zero then). Unless the ``reduction`` is a mean, ``count`` or 1."""
+    if count is not None:
+        return count.float()
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=target.device)
     counts = target != ignore_index
@@ -70,24 +74,25 @@ def _reduce(loss, target, divisor, reduction: str, ignore_index: int) -> Tensor:
         return loss
     total = loss.sum()
     if reduction == "sum":
-        return total
+        return total / divisor
     # No target counts: PyTorch's mean is 0 / 0.
     return torch.where((target != ignore_index).any(), total / divisor, float("nan"))
 
 
 def _fwd(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="",
+    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None,
 ):  # fmt: skip
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     needs_now = needs if reduction != "none" else [False] * 3
-    divisor = _divisor(target, weight, reduction, ignore_index)
+    divisor = _divisor(target, weight, reduction, ignore_index, count)
     # No row has a gradient where no target counts: the backward sees it by a factor of 0.
     counts = torch.ones_like(divisor) if z_over == "all" else (target != ignore_index).any().float()
     headroom, dx_factor = None, counts
-    upstream = (counts / divisor).expand(x.shape[0]) if any(needs_now) and reduction == "mean" else None
+    divided = reduction == "mean" or count is not None
+    upstream = (counts / divisor).expand(x.shape[0]) if any(needs_now) and divided else None
     if any(needs_now) and x.dtype == torch.float16 and x.numel() > 0:
         bounds = _dl_bounds(target, weight, options)
         shrink = _power_below(bounds.amax())
@@ -142,7 +147,7 @@ def _headroom(x, dl_bounds: Tensor) -> Tensor:
 
 def _fake(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="",
+    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None,
 ):  # fmt: skip
     m = x.shape[0]
     needs_dx, needs_dw, needs_db = needs if reduction != "none" else [False] * 3
@@ -189,8 +194,8 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale,
 
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
-    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False, {_PART}, {_Z})"
-    " -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
+    f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False, {_PART}, {_Z},"
+    " Tensor? count=None) -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
     _fwd,
     _fake,
 )
@@ -216,7 +221,7 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(factors, dx, dlm_head, dbias, logits)
     ctx.reduction, ctx.options, ctx.needs, ctx.small_chunks = reduction, options, needs, small_chunks
     ctx.part = group, first, classes, ranks
-    ctx.z = inputs[17:]
+    ctx.z = inputs[17:19]
     ctx.has_bias, ctx.has_weight = bias is not None, weight is not None
     ctx.dtypes = (x.dtype, lm_head.dtype, None if bias is None else bias.dtype)
     if reduction == "none":
@@ -226,7 +231,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    no_grads = (None,) * 16  # of target, weight, reduction, options, needs, returns_logits, small_chunks, part, z-loss
+    no_grads = (None,) * 17  # from target to count
     if dloss is None:
         return (None, None, None, *no_grads)
     if ctx.reduction == "none":

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.ops.shards import replicated_beside
 from fx_fusion.patterns.sites.entropy import entropy_of
@@ -29,13 +31,14 @@ from fx_fusion.rewrite.editor import Editor
 
 
 def linear_then_loss(
-    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over
+    x, lm_head, bias, target, weight, count, reduction, ignore_index, label_smoothing, softcap, scale, z_loss, z_over
 ):  # fmt: skip
     logits = F.linear(x, lm_head, bias)
     z = logits.float() * scale if scale != 1 else logits.float()
     z = softcap * torch.tanh(z / softcap) if softcap else z
     w = None if weight is None else weight.float()
     loss = F.cross_entropy(z, target, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    loss = loss if count is None else loss / count
     if not z_loss:
         return loss
     counts = target != ignore_index
@@ -43,7 +46,8 @@ def linear_then_loss(
     squares = squares if z_over == "all" else squares * counts
     if reduction == "mean":
         return loss + squares.sum() / (counts.sum() if z_over == "count" else len(target))
-    return loss + (squares.sum() if reduction == "sum" else squares)
+    squares = squares.sum() if reduction == "sum" else squares
+    return loss + (squares if count is None else squares / count)
 
 
 def find(search: Search) -> Iterator[Match | NearMiss]:
@@ -60,6 +64,10 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             site = replace(site, root=z_loss.root, nodes={*site.nodes, *z_loss.nodes})
             if example(head.seen.source).dtype == torch.float16:
                 z_loss = "the gradient of a z-loss could overflow in float16; bfloat16 and float32 are fused"
+        count = None
+        if site.reduction == "sum" and head.shards is None and (division := _division(view, site.root)) is not None:
+            count = division[1]
+            site = replace(site, root=division[0], nodes={*site.nodes, division[0]})
         if isinstance(z_loss, str):
             yield NearMiss("linear_cross_entropy", site.root, head.seen.source, z_loss)
             continue
@@ -71,6 +79,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         inputs = {**given, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
+        if count is not None:
+            inputs["count"] = count
         yield Match(
             fusion="linear_cross_entropy",
             outputs=(site.root,),
@@ -92,6 +102,19 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         )
 
 
+def _division(view: View, total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The division of a sum of losses by one number in a tensor, as Trainer's ``num_items_in_batch``, and that number."""
+    (node,) = total.users if len(total.users) == 1 else (None,)
+    bound = None if node is None else view.arguments_of(node, "div")
+    if bound is None or bound["input"] is not total or bound["rounding_mode"] is not None or not is_tensor(bound["other"]):
+        return None
+    number, loss, quotient = (example(n) for n in (bound["other"], total, node))
+    alike = number.dim() == loss.dim() == 0 and number.device == loss.device and quotient.dtype == loss.dtype
+    if not alike or number.requires_grad or view.effects.region[node] != view.effects.region[total]:
+        return None
+    return node, bound["other"]
+
+
 def emit(editor: Editor, match: Match) -> None:
     site, head = match.reading
     root, seen = site.root, head.seen
@@ -105,8 +128,10 @@ def emit(editor: Editor, match: Match) -> None:
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
             editor.saves_memory, *(() if head.shards is None else head.shards.part),
         )  # fmt: skip
-        z_loss = {name: match.statics[name] for name in ("z_loss", "z_over")} if match.statics["z_loss"] else {}
-        call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), z_loss, like=root)
+        more = {name: match.statics[name] for name in ("z_loss", "z_over")} if match.statics["z_loss"] else {}
+        if "count" in match.inputs:
+            more["count"] = match.inputs["count"]
+        call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), more, like=root)
         loss = editor.item(call, 0, like=root)
         if site.sign < 0:
             loss = editor.method("neg", (loss,), like=root)
@@ -136,12 +161,14 @@ def _hands_out_logits(editor: Editor, match: Match) -> bool:
     return bool(match.deferred) and apart and plain and region[head.seen.source] == region[site.root]
 
 
-def guard(x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""):
+def guard(
+    x, lm_head, bias, target, weight, count, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""
+):  # fmt: skip
     return wrong_dtype(x=x, lm_head=lm_head)
 
 
 def why_keep(
-    x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""
+    x, lm_head, bias, target, weight, count, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""
 ):  # fmt: skip
     return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
@@ -150,11 +177,11 @@ FUSION = Fusion(
     name="linear_cross_entropy",
     instead="F.cross_entropy(F.linear(x, weight), target)",
     pattern=linear_then_loss,
-    inputs={"x": "m h", "lm_head": "v h", "bias": "(v)", "target": "m", "weight": "v"},
+    inputs={"x": "m h", "lm_head": "v h", "bias": "(v)", "target": "m", "weight": "v", "count": ""},
     integers={"target": "v"},
     ignored={"target": "ignore_index"},
-    frozen=("weight",),
-    positive=("weight",),
+    frozen=("weight", "count"),
+    positive=("weight", "count"),
     variants=tuple(
         {
             "reduction": reduction,
@@ -167,10 +194,10 @@ FUSION = Fusion(
             **rest,
         }
         for reduction, smoothing, softcap, scale, rest in (
-            ("mean", 0.0, 0.0, 1.0, {"bias": None, "weight": None}),
+            ("mean", 0.0, 0.0, 1.0, {"bias": None, "weight": None, "count": None}),
             ("sum", 0.1, 0.0, 1.0, {"weight": None}),
-            ("none", 0.0, 30.0, 0.5, {"bias": None, "weight": None}),
-            ("mean", 0.1, 30.0, 0.5, {}),
+            ("none", 0.0, 30.0, 0.5, {"bias": None, "weight": None, "count": None}),
+            ("mean", 0.1, 30.0, 0.5, {"count": None}),
         )
     ),
     find=find,

@@ -283,3 +283,47 @@ def test_the_head_of_a_tied_model_gets_both_gradients():
     model.zero_grad()
     torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids).loss.backward()
     torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def divisions():
+    other = torch.tensor(3.0)
+    return {
+        "number of tokens": (lambda total, n: total / n, torch.tensor(7), True),
+        "int32": (lambda total, n: torch.div(total, n), torch.tensor(7, dtype=torch.int32), True),
+        "float": (lambda total, n: total.div(n), torch.tensor(0.3), True),
+        "of one element": (lambda total, n: total / n, torch.tensor([7]), False),  # a loss of shape (1,)
+        "with a gradient": (lambda total, n: total / n, torch.tensor(7.0, requires_grad=True), False),
+        "a rounded one": (lambda total, n: torch.div(total, n, rounding_mode="floor"), torch.tensor(7), False),
+        "a number": (lambda total, n: total / 7, torch.tensor(7), False),
+        "one that is read": (lambda total, n: total / n + total * 0.1, torch.tensor(7), False),
+        "its reciprocal": (lambda total, n: n / total, torch.tensor(7.0), False),
+        "two": (lambda total, n: total / n / other, torch.tensor(7), True),
+    }
+
+
+@pytest.mark.parametrize("name", divisions())
+def test_a_sum_that_is_divided(name):
+    """transformers divides a sum by the tokens of all micro-batches: the op makes its gradients for that, so that they need no
+    factor where ``loss.backward()`` is called."""
+    divide, number, inside = divisions()[name]
+
+    def function(x, head, target, number):
+        return divide(F.cross_entropy(F.linear(x, head), target, reduction="sum"), number)
+
+    graphs = []
+
+    def backend(gm, examples):
+        compiled = rewriting_backend(select="always", fusions=["linear_cross_entropy"])(gm, examples)
+        graphs.append(gm)
+        return compiled
+
+    expected_leaves, leaves = ([t.clone().requires_grad_() for t in (x, head)] for _ in range(2))
+    expected = function(*expected_leaves, ignoring, number)
+    found = torch.compile(function, backend=backend)(*leaves, ignoring, number)
+    torch.testing.assert_close(found, expected)
+    for of in (expected, found):
+        of.sum().backward()
+    for leaf, right in zip(leaves, expected_leaves, strict=True):
+        torch.testing.assert_close(leaf.grad, right.grad)
+    (call,) = [n for n in graphs[0].graph.nodes if "linear_cross_entropy" in str(n.target)]
+    assert ("count" in call.kwargs) == inside
