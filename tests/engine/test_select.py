@@ -135,7 +135,7 @@ def test_heads_whose_backward_would_make_the_logits_again(hidden, dtype, trained
         x = torch.empty(8192, hidden, device="cuda", dtype=dtype, requires_grad=trained)
         lm_head = torch.empty(128256, hidden, device="cuda", dtype=dtype, requires_grad=trained)
         target = torch.empty(8192, device="cuda", dtype=torch.int64)
-        loss = fusion_named("linear_cross_entropy").why_keep(x, lm_head, None, target, None, reduction, -100, 0.0, 0.0, 1.0)
+        loss = fusion_named("linear_cross_entropy").why_keep(x, lm_head, None, target, None, None, reduction, -100, 0.0, 0.0, 1.0)
         assert (loss is not None) == kept
         if reduction == "none":
             both = fusion_named("token_log_probs").why_keep(x, lm_head, None, target, 0.0, 1.0)
