@@ -109,6 +109,7 @@ def code_of(model: nn.Module, inputs: dict[str, torch.Tensor], backend: str, opt
 
 # -- telling torch ---------------------------------------------------------------------------------------------------------
 _made: list[Code] = []
+_written = tempfile.TemporaryDirectory()  # gone with the process
 
 
 class _Driver:
@@ -185,13 +186,11 @@ def _keep_code(self: Any) -> types.ModuleType:
     """In the place of ``GraphLowering.compile_to_module``: remember the code and run none."""
     text = self.codegen()[0].value
     _made.append(Code(text, tuple(_kernels(self)), self.is_backward))
+    path = Path(_written.name) / f"{len(_made)}.py"  # Inductor reads it
+    path.write_text(text)
     module = types.ModuleType("code")
-    module.__file__ = module.value = ""
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # Inductor reads it
-        file.write(text)
-    module.__file__ = self.cache_path = file.name
-    self.cache_key, self.cache_linemap = "", []
-
+    module.__file__ = self.cache_path = str(path)
+    module.value, self.cache_key, self.cache_linemap = text, "", []
     outputs = self.orig_gm.graph.output_node().args[0]
     values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in outputs]
 

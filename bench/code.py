@@ -13,9 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fx_fusion
 from bench import families
-from bench.families import FAMILIES
-
-OF_TIMM = ("vit-l", "resnet-evonorm", "swin", "convnext")  # these read values while they are built
+from bench.families import FAMILIES, OF_TIMM
 
 
 def main() -> None:

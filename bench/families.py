@@ -248,3 +248,4 @@ FAMILIES = {
     "swin": Family(_timm("swin_base_patch4_window7_224", drop_path_rate=0.0), 128, 224, unit="images", loss_of=_class_loss),
     "convnext": Family(_timm("convnext_base"), 64, 224, unit="images", loss_of=_class_loss),
 }
+OF_TIMM = ("vit-l", "resnet-evonorm", "swin", "convnext")  # these read values while they are built, and are small enough

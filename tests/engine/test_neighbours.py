@@ -153,7 +153,7 @@ def test_ops_of_other_sites_are_no_neighbours():
 class AfterConvolution(nn.Module):
     """A norm of a convolution's channels, as in ConvNeXt: they are the last dim behind a permutation."""
 
-    def __init__(self, bias=True, norm=True):
+    def __init__(self, bias=True):
         super().__init__()
         self.conv, self.norm, self.out = nn.Conv1d(N, N, 7, padding=3, groups=N, bias=bias), nn.LayerNorm(N), nn.Linear(N, N)
 

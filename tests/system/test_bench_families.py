@@ -10,11 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fx_fusion
 from bench import families
-from bench.families import FAMILIES
+from bench.families import FAMILIES, OF_TIMM
 from fx_fusion.graph.devices import planning_for
 from tests.helpers import slow_but
 
-OF_TIMM = ("vit-l", "resnet-evonorm", "swin", "convnext")  # these read values while they are built, and are small enough
 OF_DIFFUSERS = ("unet",)
 NORMS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "group_norm", "group_norm_swish", "evonorm_s0")
 

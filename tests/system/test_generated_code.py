@@ -17,15 +17,14 @@ def test_a_llama(case):
     """Its gradients, and the loss without one. (The interpreter cuts bfloat16 off, where a GPU rounds.)"""
     found = trained(case)
     float8 = "float8" in case
-    if float8:  # e4m3 has 3 bits of mantissa
-        assert found["error"] < 0.15
-    else:
-        for name, (error, eager) in found["errors"].items():
-            assert error < 3 * eager, name
+    for name, (error, eager) in found["errors"].items():
+        # A product in e4m3 is 20 dB off at most, a tenth; the first weights' gradients come through eight of them.
+        assert error < (0.1 * 8**0.5 if float8 else 3 * eager), name
+    assert found["error"] < 0.12
     assert found["loss"] == pytest.approx(found["exact loss"], rel=1e-2 if float8 else 2e-4)
     launched, ops = ([n for n in found["launched"] if n.endswith("of an op") is of_op] for of_op in (False, True))
     assert ops == ["_cross_entropy_rows_kernel of an op"], "whose host does more than launch: chunks of logits"
-    assert "_embedding_segments_kernel add" in launched, "into lm_head's gradient: the table is tied"
+    assert launched.count("_embedding_segments_kernel add") == 1, "into lm_head's gradient: the table is tied"
     assert "scale_kernel" in launched, "of lm_head's gradient, in the memory that the forward saved it in"
     norms = [name for name in launched if name.startswith("row_norm")]
     without_a_gradient = [name for name in found["without a gradient"] if name.startswith("row_norm")]
