@@ -9,6 +9,7 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.utils._pytree import tree_map
 
 from fx_fusion.backend import compile_graph
 from fx_fusion.float8.linears import Linears
@@ -126,6 +127,7 @@ def _check_launches(nodes):
             continue
         read = {user.args[1] for user in node.users}
         assert read <= set(node.kwargs["tensors_to_clone"]), f"{node}: {read}"
+        tree_map(lambda *_: None, dict(node.kwargs), dict(node.meta["eager_input_vals"][1]))  # torch 2.11 does, and raises
         told = node.meta["eager_input_vals"][1]["kwargs"]
         for name, argument in node.kwargs["kwargs"].items():
             if isinstance(argument, torch.fx.Node) and isinstance(argument.meta["val"], torch.Tensor):

@@ -94,8 +94,9 @@ def _say_how_they_lie(node: fx.Node, names: Iterable[str]) -> None:
     args, given = node.meta["eager_input_vals"]
     arguments: Mapping[str, Any] = node.kwargs["kwargs"]  # type: ignore[assignment]
     values = {n: arguments[n].meta["val"] if isinstance(arguments[n], fx.Node) else None for n in names}
-    written = node.kwargs["tensors_to_clone"]
-    node.meta["eager_input_vals"] = args, {**given, "kwargs": {**given["kwargs"], **values}, "tensors_to_clone": written}
+    # torch 2.11 compares the types of containers with those of the node.
+    told = type(arguments)({**given["kwargs"], **values})  # type: ignore[call-arg]
+    node.meta["eager_input_vals"] = args, {**given, "kwargs": told, "tensors_to_clone": node.kwargs["tensors_to_clone"]}
 
 
 def functional_graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
