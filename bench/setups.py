@@ -44,6 +44,7 @@ SLOWEST, MOST_MEMORY, LLAMA_TRAINS = 0.97, 1.03, 1.13
 
 def measure(setup: Setup, variant: str, layers: int, options: dict[str, Any]) -> dict[str, Any]:
     torch._dynamo.reset()
+    ways_to_train.VARIABLES.clear()
     gc.collect()
     device = ways_to_train.SIZES.device
     on_gpu = device == "cuda"

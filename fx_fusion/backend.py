@@ -43,7 +43,7 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
-from fx_fusion.rewrite.loss_outside import for_a_loss_outside, heads
+from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
@@ -177,7 +177,7 @@ def rewrite(
     checks = assumptions.checks()
     inputs = first_inputs(checks, example_inputs) if unmet is None and options.fuel is None else None
     if inputs is not None:
-        anew = replace(report, memory=Decisions(), linears=Linears(), returned=(), seconds=time.perf_counter() - started)
+        anew = replace(report, memory=Decisions(), linears=Linears(), seconds=time.perf_counter() - started)
         unmet = Unmet(anew, options, assumptions.sentences(), checks, inputs)
         return rewrite(snapshot(untouched), untouched, example_inputs, options.for_inputs(inputs), rest, version, unmet)
     sites = [site for found in sites_of.values() for site in found]
@@ -231,7 +231,7 @@ def rewrite_graphs(
     gm: fx.GraphModule, options: Options, assumptions: Assumptions, report: GraphReport
 ) -> tuple[dict[fx.GraphModule, list[Site]], DeferredOutputs]:
     """Rewrite every graph of the module in place, bodies of higher-order ops included. The sites of each, and the outputs
-    that are computed only when they are read. Tells the report of those that could be, for a loss outside."""
+    that are computed only when they are read."""
     sites: dict[fx.GraphModule, list[Site]] = {}
     deferred = None
     fuel = pipeline.Fuel(options.fuel)
@@ -244,16 +244,16 @@ def rewrite_graphs(
             view,
             may_assume=options.speculate and (module is gm or view.outside is not None),
             masks=options.masks if module is gm else None,
-            may_defer=bool(options.defer_outputs) and module is gm,
+            may_defer=options.defer_outputs and module is gm,
             outer=None if view.outside is None else searches[view.outside.view],
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
         asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
         editor = Editor(view, assumptions, **asked)
-        found = heads(searches[view]) if module is gm else []
+        found = heads(searches[view]) if module is gm and not report.broke else []  # what is behind a break reads them
         sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, report.index))
         if module is gm:
-            report.returned = for_a_loss_outside(found, editor, defer=options.defer_outputs == "all")
+            defer_for_a_loss_outside(found, editor)
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
         keep_results_apart(module.graph)
         module.graph.lint()
@@ -280,7 +280,7 @@ def _as_dynamo_wrote_it(
         report = rewritten.report if rewritten is not None else GraphReport(next(graph_numbers), rows(untouched))
         report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
-        report.floats, report.deferred, report.computed, report.returned, report.assumes, report.unassumed = 0, *((),) * 5
+        report.floats, report.deferred, report.computed, report.assumes, report.unassumed = 0, *((),) * 4
         publish(report, [])
     except Exception as another:
         _tell(another, strict=False)

@@ -15,15 +15,11 @@ from fx_fusion.memory.recompute import MEMORY
 from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configuration, modes, option_names
 
 SELECT = ("auto", "measure", "always", "never")
-DEFER = (True, False, "all")
 VERIFY = (False, True, "first", "sample", "graph")
 _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
-    "defer_outputs": (
-        (bool, str),
-        "whether an output that a fusion absorbed is computed only when it is read; 'all': any logits",
-    ),
+    "defer_outputs": (bool, "whether logits are computed only when they are read"),
     "speculate": (bool, "whether to compile for an attention_mask without padding, checked at run time"),
     "memory": (str, f"one of {', '.join(MEMORY)}: how much of what is cheap the backward computes again"),
     "float8": (str, f"one of {', '.join(RECIPES)}: the recipe by which linears multiply in float8"),
@@ -39,7 +35,7 @@ class Options:
 
     select: str
     fusions: frozenset[str]
-    defer_outputs: bool | str
+    defer_outputs: bool
     speculate: bool
     memory: str
     float8: str
@@ -133,12 +129,10 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         )
     if verify not in VERIFY:
         raise OptionError(f"options['verify'] = {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
-    if (defer := ours.get("defer_outputs", True)) not in DEFER:
-        raise OptionError(f"options['defer_outputs'] = {defer!r}. {nearest(str(defer), tuple(map(str, DEFER)))}")
     return Options(
         select=select,
         fusions=_chosen(ours.get("fusions", [])),
-        defer_outputs=defer,
+        defer_outputs=ours.get("defer_outputs", True),
         speculate=ours.get("speculate", True),
         memory=memory,
         float8=float8,

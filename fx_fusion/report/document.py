@@ -66,7 +66,10 @@ def _of_graph(graph: GraphReport) -> dict[str, Any]:
         **facts,
         "calls": asdict(graph.calls),
         "unmet": asdict(graph.unmet),
-        "reads": {"calls": graph.reads.calls, "read": graph.reads.calls_read, "taken": graph.reads.calls_taken},
+        "reads": {
+            "calls": graph.reads.calls, "read": graph.reads.calls_read, "taken": graph.reads.calls_taken,
+            "at_once": graph.reads.calls_at_once,
+        },
         "memory": asdict(graph.memory), "linears": asdict(graph.linears), "verified": asdict(graph.verified),
         "before": [list(row) for row in graph.rows_before],
         "after": [list(row) for row in graph.rows_after],
@@ -77,7 +80,7 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     known = {f.name for f in fields(GraphReport)} - set(_WRITTEN_APART)
     reads = Reads()
     reads.calls, reads.calls_read = given["reads"]["calls"], given["reads"]["read"]
-    reads.calls_taken = given["reads"].get("taken", 0)
+    reads.calls_taken, reads.calls_at_once = given["reads"].get("taken", 0), given["reads"].get("at_once", 0)
     memory = {name: _frozen(value) for name, value in given["memory"].items()}
     memory["values"] = [Value(**value) for value in given["memory"]["values"]]
     before, after = (tuple(Row(*map(_frozen, row)) for row in given[when]) for when in ("before", "after"))

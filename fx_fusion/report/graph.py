@@ -29,7 +29,6 @@ class GraphReport:
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
     computed: tuple[str, ...] = ()  # outputs that could wait, and are read
-    returned: tuple[str, ...] = ()  # logits of a graph that trains, and has no loss
     assumes: tuple[str, ...] = ()
     unassumed: tuple[str, ...] = ()  # what it would assume, had it held in the first call
     unmet: Calls = field(default_factory=Calls)  # of that
@@ -71,11 +70,6 @@ class GraphReport:
             yield _deferred(self)
         if self.computed:
             yield f"computed beside the loss: {', '.join(self.computed)}"
-        if self.returned:
-            yield (
-                f"returns {', '.join(self.returned)}, which nothing in it reads: for F.cross_entropy they need not "
-                'be made, options={"defer_outputs": "all"}'
-            )
         if self.assumes:
             yield f"assumes, and checks at run time: {', '.join(self.assumes)}{_held(self.calls)}"
         if self.unassumed:
@@ -89,7 +83,8 @@ def _deferred(graph: GraphReport) -> str:
     reads = graph.reads
     read = f"; read in {reads.calls_read} of {reads.calls} calls" if reads.calls else ""
     taken = f"; a loss outside took what they are made of in {reads.calls_taken}" if reads.calls_taken else ""
-    return f"deferred until read: {', '.join(graph.deferred)}{read}{taken}"
+    at_once = f"; made at once in {reads.calls_at_once}, as no loss alone took them" if reads.calls_at_once else ""
+    return f"deferred until read: {', '.join(graph.deferred)}{read}{taken}{at_once}"
 
 
 def _held(calls: Calls) -> str:

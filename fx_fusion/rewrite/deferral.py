@@ -25,6 +25,8 @@ from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.reads import Call, Reads
 from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.runtime.steps import waiting
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fakes import set_example
 from fx_fusion.torch_internals.nodes import is_erased
 
@@ -186,26 +188,32 @@ class DeferredOutputs:
             return compiled
 
         def run(*args: Any) -> tuple[Any, ...]:
+            for recipe in waiting():
+                if recipe.graph is self:
+                    recipe.forget_copies()
             results = compiled(*args)
             call = reads.next_call()
-            made = [self._made(d, args, results, call) for d in range(len(self._deferrals))]
+            made = [self._made(d, args, results, call, reads) for d in range(len(self._deferrals))]
             return tuple(results[item] if isinstance(item, int) else made[item[0]][item[1]] for item in self._plan)
 
         return run
 
-    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call) -> tuple[Tensor, ...]:
+    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call, reads: Reads) -> tuple[Tensor, ...]:
         deferral, metas = self._deferrals[d], self._metas[d]
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
         places = self._values[d]
         values = None if places is None else tuple(results[i] for i in places)
         recipe = Recipe(
-            deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, values=values,
-            on_read=call.was_read, of_linear=deferral.of_linear, on_loss=call.was_taken,
+            deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, call, values=values,
+            of_linear=deferral.of_linear,
         )  # fmt: skip
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
             return recipe.values()
-        if recipe.of_linear is not None and recipe.is_sharded():  # gathered now, and perhaps no more when it is read
+        # Parts of parameters are gathered now, and perhaps no more when it is read. What is checkpointed runs twice, alike.
+        hooked = has_saved_tensor_hooks()
+        if recipe.of_linear is not None and (recipe.is_sharded() or (not hooked and reads.gives_at_once(call))):
             return recipe.values()
+        recipe.graph = self
         return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
 
 

@@ -1,8 +1,9 @@
 """A loss outside of the compiled model: ``logits = model(x); loss = F.cross_entropy(logits.view(-1, n), y.view(-1))``.
 
-No graph holds lm_head and loss together. With ``options={"defer_outputs": "all"}`` logits that a graph returns and that
-nothing else in it reads are deferred too, and ``F.cross_entropy`` of logits that nobody has read is one call of the op that
-makes them in chunks. What else reads them gets them as the model would have computed them: by one product, as before.
+No graph holds lm_head and loss together. Logits that a graph returns and that nothing else in it reads are deferred, too,
+and ``F.cross_entropy`` of logits that nobody has read is one call of the op that makes them in chunks. What else reads them
+gets them as the model would have computed them: by one product, as before. Where nothing takes them in call after call, they
+are made at once (``runtime.reads``).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from fx_fusion.graph.dtypes import autocast_dtype, keeps_values
 from fx_fusion.graph.size_hints import elements, expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
-from fx_fusion.rewrite.deferral import called, deferrable_outputs
+from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.torch_internals.nodes import is_erased
 
-_FEWEST_CLASSES = 4096
+_FEWEST_CLASSES = 30000  # of a vocabulary; the widest layers that are none are narrower
 _FEWEST_LOGITS = {"cuda": 2**26, "cpu": 2**24}  # below, they fit beside everything else, and launches cost more
 _CASTS = {getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to")}
 _LAYOUTS = {getattr(torch.Tensor, name) for name in ("view", "reshape", "flatten", "contiguous")}
@@ -60,12 +61,11 @@ def heads(search: Search) -> list[Head]:
     return found
 
 
-def for_a_loss_outside(found: Iterable[Head], editor: Editor, defer: bool) -> tuple[str, ...]:
-    """With ``defer``, defer the results of those that no rewrite has touched; else what they are called, to be said."""
-    untouched = [head for head in found if not is_erased(head.linear) and editor.now(head.output) is head.output]
-    for head in untouched if defer else ():
-        editor.defer([head.output], head.operands, like=head.linear, of_linear=example(head.linear).dtype)
-    return () if defer else tuple(called(head.output) for head in untouched)
+def defer_for_a_loss_outside(found: Iterable[Head], editor: Editor) -> None:
+    """Defer the results of those that no rewrite has touched."""
+    for head in found:
+        if not is_erased(head.linear) and editor.now(head.output) is head.output:
+            editor.defer([head.output], head.operands, like=head.linear, of_linear=example(head.linear).dtype)
 
 
 def _is_large(logits: Tensor) -> bool:
@@ -98,12 +98,16 @@ def _cross_entropy(
     if found is None:
         return None
     recipe, x, lm_head, bias = found
-    recipe.check()
+    if recipe.rows_taken:  # a loss again: there was a backward, perhaps, and a step by hand
+        recipe.check_samples()
     needs = [t is not None and t.requires_grad for t in (x, lm_head, bias)]
     rows = x.reshape(-1, x.shape[-1])
     x, lm_head, bias = (None if t is None else t.to(recipe.of_linear) for t in (rows, lm_head, bias))
     options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
     loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
+    recipe.rows_taken += len(rows)
+    made = _linear(recipe)[0]
+    recipe.call.was_taken(again=recipe.rows_taken * made.shape[-1] > made.numel())
     loss = loss.view(target.shape) if reduction == "none" else loss
     return loss.to(input.dtype if autocast_dtype(input.device.type) is None else torch.float32)
 
@@ -131,6 +135,9 @@ def _operands(logits: Any) -> tuple[Recipe, Tensor, Tensor, Tensor | None] | Non
     recipe = tensor.source.recipe
     if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad or recipe.is_sharded():
         return None
+    if tensor.has_hooks() or any(made.has_hooks() for _, made in steps):  # they want the gradient of the logits
+        return None
+    recipe.check()
     (x, lm_head, bias), classes = _linear(recipe), tensor.shape[-1]
     for step, made in reversed(steps):
         if not step.grad or made.dim() == 0 or made.shape[-1] != classes or not keeps_values(step.below.dtype, made.dtype):

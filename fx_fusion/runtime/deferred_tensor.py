@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
+from fx_fusion.runtime.hook import Hook
 from fx_fusion.runtime.recipe import Recipe, without_saved_tensor_hooks
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
 from fx_fusion.torch_internals.containers import tree_map, tree_map_only
@@ -25,7 +26,7 @@ from fx_fusion.torch_internals.dispatch import (
     without_torch_function,
     wrapper,
 )
-from fx_fusion.torch_internals.dynamo import is_compiling
+from fx_fusion.torch_internals.dynamo import is_compiling, never_captured
 from fx_fusion.torch_internals.fakes import unset_fake_temporarily
 
 
@@ -55,12 +56,12 @@ class _Step:
         self.inference = torch.is_inference_mode_enabled()
 
     def is_lazy(self) -> bool:
-        """No operand is another tensor, and it stays on its device."""
+        """No operand is another tensor or array, and it stays on its device."""
         flat = [*self.args, *self.kwargs.values()]
         flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
         if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
             return False
-        return not any(isinstance(item, (Tensor, torch.device, str)) for item in flat)
+        return not any(isinstance(item, (torch.device, str)) or hasattr(item, "__array__") for item in flat)
 
     def sources(self) -> tuple[Any, ...]:
         return (self.below,)
@@ -86,31 +87,6 @@ _Source = _Output | _Step
 TAKEN: dict[Any, Callable[..., Tensor | None]] = {}
 
 
-class _Hook:
-    """A hook on the gradient of a tensor that nobody has read: on the value as soon as there is one. FSDP puts one on every
-    output of a module, to gather its parameters before the backward. Also its handle."""
-
-    def __init__(self, tensor: DeferredTensor, function: Callable[[Tensor], Any]):
-        self.tensor, self.function, self.handle = weakref.ref(tensor), function, None
-        tensor._hooks.append(self)
-
-    def register(self, value: Tensor) -> None:
-        self.handle = value.register_hook(self.function)
-
-    def remove(self) -> None:
-        tensor = self.tensor()
-        if self.handle is not None:
-            self.handle.remove()
-        elif tensor is not None and self in tensor._hooks:
-            tensor._hooks.remove(self)
-
-    def __enter__(self) -> _Hook:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.remove()
-
-
 class _Link(torch.autograd.Function):
     """Makes a deferred tensor part of the autograd graph: code that differentiates it without ever asking for its
     values (a custom autograd.Function in C++) gets the gradients of its operands."""
@@ -124,6 +100,11 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a deferred tensor has first derivatives only where code differentiates it that never reads it (a custom "
+                "autograd.Function, another compiled function), and this is create_graph=True: hand it tensor.clone()."
+            )
         tensor = ctx.tensor()
         for hook in [] if tensor is None or tensor._value is not None else tensor._hooks:
             found = hook.function(dy)
@@ -135,6 +116,9 @@ class _Link(torch.autograd.Function):
                 "it (a custom autograd.Function): its gradient would be that of the unchanged tensor. Hand that code a "
                 'copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
             )
+        if value is None:
+            ctx.source.recipe.check()
+        ctx.source.recipe.call.was_differentiated()
         sources = ctx.source.sources()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
@@ -177,11 +161,12 @@ class DeferredTensor(torch.Tensor):
     _history: Any  # history_of(the value) when it was computed
     _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
-    _hooks: list[_Hook]  # for the gradient of the value
+    _hooks: list[Hook]  # for the gradient of the value
 
     @staticmethod
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:
-        """The outputs of a recipe."""
+        """The outputs of a recipe, which waits from now on."""
+        recipe.wait()
         device = recipe.device()
         return tuple(DeferredTensor._make(_Output(recipe, i), meta, device) for i, meta in enumerate(metas))
 
@@ -205,6 +190,11 @@ class DeferredTensor(torch.Tensor):
         """The cast or view that it is of another deferred tensor; None where it is an output of a graph."""
         return self._source if isinstance(self._source, _Step) else None
 
+    def has_hooks(self) -> bool:
+        """Whether somebody waits for its gradient."""
+        return bool(self._hooks)
+
+    @never_captured
     def materialize(self) -> Tensor:
         """The tensor as the model would have returned it. Computed once."""
         source = self._source  # another thread may compute it in between
@@ -217,6 +207,7 @@ class DeferredTensor(torch.Tensor):
     # torch.compile takes apart a subclass that says how: when the other function runs, ``_read`` gives it the values. While
     # it is traced, this class stands around a fake tensor, and does nothing of its own.
     @property
+    @never_captured
     def _read(self) -> Tensor:
         if self._traced:
             assert self._value is not None
@@ -246,6 +237,7 @@ class DeferredTensor(torch.Tensor):
         with without_torch_function():
             return _around(inner["_read"])
 
+    @never_captured
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         try:
             return repr(self.materialize())
@@ -253,6 +245,7 @@ class DeferredTensor(torch.Tensor):
             return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}: {stale})"
 
     @classmethod
+    @never_captured
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_compiling():
@@ -264,7 +257,7 @@ class DeferredTensor(torch.Tensor):
         if func is torch.Tensor.register_hook and (source := args[0]._source) is not None and args[0].requires_grad:
             with source.recipe.reading:
                 if args[0]._value is None:
-                    return _Hook(args[0], *args[1:])
+                    return Hook(args[0], *args[1:])
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 step = None
@@ -276,12 +269,12 @@ class DeferredTensor(torch.Tensor):
             with source.recipe.reading:
                 found = TAKEN[func](*args, **kwargs) if args[0]._value is None else None
             if found is not None:
-                source.recipe.on_loss()
                 return found
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
+    @never_captured
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default and args[0]._traced:
             return _around(func(args[0]._value))

@@ -4,6 +4,9 @@ Outputs that are computed when they are read cost nothing where nobody does, and
 somebody does. After two calls in a row whose outputs were read, the calls that follow run a version of the graph that
 computes them beside the loss, once; the first call that is not read ends that. Both versions stay, so that a program that
 reads now and then compiles each of them once. (One look at the logits is no habit: it would cost a compilation.)
+
+Logits for a loss outside of the graph are worth deferring while ``F.cross_entropy`` takes them, once. Where they were wanted
+for something else in two calls in a row (another loss, a second one), the next 500 calls are given them at once.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from fx_fusion.torch_internals.fakes import FakeTensor
 
 Compiled = Callable[..., Any]
 HABIT = 2  # calls in a row
+AT_ONCE = 500  # calls, before it is tried again whether a loss takes logits
 
 
 class Call:
@@ -23,28 +27,38 @@ class Call:
 
     def __init__(self, reads: Reads):
         self._reads, self.read, self.taken = reads, False, False
+        self.wanted = False  # the values of logits that are deferred for a loss outside of the graph, or a second time
 
     def was_read(self) -> None:
         """Remember that one of its deferred outputs was read."""
+        self.wanted |= not self.taken
         if not self.read:
             self.read = True
             self._reads.calls_read += 1
 
-    def was_taken(self) -> None:
-        """Remember that a loss outside of the graph was computed without reading them."""
+    def was_differentiated(self) -> None:
+        """Remember that a gradient came through what was read."""
+        self.wanted |= self.taken
+
+    def was_taken(self, again: bool = False) -> None:
+        """Remember that a loss outside of the graph was computed without reading them; ``again``: of rows of which one
+        was."""
+        self.wanted |= again
         if not self.taken:
             self.taken = True
             self._reads.calls_taken += 1
 
 
 class Reads:
-    """The calls of a graph with deferred outputs, how many of them were read, and in how many a loss outside of the graph
-    took what they would be computed of."""
+    """The calls of a graph with deferred outputs, how many of them were read, in how many a loss outside of the graph took
+    what they would be computed of, and how many were given logits for such a loss at once."""
 
     def __init__(self) -> None:
-        self.calls = self.calls_read = self.calls_taken = 0
+        self.calls = self.calls_read = self.calls_taken = self.calls_at_once = 0
         self._in_a_row = 0  # before the last call
         self._last = Call(self)
+        self._recent: tuple[Call, ...] = ()  # whose logits for a loss outside were deferred
+        self._at_once = 0  # calls from now on
 
     def next_call(self) -> Call:
         """Returns a new call."""
@@ -52,6 +66,19 @@ class Reads:
         self._last = Call(self)
         self.calls += 1
         return self._last
+
+    def gives_at_once(self, call: Call) -> bool:
+        """Whether logits for a loss outside of the graph are computed when they are returned. What became of them is known
+        late (two calls of a model, then a loss of both)."""
+        known = [c for c in self._recent if c.read or c.taken][-HABIT:]
+        if len(known) == HABIT and all(c.wanted for c in known):
+            self._recent, self._at_once = (), AT_ONCE
+        if self._at_once:
+            self._at_once -= 1
+            self.calls_at_once += 1
+            return True
+        self._recent = (*self._recent[-15:], call)
+        return False
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

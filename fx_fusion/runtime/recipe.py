@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.runtime.reads import Call
+from fx_fusion.runtime.steps import Kept, memory_of, same_bits, sample, wait, wait_no_more
 from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import (
     history_of,
@@ -47,10 +48,9 @@ class Recipe:
         names: of the outputs, as the graph calls them.
         autocast: device type, dtype, and whether autocast is on where the graph computes them.
         grad: whether the graph computes them with gradients.
+        call: of the graph, which is told what becomes of them.
         values: the outputs where the graph computed them already, without gradients; the module is for those then.
-        on_read: is called when they are read.
         of_linear: the module is one linear layer, whose result has this dtype, and perhaps a cast.
-        on_loss: is called when a loss takes the operands instead.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class Recipe:
         names: Sequence[str],
         autocast: tuple[str, torch.dtype, bool],
         grad: bool,
+        call: Call,
         *,
         values: tuple[Tensor, ...] | None = None,
-        on_read: Callable[[], None] = lambda: None,
         of_linear: torch.dtype | None = None,
-        on_loss: Callable[[], None] = lambda: None,
     ):
         self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -73,10 +72,18 @@ class Recipe:
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
-        self._computed, self._on_read = values, on_read
-        self.of_linear, self.on_loss = of_linear, on_loss
+        self.kept = False  # whether operands are copies of parameters, made before an optimizer's step
+        self.graph: Any = None  # whose outputs they are: its next call frees the copies
+        self.rows_taken = 0  # by losses outside of the graph
+        self.call, self._computed, self.of_linear = call, values, of_linear
         self._values: tuple[Tensor, ...] | None = None
-        _WAITING.add(self)
+        self._samples: list[Tensor | None] = [None] * len(self.operands)
+
+    def wait(self) -> None:
+        """From now on the operands may change before they are needed."""
+        pairs = zip(self.operands, self.owners, strict=True)
+        self._samples = [sample(o) if owner is None and self._computed is None else None for o, owner in pairs]
+        wait(self)
 
     def device(self) -> torch.device:
         return next(o.device for o in self.operands if isinstance(o, Tensor))
@@ -86,8 +93,8 @@ class Recipe:
         return any(isinstance(o, FakeTensor) for o in self.operands)
 
     def is_sharded(self) -> bool:
-        """Whether FSDP has an operand in parts, and gathers it for the model alone."""
-        return any(owner is not None for owner in self.owners)
+        """Whether FSDP, or DeepSpeed, has an operand in parts, and gathers it for the model alone."""
+        return any(owner is not None for owner in self.owners) or any(hasattr(o, "ds_id") for o in self.operands)
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""
@@ -105,25 +112,35 @@ class Recipe:
         return [_version(o) if owner is None else version_of(owner.sharded) for o, owner in pairs]
 
     def check(self) -> None:
-        """Raise StaleTensorError if an operand was written to since. (A write that PyTorch is not told of, through
-        ``.data``, goes unnoticed.)"""
+        """Raise StaleTensorError if an operand was written to since, as far as PyTorch is told of it."""
         versions = zip(self.operands, self._versions(), self.versions, strict=True)
-        changed = [operand for operand, now, then in versions if now != then]
+        self._raise_if([operand for operand, now, then in versions if now != then])
+
+    def check_samples(self) -> None:
+        """Raise StaleTensorError if an operand was written to through ``.data``, which PyTorch is not told of. Waits for the
+        GPU."""
+        pairs = zip(self.operands, self._samples, strict=True)
+        self._raise_if([o for o, then in pairs if then is not None and not same_bits(sample(o), then)])
+
+    def _raise_if(self, changed: Sequence[Any]) -> None:
         if not changed and not self.stepped:
             return
         name = self.names[0]
         which = "an optimizer step changed one"
-        if changed:
+        if self.kept:
+            which = "an optimizer step changed one, and the model ran again since"
+        elif changed:
             which = f"one of shape {tuple(changed[0].shape)} was changed in place"
         raise StaleTensorError(
             f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
-            f"{which}. Read {name} before an optimizer step, or {_NOT_DEFERRED}."
+            f"{which}. Read {name} before what changes them (an optimizer step), or {_NOT_DEFERRED}."
         )
 
     def values(self) -> tuple[Tensor, ...]:
         """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
         if self._values is None and self._computed is None:
             self.check()
+            self.check_samples()
             with self._gathered(), torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
                 self._values = self.module(*self.operands)
         elif self._values is None:
@@ -161,18 +178,43 @@ class Recipe:
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
-        self._on_read()
+        self.call.was_read()
         with self.reading, without_torch_function(), without_saved_tensor_hooks():
             for member in self._members():
                 if member._value is None:
                     value = member.source.compute()
                     member._history, member._value = history_of(value), value
+                    if self.of_linear is not None and member.step() is None and value.grad_fn is not None:
+                        value.grad_fn.register_prehook(lambda dys: self.call.was_differentiated())
                     for hook in member._hooks:
                         hook.register(value)
             for member in self._members():  # what they were computed from is theirs no more
                 member._source = None
             self._values = self._computed = None
-        _WAITING.discard(self)
+        wait_no_more(self)
+
+    def keep(self, changing: set[int], copies: dict[int, Tensor]) -> None:
+        """Copy the operands in memory that an optimizer is about to change, if somebody can still read the outputs.
+        ``copies``: by the id of an operand, shared by recipes."""
+        if self._computed is not None or self.is_sharded() or self.stepped or not self._members():
+            return
+        with self.reading, torch.inference_mode(False), torch.enable_grad():
+            if self._values is not None or self._versions() != self.versions:
+                return
+            operands = list(self.operands)
+            for n, operand in enumerate(operands):
+                if isinstance(operand, Tensor) and memory_of(operand) in changing:
+                    if id(operand) not in copies:
+                        copies[id(operand)] = Kept.apply(operand)
+                    operands[n], self.kept = copies[id(operand)], True
+            self.operands = tuple(operands)
+            self.versions = self._versions()
+
+    def forget_copies(self) -> None:
+        """Free copies of parameters: the outputs can't be computed any more."""
+        with self.reading:
+            if self.kept and self._values is None:
+                self.operands, self.stepped = tuple(None if isinstance(o, Tensor) else o for o in self.operands), True
 
     def _members(self) -> list[Any]:
         return [tensor for reference in self.family if (tensor := reference()) is not None]
@@ -210,22 +252,6 @@ class _Computed(torch.autograd.Function):
         for n, gradient in zip(wanted, found, strict=True):
             grads[n] = gradient
         return (None, *grads)
-
-
-_WAITING: weakref.WeakSet[Recipe] = weakref.WeakSet()  # recipes that nobody has read yet
-
-
-def _notice_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused optimizers write to parameters without telling their version counters."""
-    if not _WAITING:
-        return
-    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for recipe in list(_WAITING):
-        parts = (owner.sharded for owner in recipe.owners if owner is not None)
-        recipe.stepped = recipe.stepped or any(id(operand) in changed for operand in (*recipe.operands, *parts))
-
-
-register_optimizer_step_post_hook(_notice_step)
 
 
 def _version(operand: Any) -> tuple[int, int] | None:

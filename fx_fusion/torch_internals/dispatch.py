@@ -128,6 +128,12 @@ def saved_tensor_hooks_are_enabled() -> bool:
     return True if enabled is None else enabled()
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks are set on what autograd saves, as ``checkpoint`` sets them. Gone: True."""
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    return True if top is None else top(False) is not None
+
+
 # -- tensors without memory --------------------------------------------------------------------------------------------
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:
     """A context in which ``__torch_function__`` of subclasses is not called."""

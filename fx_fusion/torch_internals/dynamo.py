@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
+
+_Function = TypeVar("_Function", bound=Any)
 
 try:
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
@@ -44,6 +46,18 @@ def is_compiling() -> bool:
         return True
     context = getattr(getattr(torch, "_guards", None), "CompileContext", None)
     return context is not None and context.current_compile_id() is not None
+
+
+def never_captured(function: _Function) -> _Function:
+    """The function, which Dynamo may inline where it traces a call of it, and else leaves alone, with all that it calls. (In
+    a frame that Dynamo captures, ``is_compiling`` is taken for true.) Gone: the function as it is."""
+    try:
+        from torch._C._dynamo.eval_frame import set_code_exec_strategy
+        from torch._dynamo.types import FrameAction, FrameExecStrategy
+    except ImportError:
+        return function
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function
 
 
 _breaks_before: ContextVar[Counter[str]] = ContextVar("graph breaks before", default=Counter())  # noqa: B039  never written to

@@ -1,14 +1,16 @@
-"""A loss outside of the compiled model, ``defer_outputs="all"``: F.cross_entropy of logits that nobody has read."""
+"""A loss outside of the compiled model: F.cross_entropy of logits that nobody has read."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.errors import OptionError, StaleTensorError
 from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.rewrite import loss_outside
+from fx_fusion.runtime import reads
 from tests.helpers import rewriting_backend, tiny_llama, tokens
 
 B, L, H, V = 3, 8, 16, 4100
@@ -21,6 +23,7 @@ of_classes = torch.rand(V, generator=torch.Generator().manual_seed(2)) + 0.5
 def small_sizes(monkeypatch):
     """Few logits are many, and are made in chunks of a few rows."""
     monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
     monkeypatch.setattr(logit_chunks, "_CHUNK_BYTES", {"cpu": (5 * V * 4,) * 2, "cuda": (5 * V * 4,) * 2})
 
 
@@ -41,7 +44,7 @@ class Model(nn.Module):
 
 
 def compiled_of(model, **options):
-    return torch.compile(model, backend=rewriting_backend(defer_outputs="all", **options))
+    return torch.compile(model, backend=rewriting_backend(**options))
 
 
 def trained(model, call, loss_of, dtype=None):
@@ -130,6 +133,24 @@ def test_transformers_without_labels():
     assert report.count("add_rms_norm") == 4, "the input of the head is made by an op of ours"
 
 
+@pytest.mark.parametrize("weighed", [False, True], ids=["mean", "num_items_in_batch"])
+def test_a_head_that_is_compiled_alone(weighed):
+    """All else is eager, transformers' loss too."""
+    model, given = tiny_llama(vocab_size=V), tokens(2, 12, V)
+    more = {"num_items_in_batch": torch.tensor(17)} if weighed else {}
+    expected = model(input_ids=given, labels=given, **more).loss
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.lm_head.forward = torch.compile(model.lm_head.forward, backend=rewriting_backend())
+    with fx_fusion.recording() as report:
+        loss = model(input_ids=given, labels=given, **more).loss
+        loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([p.grad for p in model.parameters()], gradients, rtol=1e-4, atol=1e-6)
+    assert report.graphs[0].reads.calls_taken == 1
+
+
 READS = {
     "log_softmax": lambda z: -z.log_softmax(-1)[..., 0].mean(),
     "temperature": lambda z: F.cross_entropy((z / 2).view(-1, V), ids.view(-1)),
@@ -189,14 +210,17 @@ def test_micro_batches_and_steps_of_an_optimizer():
     torch.testing.assert_close(torch.stack(losses[:6]), torch.stack(losses[6:]))
 
 
-def test_a_loss_after_the_step_says_so():
+def test_a_loss_after_the_step_is_that_of_the_logits():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     logits = compiled_of(model)(ids)
+    expected = LOSSES["rows"](model(ids)).detach()
     LOSSES["rows"](logits).backward()
     optimizer.step()
-    with pytest.raises(StaleTensorError, match="before an optimizer step"):
-        LOSSES["rows"](logits)
+    loss = LOSSES["rows"](logits)
+    torch.testing.assert_close(loss.detach(), expected)
+    with pytest.raises(RuntimeError, match=r"call backward\(\) before step\(\)"):
+        loss.backward()
 
 
 def test_errors_are_those_of_pytorch():
@@ -207,18 +231,25 @@ def test_errors_are_those_of_pytorch():
         F.cross_entropy(logits.view(-1, V), ids.view(-1) + V)
 
 
-@pytest.mark.parametrize("why", ["default", "no gradient", "small", "read in the graph"])
+@pytest.mark.parametrize("why", ["switched off", "no gradient", "small", "few classes", "read in the graph", "a break"])
 def test_logits_are_there_at_once(why, monkeypatch):
     if why == "small":
         monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 2**24})
+    if why == "few classes":
+        monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V + 1)
     model = Model()
-    function = (lambda i: model(i) * 2) if why == "read in the graph" else model
-    options = {} if why == "default" else {"defer_outputs": "all"}
+
+    def broken(i):
+        z = model(i)
+        torch._dynamo.graph_break()
+        return z
+
+    function = {"read in the graph": lambda i: model(i) * 2, "a break": broken}.get(why, model)
+    options = {"defer_outputs": False} if why == "switched off" else {}
     with fx_fusion.recording() as report, torch.set_grad_enabled(why != "no gradient"):
         logits = torch.compile(function, backend=rewriting_backend(**options))(ids)
     assert type(logits) is torch.Tensor
     assert not report.graphs[0].deferred
-    assert ("returns logits, which nothing in it reads" in str(report)) == (why == "default"), str(report)
 
 
 def test_a_linear_layer_of_one_number_is_no_head():
@@ -230,7 +261,7 @@ def test_a_linear_layer_of_one_number_is_no_head():
 
 def test_lengths_that_change():
     model = Model()
-    compiled = torch.compile(model, backend=rewriting_backend(defer_outputs="all"), dynamic=True)
+    compiled = torch.compile(model, backend=rewriting_backend(), dynamic=True)
     for length in (8, 5, 3):
         given = ids[:, :length]
         loss = F.cross_entropy(compiled(given).reshape(-1, V), given.reshape(-1))
@@ -246,4 +277,168 @@ def test_a_loss_that_is_compiled_by_itself_reads_them():
 
 def test_an_option_that_is_none_of_these():
     with pytest.raises(OptionError, match="defer_outputs"):
-        torch.compile(Model(), backend="fx_fusion", options={"defer_outputs": "some"})(ids)
+        torch.compile(Model(), backend="fx_fusion", options={"defer_outputs": "all"})(ids)
+
+
+def z_loss(z):
+    return z.logsumexp(-1).square().mean()
+
+
+WANTED = {
+    "another loss": (z_loss, 0),
+    "a loss that is compiled": (None, 0),
+    "a second one, with gradients": (lambda z: LOSSES["rows"](z) + z_loss(z), 2),
+    "rows twice": (lambda z: LOSSES["rows"](z) + LOSSES["shifted"](z), 2),
+    "not again": (LOSSES["rows"], 6),
+    "accuracy": (lambda z: LOSSES["rows"](z) + (z.argmax(-1) == 0).sum() * 0, 6),
+    "rows in two parts": (lambda z: LOSSES["last"](z) + F.cross_entropy(z[:, :-1].flatten(0, 1), ids[:, :-1].flatten()), 6),
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_logits_that_no_loss_takes_once_are_made_at_once(name):
+    """From the third call on; their products are then those of the model as it is."""
+    (loss_of, taken), model = WANTED[name], Model()
+    loss_of = loss_of or torch.compile(LOSSES["rows"], backend=rewriting_backend())
+    with fx_fusion.recording() as report:
+        compiled = compiled_of(model)
+        for call in range(6):
+            expected = trained(model, model, WANTED[name][0] or LOSSES["rows"])
+            kinds = []
+            found = trained(model, lambda i, kinds=kinds: [y := compiled(i), kinds.append(type(y))][0], loss_of)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            assert (kinds == [torch.Tensor]) == (taken < 6 and call >= 2), call
+    counted = next(graph for graph in report.graphs if graph.deferred).reads
+    assert (counted.calls_taken, counted.calls_at_once) == (taken, 4 if taken < 6 else 0), str(report)
+    assert ("made at once in 4" in str(report)) == (taken < 6)
+
+
+def products(step):
+    """The large products of a step."""
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        step()
+    names = ("aten::mm", "aten::addmm")
+    return sum(e.name in names and any(V in shape for shape in e.input_shapes) for e in profile.function_events)
+
+
+def test_no_product_is_made_twice():
+    """From the third call on, whatever the loss: one forward and two backward a call, of one call and of two with one loss."""
+    compiled = compiled_of(Model())
+
+    def both():
+        one, other = compiled(ids), compiled(ids)
+        (LOSSES["rows"](one) + LOSSES["rows"](other) + (one - other).square().mean()).backward()
+
+    both()
+    assert products(both) == 6
+    torch._dynamo.reset()
+    compiled = compiled_of(Model())
+    loss_of = torch.compile(z_loss, backend="eager")
+    for _ in range(2):
+        loss_of(compiled(ids)).backward()
+    assert products(lambda: loss_of(compiled(ids)).backward()) == 3
+
+
+def test_it_is_tried_again_whether_a_loss_takes_them(monkeypatch):
+    monkeypatch.setattr(reads, "AT_ONCE", 3)
+    compiled, kinds = compiled_of(Model()), []
+    for call in range(10):
+        z = compiled(ids)
+        kinds.append(type(z) is torch.Tensor)
+        (z_loss if call < 4 else LOSSES["rows"])(z).backward()
+    assert kinds == [False] * 2 + [True] * 3 + [False] * 5
+
+
+def test_hooks_see_the_gradient_once():
+    for loss_of in (LOSSES["rows"], z_loss, torch.compile(z_loss, backend="eager")):
+        found = []
+        for ours in (False, True):
+            torch._dynamo.reset()
+            model, seen = Model(), []
+            model.head.weight.register_hook(lambda d: 2 * d)
+            z = (compiled_of(model) if ours else model)(ids)
+            z.register_hook(lambda d, seen=seen: seen.append(d.float().norm()) or 3 * d)
+            loss_of(z).backward()
+            found.append((seen, [p.grad for p in model.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_of_another_model_changes_nothing():
+    model, other = Model(), Model()
+    optimizer = torch.optim.AdamW(other.parameters(), 0.1, fused=True)
+    for p in other.parameters():
+        p.grad = torch.ones_like(p)
+    z, before = compiled_of(model)(ids), model(ids)
+    optimizer.step()
+    LOSSES["rows"](z).backward()
+    torch.testing.assert_close(z.detach() + 0, before.detach())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_head_that_is_a_view_of_a_parameter(fused):
+    table = nn.Parameter(torch.randn(V + 4, H))
+    layer = nn.Linear(H, H)
+    compiled = torch.compile(lambda x: F.linear(torch.tanh(layer(x)), table[:V]), backend=rewriting_backend())
+    optimizer = torch.optim.AdamW([table, *layer.parameters()], 0.1, fused=fused)
+    x = torch.randn(B, L, H)
+    z, expected = compiled(x), F.linear(torch.tanh(layer(x)), table[:V]).detach()
+    LOSSES["rows"](z).backward()
+    optimizer.step()
+    torch.testing.assert_close(z.detach() + 0, expected)
+
+
+def test_a_frozen_head_needs_no_copy():
+    model = Model()
+    model.head.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    compiled = compiled_of(model)
+    z, expected = compiled(ids), model(ids).detach()
+    LOSSES["rows"](z).backward()
+    optimizer.step()
+    compiled(ids)
+    torch.testing.assert_close(z.detach() + 0, expected)
+
+
+def test_a_step_by_hand_is_noticed():
+    """Through ``.data``, by a read and by a loss; also in front of a step of an optimizer."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compiled = compiled_of(model)
+    for then in ("read", "loss", "step"):
+        z = compiled(ids)
+        LOSSES["rows"](z).backward()
+        for p in model.parameters():
+            p.data -= 0.1 * p.grad
+        if then == "step":
+            optimizer.step()
+        with pytest.raises(StaleTensorError):
+            LOSSES["rows"](z) if then == "loss" else z + 0
+
+
+def test_checkpoints_run_twice_alike():
+    """Two checkpointed parts share a backward, and read their logits otherwise than by the loss."""
+    expected = []
+    for ours in (False, True):
+        model = Model()
+        call = compiled_of(model) if ours else model
+        for _ in range(3):
+            model.zero_grad()
+            part = lambda i: LOSSES["rows"](call(i)) + z_loss(call(i))  # noqa: B023, E731
+            sum(checkpoint(part, ids, use_reentrant=False) for _ in range(2)).backward()
+        expected.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_derivative_raises():
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            return z.sum()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * torch.ones(B, L, V)
+
+    model = Model()
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(Squared.apply(compiled_of(model)(ids)), model.head.weight, create_graph=True)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fx_fusion
 from fx_fusion.ops.on_cpu import Reference
-from fx_fusion.runtime import recipe
+from fx_fusion.runtime import steps
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import slow_but, tiny_llama, tokens
 
@@ -73,7 +73,7 @@ def failing_once(monkeypatch, op):
 def alive():
     """How many tensors there are, and how many deferred outputs wait to be read."""
     gc.collect()
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), len(recipe._WAITING)
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), len(steps.waiting())
 
 
 def nothing_stayed(before):

@@ -1,0 +1,34 @@
+"""Hooks on the gradient of a tensor that nobody has read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class Hook:
+    """A hook on the gradient of a tensor that nobody has read: on the value as soon as there is one. FSDP puts one on every
+    output of a module, to gather its parameters before the backward. Also its handle."""
+
+    def __init__(self, tensor: Any, function: Callable[[Tensor], Any]):
+        self.tensor, self.function, self.handle = weakref.ref(tensor), function, None
+        tensor._hooks.append(self)
+
+    def register(self, value: Tensor) -> None:
+        self.handle = value.register_hook(self.function)
+
+    def remove(self) -> None:
+        tensor = self.tensor()
+        if self.handle is not None:
+            self.handle.remove()
+        elif tensor is not None and self in tensor._hooks:
+            tensor._hooks.remove(self)
+
+    def __enter__(self) -> Hook:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
