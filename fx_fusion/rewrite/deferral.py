@@ -193,12 +193,12 @@ class DeferredOutputs:
                     recipe.forget_copies()
             results = compiled(*args)
             call = reads.next_call()
-            made = [self._made(d, args, results, call, reads) for d in range(len(self._deferrals))]
+            made = [self._made(d, args, results, call) for d in range(len(self._deferrals))]
             return tuple(results[item] if isinstance(item, int) else made[item[0]][item[1]] for item in self._plan)
 
         return run
 
-    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call, reads: Reads) -> tuple[Tensor, ...]:
+    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call) -> tuple[Tensor, ...]:
         deferral, metas = self._deferrals[d], self._metas[d]
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
         places = self._values[d]
@@ -210,8 +210,7 @@ class DeferredOutputs:
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
             return recipe.values()
         # Parts of parameters are gathered now, and perhaps no more when it is read. What is checkpointed runs twice, alike.
-        hooked = has_saved_tensor_hooks()
-        if recipe.of_linear is not None and (recipe.is_sharded() or (not hooked and reads.gives_at_once(call))):
+        if recipe.of_linear is not None and (recipe.is_sharded() or (not has_saved_tensor_hooks() and call.at_once())):
             return recipe.values()
         recipe.graph = self
         return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)

@@ -28,6 +28,13 @@ class Call:
     def __init__(self, reads: Reads):
         self._reads, self.read, self.taken = reads, False, False
         self.wanted = False  # the values of logits that are deferred for a loss outside of the graph, or a second time
+        self._at_once: bool | None = None
+
+    def at_once(self) -> bool:
+        """Whether logits for a loss outside of the graph are computed when they are returned; the same for all of a call."""
+        if self._at_once is None:
+            self._at_once = self._reads.next_at_once(self)
+        return self._at_once
 
     def was_read(self) -> None:
         """Remember that one of its deferred outputs was read."""
@@ -67,9 +74,9 @@ class Reads:
         self.calls += 1
         return self._last
 
-    def gives_at_once(self, call: Call) -> bool:
-        """Whether logits for a loss outside of the graph are computed when they are returned. What became of them is known
-        late (two calls of a model, then a loss of both)."""
+    def next_at_once(self, call: Call) -> bool:
+        """Whether a call gets such logits at once. What became of those before is known late (two calls of a model, then a
+        loss of both)."""
         known = [c for c in self._recent if c.read or c.taken][-HABIT:]
         if len(known) == HABIT and all(c.wanted for c in known):
             self._recent, self._at_once = (), AT_ONCE

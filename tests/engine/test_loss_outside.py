@@ -442,3 +442,22 @@ def test_a_second_derivative_raises():
     model = Model()
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(Squared.apply(compiled_of(model)(ids)), model.head.weight, create_graph=True)
+
+
+def test_two_heads_are_one_call():
+    """A second head's logits are read in every call, and the first one's taken: both are wanted from the third call on."""
+    model, other = Model(), nn.Linear(H, V)
+
+    def run(i):
+        hidden = torch.tanh(model.layer(model.table(i)))
+        return model.head(hidden), other(hidden)
+
+    compiled, kinds = torch.compile(run, backend=rewriting_backend()), []
+    with fx_fusion.recording() as report:
+        for _ in range(4):
+            one, two = compiled(ids)
+            kinds.append((type(one) is torch.Tensor, type(two) is torch.Tensor))
+            (z_loss(two) + LOSSES["rows"](one)).backward()
+    assert kinds == [(False, False)] * 2 + [(True, True)] * 2
+    counted = report.graphs[0].reads
+    assert (counted.calls, counted.calls_taken, counted.calls_at_once) == (4, 2, 2)
