@@ -72,12 +72,13 @@ test-gpu: ## the tests that use a GPU, in the python that is there
 # Where it finds something the exit code is not 0. Without torch's cache a tensor is an allocation of its own, and nothing is
 # behind its end.
 CASES ?= 4
+TOOLS ?= memcheck racecheck
 sanitize: export PATH := $(PATH):/usr/local/cuda/bin
 sanitize: ## tests of kernels under compute-sanitizer, on a GPU: wrong accesses to memory, then races; CASES=1000 of a test: all
 	@command -v compute-sanitizer > /dev/null || { echo "make sanitize: needs compute-sanitizer of the CUDA toolkit, in PATH or /usr/local/cuda/bin"; exit 1; }
 	@$(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" || { echo "make sanitize: needs a GPU; torch of $(PYTHON) sees none"; exit 1; }
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	for tool in $(TOOLS); do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 		$(PYTHON) -m pytest tests/kernels -m "not slow" --ignore tests/kernels/test_compile_h200.py --at-most $(CASES) $(WORKERS) || exit 1; done
 
 bench: ## the benchmarks, on a GPU, in the python that is there

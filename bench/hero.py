@@ -23,7 +23,7 @@ MODELS: tuple[tuple[str, Row], ...] = (
 SETUPS = (
     ("Llama, 8 layers, packed", "packed", "1 x 8192"),
     ("Llama, 8 layers, padded", "padded", "4 x 2048"),
-    ("Llama, 8 layers, loss on answers", "prompts", "4 x 2048"),
+    ("Llama, 8 layers, loss in one's own loop", "own-loss", "4 x 2048"),
     ("Llama, 8 layers, LoRA", "lora", "4 x 2048"),
     ("BERT base, padded", "bert-padded", "64 x 512"),
 )
