@@ -90,6 +90,16 @@ def fsdp2_layers(compiled: dict[str, Any], sizes: Sizes) -> Model:
     return (_sharded(model, _mesh(sizes)),) * 2
 
 
+def fsdp2_layers_and_head(compiled: dict[str, Any], sizes: Sizes) -> Model:
+    """The same, and lm_head compiled alone: the loss stays in eager."""
+    import torch
+
+    model, call = fsdp2_layers(compiled, sizes)
+    if compiled:
+        model.lm_head.forward = torch.compile(model.lm_head.forward, **compiled)
+    return model, call
+
+
 def _in_parallel(model: Any, mesh: Any) -> Any:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -142,7 +152,7 @@ def experts(compiled: dict[str, Any], sizes: Sizes) -> Model:
 
 
 MODES = {
-    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-layers": fsdp2_layers, "tensor-parallel": tensor_parallel, "experts": experts,
-    "fsdp2-tensor-parallel": fsdp2_tensor_parallel,
+    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-layers": fsdp2_layers, "fsdp2-layers-head": fsdp2_layers_and_head,
+    "tensor-parallel": tensor_parallel, "experts": experts, "fsdp2-tensor-parallel": fsdp2_tensor_parallel,
 }  # fmt: skip
 SAME_BATCH = {"tensor-parallel", "experts"}  # on every rank

@@ -209,9 +209,11 @@ class DeferredOutputs:
         )  # fmt: skip
         if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
             return recipe.values()
-        # Parts of parameters are gathered now, and perhaps no more when it is read. What is checkpointed runs twice, alike.
-        if recipe.of_linear is not None and (recipe.is_sharded() or (not has_saved_tensor_hooks() and call.at_once())):
-            return recipe.values()
+        if recipe.of_linear is not None:
+            is_all = all(kind == "argument" for kind, _ in self._sources[d])
+            # What is checkpointed runs twice, alike.
+            if not recipe.may_wait(is_all) or (not has_saved_tensor_hooks() and call.at_once()):
+                return recipe.values()
         recipe.graph = self
         return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
 

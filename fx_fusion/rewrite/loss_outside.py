@@ -25,6 +25,7 @@ from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
 from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.torch_internals.fsdp import is_freed
 from fx_fusion.torch_internals.nodes import is_erased
 
 _FEWEST_CLASSES = 30000  # of a vocabulary; the widest layers that are none are narrower
@@ -133,7 +134,9 @@ def _operands(logits: Any) -> tuple[Recipe, Tensor, Tensor, Tensor | None] | Non
         steps.append((step, tensor))
         tensor = step.below
     recipe = tensor.source.recipe
-    if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad or recipe.is_sharded():
+    if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad:
+        return None
+    if any(map(is_freed, recipe.operands)):
         return None
     if tensor.has_hooks() or any(made.has_hooks() for _, made in steps):  # they want the gradient of the logits
         return None

@@ -93,8 +93,13 @@ class Recipe:
         return any(isinstance(o, FakeTensor) for o in self.operands)
 
     def is_sharded(self) -> bool:
-        """Whether FSDP, or DeepSpeed, has an operand in parts, and gathers it for the model alone."""
-        return any(owner is not None for owner in self.owners) or any(hasattr(o, "ds_id") for o in self.operands)
+        """Whether FSDP has an operand in parts, and gathers it for the model alone."""
+        return any(owner is not None for owner in self.owners)
+
+    def may_wait(self, is_all: bool) -> bool:
+        """Whether a loss that follows will find the operands: parameters that are in parts on the ranks are freed behind
+        their module. ``is_all``: the graph is this linear layer, and FSDP's module that gathered its weight goes on."""
+        return (is_all or not self.is_sharded()) and not any(hasattr(o, "ds_id") for o in self.operands)  # DeepSpeed's
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""

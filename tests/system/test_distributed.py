@@ -38,8 +38,18 @@ def ddp(model, backend, *, inner=False, hook=None, optimize=True, **options):
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------------------------------
-def fsdp2(model, backend, *, units=None, layers="", mixed=False, offload=False, checkpointing=False, hybrid=False, **options):
-    """Layers sharded one by one, then the rest; the whole compiled, or the layers ``before`` or ``after`` sharding."""
+def compile_head(model, backend):
+    """The line that brings head and loss in where all else is eager or compiled layer by layer."""
+    if backend:
+        model.lm_head.forward = torch.compile(model.lm_head.forward, **compiled_by(backend))
+    return model
+
+
+def fsdp2(
+    model, backend, *, units=None, layers="", head=False, mixed=False, offload=False, checkpointing=False, hybrid=False, **options
+):
+    """Layers sharded one by one, then the rest; the whole compiled, or the layers ``before`` or ``after`` sharding, and the
+    ``head`` alone."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -60,6 +70,8 @@ def fsdp2(model, backend, *, units=None, layers="", mixed=False, offload=False, 
     for unit in (*of[units or "layers"], model):
         fully_shard(unit, mesh=mesh, **options)
     compile_layers("after")
+    if head:
+        return compile_head(model, backend)
     return torch.compile(model, **compiled_by(backend)) if backend and not layers else model
 
 
@@ -88,6 +100,11 @@ SETUPS = {
     "fsdp2, checkpointing": (lambda m, b: fsdp2(m, b, checkpointing=True), True, {**LOSS, **CHECKPOINTED}),
     "fsdp2, layers before": (lambda m, b: fsdp2(m, b, layers="before"), False, LAYER),
     "fsdp2, layers after": (lambda m, b: fsdp2(m, b, layers="after"), False, LAYER),
+    "fsdp2, layers and the head": (lambda m, b: fsdp2(m, b, layers="after", head=True), True, LAYER),
+    "fsdp2, the head, freed": (lambda m, b: fsdp2(m, b, layers="after", head=True, reshard_after_forward=True), True, LAYER),
+    "fsdp2, layers and the head, mixed": (lambda m, b: fsdp2(m, b, layers="after", head=True, mixed=True), True, LAYER),
+    "fsdp2, the head apart, alone": (lambda m, b: fsdp2(m, b, units="head", layers="after", head=True), False, LAYER),
+    "ddp, the head alone": (lambda m, b: ddp(compile_head(m, b), None), True, {}),
 }
 TIED = {"fsdp2, tied": SETUPS["fsdp2, one unit"], "ddp, tied": SETUPS["ddp"]}
 ON_FOUR = {"fsdp2, hybrid": (lambda m, b: fsdp2(m, b, hybrid=True), True, {**LOSS, **LAYER})}
@@ -114,9 +131,11 @@ def without_communication(model):
 def train(name, rank, backend):
     """Losses and sums of gradients by step, logits and parameters at the end; whether logits waited; what was compiled."""
     import fx_fusion
+    from fx_fusion.rewrite import loss_outside
     from fx_fusion.runtime.deferred_tensor import DeferredTensor
 
     torch._dynamo.reset()
+    loss_outside._FEWEST_LOGITS, loss_outside._FEWEST_CLASSES = ({"cpu": 1}, 256) if "the head" in name else ({"cpu": 2**24}, 30000)
     model = tiny_llama(tie_word_embeddings=name in TIED)
     losses, waited = [], True
     with fx_fusion.recording() as report:
