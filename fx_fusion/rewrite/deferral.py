@@ -155,7 +155,8 @@ class DeferredOutputs:
     def __init__(self, gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]):
         self.waiting = tuple(name for d in deferrals if not d.computed for name in d.names)
         self.computed = tuple(name for d in deferrals if d.computed for name in d.names)
-        self.can_compute = bool(deferrals) and all(d.can_compute for d in deferrals)
+        beside_the_loss = [d for d in deferrals if d.of_linear is None]
+        self.can_compute = bool(beside_the_loss) and all(d.can_compute for d in beside_the_loss)
         self._deferrals = tuple(deferrals)
         self._metas = [_static_metas(d.nodes) for d in deferrals]
         self._dtypes = [[example(node).dtype for node in d.nodes] for d in deferrals]

@@ -25,6 +25,7 @@ from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
 from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fsdp import is_freed
 from fx_fusion.torch_internals.nodes import is_erased
 
@@ -95,7 +96,9 @@ def _cross_entropy(
         return None  # or PyTorch says what is wrong
     if weight is not None and (len(weight) != logits.shape[-1] or weight.device != input.device):
         return None
-    found = _operands(logits)
+    if not logits.is_cuda and not ((target == ignore_index) | ((target >= 0) & (target < logits.shape[-1]))).all():
+        return None  # PyTorch's error
+    found = None if input.has_hooks() else _operands(logits)
     if found is None:
         return None
     recipe, x, lm_head, bias = found
@@ -105,7 +108,8 @@ def _cross_entropy(
     rows = x.reshape(-1, x.shape[-1])
     x, lm_head, bias = (None if t is None else t.to(recipe.of_linear) for t in (rows, lm_head, bias))
     options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
-    loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
+    with torch.autocast(input.device.type, enabled=False):
+        loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
     recipe.rows_taken += len(rows)
     made = _linear(recipe)[0]
     recipe.call.was_taken(again=recipe.rows_taken * made.shape[-1] > made.numel())
@@ -136,8 +140,8 @@ def _operands(logits: Any) -> tuple[Recipe, Tensor, Tensor, Tensor | None] | Non
     recipe = tensor.source.recipe
     if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad:
         return None
-    if any(map(is_freed, recipe.operands)):
-        return None
+    if any(map(is_freed, recipe.operands)) or (has_saved_tensor_hooks() and not recipe.is_checkpointed):
+        return None  # a checkpointed loss alone runs again when they may have been read
     if tensor.has_hooks() or any(made.has_hooks() for _, made in steps):  # they want the gradient of the logits
         return None
     recipe.check()
@@ -169,7 +173,7 @@ def _linear(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
     """Input, weight and bias of the linear layer of a recipe."""
     placeholders = recipe.module.graph.find_nodes(op="placeholder")
     node = next(n for n in recipe.module.graph.nodes if n.op == "call_function" and n.target is F.linear)
-    given = dict(zip(placeholders, recipe.operands, strict=True))
+    given = dict(zip(placeholders, recipe.as_called(), strict=True))
     named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
     bias = named.get("bias")
     return given[named["input"]], given[named["weight"]], None if bias is None else given[bias]

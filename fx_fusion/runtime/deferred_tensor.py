@@ -95,7 +95,7 @@ class _Link(torch.autograd.Function):
     def forward(ctx: Any, source: _Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
         ctx.source = source
         tensor = _unlinked(source, meta, device)
-        ctx.tensor = weakref.ref(tensor)
+        ctx.hooks, ctx.seen = tensor._hooks, tensor._seen  # the tensor itself may be gone when the gradient comes
         return tensor
 
     @staticmethod
@@ -105,16 +105,15 @@ class _Link(torch.autograd.Function):
                 "a deferred tensor has first derivatives only where code differentiates it that never reads it (a custom "
                 "autograd.Function, another compiled function), and this is create_graph=True: hand it tensor.clone()."
             )
-        tensor = ctx.tensor()
-        for hook in [] if tensor is None or tensor._value is not None else tensor._hooks:
+        value, history = ctx.seen or (None, None)
+        for hook in ctx.hooks if value is None else ():
             found = hook.function(dy)
             dy = dy if found is None else found
-        value = None if tensor is None else tensor._value
-        if value is not None and (history_of(value) is not tensor._history or has_backward_hooks(value)):
+        if value is not None and (history_of(value) is not history or has_backward_hooks(value)):
             raise RuntimeError(
                 "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
-                "it (a custom autograd.Function): its gradient would be that of the unchanged tensor. Hand that code a "
-                'copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
+                "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the unchanged "
+                'tensor. Hand that code a copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
             )
         if value is None:
             ctx.source.recipe.check()
@@ -141,7 +140,7 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = source, None, None, None, False
-    tensor._hooks = []
+    tensor._hooks, tensor._seen = [], []
     return tensor
 
 
@@ -162,6 +161,7 @@ class DeferredTensor(torch.Tensor):
     _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
     _hooks: list[Hook]  # for the gradient of the value
+    _seen: list[Any]  # the value and its history, once it is read: for the autograd graph, which may live longer
 
     @staticmethod
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:

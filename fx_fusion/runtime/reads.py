@@ -27,7 +27,9 @@ class Call:
 
     def __init__(self, reads: Reads):
         self._reads, self.read, self.taken = reads, False, False
-        self.wanted = False  # the values of logits that are deferred for a loss outside of the graph, or a second time
+        self.read_beside_the_loss = False  # what a loss in the graph absorbed
+        self.is_known = False  # what becomes of logits that are deferred for a loss outside of the graph
+        self.wanted = False  # their values, or a second time
         self._at_once: bool | None = None
 
     def at_once(self) -> bool:
@@ -36,9 +38,12 @@ class Call:
             self._at_once = self._reads.next_at_once(self)
         return self._at_once
 
-    def was_read(self) -> None:
-        """Remember that one of its deferred outputs was read."""
-        self.wanted |= not self.taken
+    def was_read(self, for_a_loss_outside: bool) -> None:
+        """Remember that one of its deferred outputs was read, and of which kind."""
+        if for_a_loss_outside:
+            self.wanted, self.is_known = self.wanted or not self.taken, True
+        else:
+            self.read_beside_the_loss = True
         if not self.read:
             self.read = True
             self._reads.calls_read += 1
@@ -50,7 +55,7 @@ class Call:
     def was_taken(self, again: bool = False) -> None:
         """Remember that a loss outside of the graph was computed without reading them; ``again``: of rows of which one
         was."""
-        self.wanted |= again
+        self.wanted, self.is_known = self.wanted or again, True
         if not self.taken:
             self.taken = True
             self._reads.calls_taken += 1
@@ -77,7 +82,7 @@ class Reads:
     def next_at_once(self, call: Call) -> bool:
         """Whether a call gets such logits at once. What became of those before is known late (two calls of a model, then a
         loss of both)."""
-        known = [c for c in self._recent if c.read or c.taken][-HABIT:]
+        known = [c for c in self._recent if c.is_known][-HABIT:]
         if len(known) == HABIT and all(c.wanted for c in known):
             self._recent, self._at_once = (), AT_ONCE
         if self._at_once:
@@ -98,7 +103,7 @@ class Reads:
 
     def in_a_row(self) -> int:
         """How many calls in a row were read, up to now."""
-        return self._in_a_row + 1 if self._last.read else 0
+        return self._in_a_row + 1 if self._last.read_beside_the_loss else 0
 
 
 def follow(deferring: Compiled, reads: Reads, compile_computing: Callable[[], Compiled]) -> Compiled:

@@ -14,9 +14,10 @@ from torch import Tensor
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.runtime.reads import Call
-from fx_fusion.runtime.steps import Kept, memory_of, same_bits, sample, wait, wait_no_more
+from fx_fusion.runtime.steps import Kept, Spans, same_bits, sample, wait, wait_no_more
 from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import (
+    has_saved_tensor_hooks,
     history_of,
     saved_tensor_hooks_are_enabled,
     version_of,
@@ -67,6 +68,8 @@ class Recipe:
     ):
         self.module, self.operands, self.names, self.autocast = module, tuple(operands), tuple(names), autocast
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._constant = [isinstance(o, Tensor) and not o.requires_grad for o in self.operands]
+        self.is_checkpointed = has_saved_tensor_hooks()
         self.owners = [owner_of(o) for o in self.operands]
         self.versions = self._versions()
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
@@ -147,13 +150,18 @@ class Recipe:
             self.check()
             self.check_samples()
             with self._gathered(), torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
-                self._values = self.module(*self.operands)
+                self._values = self.module(*self.as_called())
         elif self._values is None:
             assert self._computed is not None
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
                 wanted = self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in self.operands)
                 self._values = _Computed.apply(self, *self.operands) if wanted else self._computed
         return self._values
+
+    def as_called(self) -> tuple[Any, ...]:
+        """The operands; those that needed no gradient when the model ran need none."""
+        pairs = zip(self.operands, self._constant, strict=True)
+        return tuple(o.detach() if constant and o.requires_grad else o for o, constant in pairs)
 
     def again(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
         """The same computation on other operands (leaves, to differentiate it)."""
@@ -183,12 +191,13 @@ class Recipe:
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
-        self.call.was_read()
+        self.call.was_read(for_a_loss_outside=self.of_linear is not None)
         with self.reading, without_torch_function(), without_saved_tensor_hooks():
             for member in self._members():
                 if member._value is None:
                     value = member.source.compute()
                     member._history, member._value = history_of(value), value
+                    member._seen[:] = [value, member._history]
                     if self.of_linear is not None and member.step() is None and value.grad_fn is not None:
                         value.grad_fn.register_prehook(lambda dys: self.call.was_differentiated())
                     for hook in member._hooks:
@@ -198,7 +207,7 @@ class Recipe:
             self._values = self._computed = None
         wait_no_more(self)
 
-    def keep(self, changing: set[int], copies: dict[int, Tensor]) -> None:
+    def keep(self, changing: Spans, copies: dict[int, Tensor]) -> None:
         """Copy the operands in memory that an optimizer is about to change, if somebody can still read the outputs.
         ``copies``: by the id of an operand, shared by recipes."""
         if self._computed is not None or self.is_sharded() or self.stepped or not self._members():
@@ -208,7 +217,7 @@ class Recipe:
                 return
             operands = list(self.operands)
             for n, operand in enumerate(operands):
-                if isinstance(operand, Tensor) and memory_of(operand) in changing:
+                if isinstance(operand, Tensor) and changing.overlap(operand):
                     if id(operand) not in copies:
                         copies[id(operand)] = Kept.apply(operand)
                     operands[n], self.kept = copies[id(operand)], True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any, Protocol
@@ -13,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fx_fusion.torch_internals.dynamo import is_compiling
 
 _SAMPLED = 4096  # elements of an operand
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Recipe(Protocol):
@@ -22,7 +22,7 @@ class _Recipe(Protocol):
     stepped: bool
     graph: Any
 
-    def keep(self, changing: set[int], copies: dict[int, Tensor]) -> None: ...
+    def keep(self, changing: Spans, copies: dict[int, Tensor]) -> None: ...
     def forget_copies(self) -> None: ...
 
 
@@ -48,14 +48,31 @@ def waiting() -> list[_Recipe]:
         return list(_WAITING)
 
 
-def memory_of(tensor: Tensor) -> int:
-    """The same for a parameter and a view of it; of subclasses, for the same tensor."""
-    plain = type(tensor) in _PLAIN and not tensor.is_meta
-    return (tensor.untyped_storage().data_ptr() if plain else 0) or id(tensor)
+class Spans:
+    """The memory of the parameters that a step of an optimizer changes: of those that have a gradient."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._spans = sorted(map(_span, parameters))
+
+    def overlap(self, tensor: Tensor) -> bool:
+        """Whether a tensor has memory in common with them; of subclasses, whether it is one of them."""
+        start, end = _span(tensor)
+        return any(first < end and start < last for first, last in self._spans)
 
 
-def _changed_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {memory_of(p) for group in optimizer.param_groups for p in group["params"]}
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is a tensor with memory of its own, all in one piece."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Its first byte and the one behind its last; of others than plain tensors, and of those without bytes, a number."""
+    if not _is_plain(tensor) or tensor.numel() == 0:
+        return -id(tensor), -id(tensor) + 1
+    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize
 
 
 def _keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -63,25 +80,26 @@ def _keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     does one without memory for it: a read says so then."""
     if is_compiling() or not (recipes := waiting()):
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return
-    changing, copies = _changed_by(optimizer), dict[int, Tensor]()
-    try:
-        for recipe in recipes:
-            recipe.keep(changing, copies)
-    except torch.OutOfMemoryError:
-        return
+    changing, copies = Spans(optimizer), dict[int, Tensor]()
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for recipe in recipes:
+                recipe.keep(changing, copies)
+    _mark(recipes, changing)
 
 
 def _notice(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step: fused optimizers write to parameters without telling their version counters."""
-    if is_compiling() or not (recipes := waiting()):
-        return
-    changed = _changed_by(optimizer)
+    """After a step: its closure may have made gradients, and steps."""
+    if not is_compiling() and (recipes := waiting()):
+        _mark(recipes, Spans(optimizer))
+
+
+def _mark(recipes: list[_Recipe], changed: Spans) -> None:
+    """Fused optimizers write to parameters without telling their version counters."""
     for recipe in recipes:
         parts = (owner.sharded for owner in recipe.owners if owner is not None)
         tensors = (o for o in (*recipe.operands, *parts) if isinstance(o, Tensor))
-        recipe.stepped = recipe.stepped or any(memory_of(t) in changed for t in tensors)
+        recipe.stepped = recipe.stepped or any(map(changed.overlap, tensors))
 
 
 register_optimizer_step_pre_hook(_keep)
@@ -105,7 +123,7 @@ class Kept(torch.autograd.Function):
 
 def sample(operand: Any) -> Tensor | None:
     """Some elements of an operand, of all its columns: an optimizer that writes through ``.data`` changes one of them."""
-    if type(operand) not in _PLAIN or operand.is_meta or not operand.is_contiguous():
+    if not _is_plain(operand) or not operand.is_contiguous():
         return None
     flat = operand.detach().view(-1)
     return flat[:: flat.numel() // _SAMPLED | 1].clone()

@@ -430,18 +430,9 @@ def test_checkpoints_run_twice_alike():
 
 
 def test_a_second_derivative_raises():
-    class Squared(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, z):
-            return z.sum()
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * torch.ones(B, L, V)
-
     model = Model()
     with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(Squared.apply(compiled_of(model)(ids)), model.head.weight, create_graph=True)
+        torch.autograd.grad(Unread.apply(compiled_of(model)(ids)), model.head.weight, create_graph=True)
 
 
 def test_two_heads_are_one_call():
@@ -461,3 +452,125 @@ def test_two_heads_are_one_call():
     assert kinds == [(False, False)] * 2 + [(True, True)] * 2
     counted = report.graphs[0].reads
     assert (counted.calls, counted.calls_taken, counted.calls_at_once) == (4, 2, 2)
+
+
+def test_a_hook_on_transposed_logits():
+    found = []
+    for ours in (False, True):
+        model = Model()
+        z = (compiled_of(model) if ours else model)(ids).transpose(1, 2)
+        z.register_hook(lambda d: 2 * d)
+        F.cross_entropy(z, some).backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+class Unread(torch.autograd.Function):
+    """Its gradient does not depend on the values."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z.new_zeros(()) if type(z) is torch.Tensor else torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * torch.linspace(0, 1, B * L * V).view(B, L, V)
+
+
+def test_hooks_on_logits_that_are_gone_when_the_gradient_comes():
+    found = []
+    for ours in (False, True):
+        model = Model()
+        z = (compiled_of(model) if ours else model)(ids)
+        z.register_hook(lambda d: 2 * d)
+        loss = Unread.apply(z)
+        del z
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_that_were_written_to_and_are_gone_when_the_gradient_comes():
+    """A compiled loss reads them, and its gradient would be that of the unchanged logits."""
+    z = compiled_of(Model())(ids)
+    z.div_(2.0)
+    loss = torch.compile(z_loss, backend="aot_eager")(z)
+    del z
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("loss_of", [LOSSES["rows"], z_loss], ids=["taken", "read"])
+def test_a_head_that_was_frozen_when_the_model_ran(loss_of):
+    model = Model()
+    model.head.requires_grad_(False)
+    z = compiled_of(model)(ids)
+    model.head.requires_grad_(True)
+    loss_of(z).backward()
+    assert model.head.weight.grad is None
+    assert model.layer.weight.grad is not None
+
+
+def test_a_loss_in_autocast_of_float32_logits():
+    model = Model()
+    z, expected = compiled_of(model)(ids), model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, exact = LOSSES["rows"](z), LOSSES["rows"](expected)
+    assert loss.dtype == exact.dtype
+    torch.testing.assert_close(loss, exact)
+    loss.backward()
+    gradient = model.head.weight.grad.clone()
+    model.zero_grad()
+    exact.backward()
+    torch.testing.assert_close(gradient, model.head.weight.grad)
+
+
+def flat(model):
+    """The parameters in one memory."""
+    memory = torch.cat([p.detach().flatten() for p in model.parameters()])
+    at = 0
+    for p in model.parameters():
+        p.data = memory[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    return model
+
+
+@pytest.mark.parametrize("in_one_memory", [False, True])
+def test_a_step_that_leaves_the_head_alone(in_one_memory):
+    """It has no gradient yet, or is not the optimizer's."""
+    model = flat(Model()) if in_one_memory else Model()
+    parameters = model.layer.parameters() if in_one_memory else model.parameters()
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for p in model.layer.parameters():
+        p.grad = torch.ones_like(p)
+    z, hidden = compiled_of(model)(ids), torch.tanh(model.layer(model.table(ids))).detach()
+    expected = LOSSES["rows"](F.linear(hidden, model.head.weight)).detach()
+    optimizer.step()
+    loss = LOSSES["rows"](z)
+    torch.testing.assert_close(loss.detach(), expected)
+    torch.autograd.grad(loss, model.head.weight)
+
+
+def test_parameters_without_strides_are_stepped():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    z = compiled_of(Model())(ids)
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    LOSSES["rows"](z).backward()
+
+
+def test_a_loss_that_is_checkpointed_alone():
+    model = Model()
+    z = compiled_of(model)(ids)
+    loss = checkpoint(LOSSES["rows"], z, use_reentrant=False)
+    z.argmax(-1)
+    loss.backward()
+    expected = Model()
+    LOSSES["rows"](expected(ids)).backward()
+    torch.testing.assert_close(model.head.weight.grad, expected.head.weight.grad)
+
+
+def test_a_target_out_of_range_is_an_index_error():
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(compiled_of(Model())(ids).view(-1, V), ids.view(-1) + V)
