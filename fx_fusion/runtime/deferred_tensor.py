@@ -112,8 +112,8 @@ class _Link(torch.autograd.Function):
         if value is not None and (history_of(value) is not history or has_backward_hooks(value)):
             raise RuntimeError(
                 "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
-                "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the unchanged "
-                'tensor. Hand that code a copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
+                "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the "
+                'unchanged tensor. Hand that code a copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
             )
         if value is None:
             ctx.source.recipe.check()
