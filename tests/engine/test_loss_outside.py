@@ -574,3 +574,28 @@ def test_a_loss_that_is_checkpointed_alone():
 def test_a_target_out_of_range_is_an_index_error():
     with pytest.raises(IndexError, match="out of bounds"):
         F.cross_entropy(compiled_of(Model())(ids).view(-1, V), ids.view(-1) + V)
+
+
+def test_another_head_beside_logits_that_are_read():
+    """A loss in the graph, of which the logits are read in each call: they are computed beside it from the third call on, also
+    where the graph returns another head's."""
+    model, other = Model(), nn.Linear(H, V)
+
+    def run(i):
+        hidden = torch.tanh(model.layer(model.table(i)))
+        z = model.head(hidden)
+        return F.cross_entropy(z.view(-1, V), i.view(-1)), z, other(hidden)
+
+    compiled = torch.compile(run, backend=rewriting_backend())
+
+    def step():
+        loss, z, more = compiled(ids)
+        z.argmax(-1)
+        (loss + LOSSES["rows"](more)).backward()
+
+    with fx_fusion.recording() as report:
+        for _ in range(4):
+            step()
+    assert products(step) == 6, "three for each head"
+    assert [graph.computed != () for graph in report.graphs] == [False, True]
+    assert [(g.reads.calls_at_once, g.reads.calls_taken) for g in report.graphs] == [(0, 5)] * 2, "one count for both versions"
