@@ -135,10 +135,10 @@ class Recipe:
             return
         name = self.names[0]
         which = "an optimizer step changed one"
-        if self.kept:
-            which = "an optimizer step changed one, and the model ran again since"
-        elif changed:
+        if changed:
             which = f"one of shape {tuple(changed[0].shape)} was changed in place"
+        elif self.kept:
+            which = "an optimizer step changed one, and the model ran again since"
         raise StaleTensorError(
             f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
             f"{which}. Read {name} before what changes them (an optimizer step), or {_NOT_DEFERRED}."
@@ -229,6 +229,7 @@ class Recipe:
         with self.reading:
             if self.kept and self._values is None:
                 self.operands, self.stepped = tuple(None if isinstance(o, Tensor) else o for o in self.operands), True
+                self.versions = self._versions()
 
     def _members(self) -> list[Any]:
         return [tensor for reference in self.family if (tensor := reference()) is not None]
