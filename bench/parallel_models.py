@@ -95,8 +95,7 @@ def fsdp2_layers_and_head(compiled: dict[str, Any], sizes: Sizes) -> Model:
     import torch
 
     model, call = fsdp2_layers(compiled, sizes)
-    if compiled:
-        model.lm_head.forward = torch.compile(model.lm_head.forward, **compiled)
+    model.lm_head.forward = torch.compile(model.lm_head.forward, **compiled)
     return model, call
 
 

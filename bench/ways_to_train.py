@@ -228,24 +228,26 @@ def accumulate(model: nn.Module, batch: Batch) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def train_with_own_loss(model: nn.Module, batch: Batch) -> Tensor:
+def train_outside(loss_of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Batch], Tensor]:
     """As loops of one's own: the model gives logits, the loss is outside of what is compiled, and the variable that holds
     the logits is there until it is assigned again."""
-    labels = batch.pop("labels")
-    VARIABLES["logits"] = logits = model(**batch).logits
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-    loss.backward()
-    return loss.detach()
+
+    def step(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch.pop("labels")
+        VARIABLES["logits"] = logits = model(**batch).logits
+        loss = loss_of(logits[:, :-1], labels[:, 1:])
+        loss.backward()
+        return loss.detach()
+
+    return step
 
 
-def train_with_another_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The same with a loss that is written out."""
-    labels = batch.pop("labels")
-    VARIABLES["logits"] = logits = model(**batch).logits
-    log_probs = logits[:, :-1].log_softmax(-1)
-    loss = -log_probs.gather(-1, labels[:, 1:, None]).float().mean()
-    loss.backward()
-    return loss.detach()
+def cross_entropy(z: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(z.flatten(0, 1).float(), y.flatten())
+
+
+def written_out(z: Tensor, y: Tensor) -> Tensor:
+    return -z.log_softmax(-1).gather(-1, y[..., None]).float().mean()
 
 
 def evaluate(model: nn.Module, batch: Batch) -> Tensor:
@@ -293,8 +295,8 @@ SETUPS = {
     "dynamic": Setup(other_lengths),
     "dynamic-padded": Setup(padded_to_the_longest),
     "accumulate": Setup(plain, step=accumulate),
-    "own-loss": Setup(plain, step=train_with_own_loss),
-    "own-loss-read": Setup(plain, step=train_with_another_loss),
+    "own-loss": Setup(plain, step=train_outside(cross_entropy)),
+    "own-loss-read": Setup(plain, step=train_outside(written_out)),
     "z-loss": Setup(plain, llama_with_z_loss),
     "evaluate": Setup(ones, step=evaluate),
     "evaluate-read": Setup(ones, step=evaluate_and_read),

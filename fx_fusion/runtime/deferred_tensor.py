@@ -139,7 +139,7 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     tensor = wrapper(DeferredTensor, meta, device)
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
-    tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = source, None, None, None, False
+    tensor._source, tensor._value, tensor._inner, tensor._traced = source, None, None, False
     tensor._hooks, tensor._seen = [], []
     return tensor
 
@@ -147,7 +147,7 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
 def _around(value: Tensor) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` is a fake one."""
     tensor = wrapper(DeferredTensor, value, value.device)
-    tensor._source, tensor._value, tensor._history, tensor._inner, tensor._traced = None, value, None, None, True
+    tensor._source, tensor._value, tensor._inner, tensor._traced = None, value, None, True
     tensor._hooks = []
     return tensor
 
@@ -157,11 +157,10 @@ class DeferredTensor(torch.Tensor):
 
     _source: _Source | None  # None once it is read
     _value: Tensor | None
-    _history: Any  # history_of(the value) when it was computed
     _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
     _hooks: list[Hook]  # for the gradient of the value
-    _seen: list[Any]  # the value and its history, once it is read: for the autograd graph, which may live longer
+    _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
     @staticmethod
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:

@@ -196,10 +196,9 @@ class Recipe:
             for member in self._members():
                 if member._value is None:
                     value = member.source.compute()
-                    member._history, member._value = history_of(value), value
-                    member._seen[:] = [value, member._history]
+                    member._value, member._seen[:] = value, [value, history_of(value)]
                     if self.of_linear is not None and member.step() is None and value.grad_fn is not None:
-                        value.grad_fn.register_prehook(lambda dys: self.call.was_differentiated())
+                        value.grad_fn.register_prehook(lambda dys, call=self.call: call.was_differentiated())
                     for hook in member._hooks:
                         hook.register(value)
             for member in self._members():  # what they were computed from is theirs no more

@@ -52,8 +52,8 @@ class Spans:
     """The memory of the parameters that a step of an optimizer changes: of those that have a gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._spans = sorted(map(_span, parameters))
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._spans = [_span(p) for p in parameters if p.grad is not None]
 
     def overlap(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory in common with them; of subclasses, whether it is one of them."""
