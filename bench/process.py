@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 Row = dict[str, Any]
@@ -104,6 +106,21 @@ def in_turns(inner: dict[str, list[str]], until_ready: float, each: float) -> di
         for run in runs.values():
             run.run.kill()
     return {name: run.result() for name, run in runs.items()}
+
+
+@contextlib.contextmanager
+def alone(lock: str | None) -> Iterator[None]:
+    """While no other process has the file ``lock``, which stands for a GPU; at once without one."""
+    if lock is None:
+        yield
+        return
+    import torch
+
+    torch.cuda.synchronize()
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.synchronize()
 
 
 def environment() -> Row:

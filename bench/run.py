@@ -5,7 +5,7 @@
 Functions, inputs and sizes come from the declarations, those of plug-ins too. ``share`` is the time of the fewest bytes
 (``bench.fewest``) at the copy rate measured in the same run, ``host_us`` the host's time a call. A case whose fused function
 fails the accuracy rule is not timed. ``--compile-only`` fills the compilers' caches: several processes can do that at once,
-measuring has to be alone.
+measuring has to be alone: ``--lock FILE`` of a GPU lets several processes measure on it, one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.composites import COMPOSITES, read_by_convolution
 from bench.fewest import fewest_bytes
 from bench.grid import cases_of
 from bench.peers import liger
-from bench.process import environment
+from bench.process import alone, environment
 from fx_fusion.cost import timing
 from fx_fusion.cost.table import why_slower_for
 from fx_fusion.fusion.declaration import Case, Fusion
@@ -58,8 +58,8 @@ def providers(fusion: Fusion, function: Callable[..., Any], statics: dict[str, A
 class Bench:
     """One fusion at one size and dtype."""
 
-    def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype, wanted: list[str]):
-        self.fusion, self.case, self.dtype = fusion, case, dtype
+    def __init__(self, fusion: Fusion, case: Case, dtype: torch.dtype, wanted: list[str], lock: str | None = None):
+        self.fusion, self.case, self.dtype, self.lock = fusion, case, dtype, lock
         self.statics = {**fusion.variants[0], **case.statics}
         self.function = reference_of(fusion, self.statics)
         if self.layout() == "b ... c":
@@ -155,6 +155,11 @@ class Bench:
             for mode, report in (("forward", compiled_forward), ("forward+backward", compiled_both))
             if not report.sites or any(site.status == "fused" for site in report.sites)  # none: compiled before
         ]
+        with alone(self.lock):
+            return self.timed(calls, modes, about, rate)
+
+    def timed(self, calls: dict[str, dict[str, timing.Call]], modes: list[str], about: Row, rate: float) -> list[Row]:
+        """A row for each of ``modes`` and provider."""
         times = {mode: self.times(calls, mode) for mode in modes}
         inductor = [times[mode].get("inductor", 0.0) for mode in modes]
         if len(modes) == 2 and inductor[0] > 0.8 * inductor[1]:  # something came between
@@ -215,6 +220,7 @@ def main() -> None:
     parser.add_argument("--providers", default="eager,inductor,fx_fusion,liger")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th cell from the I-th on, for several processes")
+    parser.add_argument("--lock", metavar="FILE", help="time while no other process has it: several can share a GPU")
     parser.add_argument("--out", default="bench/results/ops.jsonl")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -224,14 +230,15 @@ def main() -> None:
     cells = work(given.fusion or (), case=given.case, grid=given.grid, dtypes=dtypes, modules=given.modules or ())
     part, parts = map(int, given.part.split("/"))
     cells = cells[part::parts]
-    rate = 0.0 if given.compile_only else timing.copy_rate()
+    with alone(given.lock):
+        rate = 0.0 if given.compile_only else timing.copy_rate()
     rows: list[Row] = []
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
     stamp = environment()
     with Progress() as progress, open(given.out, "a") as file:
         for fusion, case, dtype in progress.track(cells, description="compiling" if given.compile_only else "measuring"):
             try:
-                bench = Bench(fusion, case, dtype, given.providers.split(","))
+                bench = Bench(fusion, case, dtype, given.providers.split(","), given.lock)
                 if given.compile_only:
                     bench.compile()
                     continue
