@@ -19,10 +19,14 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.size_hints import trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
+from fx_fusion.graph.walk import NotThis
 from fx_fusion.kernels.embedding import embedding
+from fx_fusion.ops.shards import rows_of_all_ranks
 from fx_fusion.patterns.sites.log_probs import one_hot_of
 from fx_fusion.patterns.sites.products import Product, product_of
+from fx_fusion.patterns.sites.table_parts import TableParts, table_parts
 from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.parts import own
 
 NO_PADDING = -1
 
@@ -52,7 +56,13 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             padding += example(bound["weight"]).shape[0]
         inputs = {"ids": bound["input"], "weight": bound["weight"]}
         statics = {"padding_idx": NO_PADDING if padding is None else padding}
-        yield Match("embedding", (node,), frozenset([node]), inputs, statics)
+        try:
+            parts = table_parts(node, bound["input"], bound["weight"])
+        except NotThis as why:
+            yield NearMiss("embedding", node, node, str(why))
+            continue
+        lies = {} if parts is None else parts.gradients
+        yield Match("embedding", (node,), frozenset([node]), inputs, statics, parts=lies, reading=parts)
 
 
 def _indexed(view: View, node: fx.Node) -> Match | None:
@@ -67,7 +77,7 @@ def _indexed(view: View, node: fx.Node) -> Match | None:
         return None
     statics, counts = {"padding_idx": NO_PADDING}, view.name(node) == "getitem"
     return Match(
-        "embedding", (node,), frozenset([node]), {"ids": ids, "weight": weight}, statics, reading=counts
+        "embedding", (node,), frozenset([node]), {"ids": ids, "weight": weight}, statics, reading=counts or None
     )  # fmt: skip
 
 
@@ -98,6 +108,10 @@ def unread(view: View) -> Iterator[NearMiss]:
 
 def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(match.root):
+        if isinstance(match.reading, TableParts):
+            call = _of_own_rows(editor, match, match.reading)
+            editor.replace(match.root, call)
+            return
         ids, weight = match.inputs["ids"], match.inputs["weight"]
         if match.reading:  # an index below 0 counts from the end
             behind = editor.call(torch.add, (ids, example(weight).shape[0]), like=match.root)
@@ -105,6 +119,24 @@ def emit(editor: Editor, match: Match) -> None:
         call = editor.call(embedding, (ids, weight, match.statics["padding_idx"]), like=match.root)
         editor.check([match.root], [call])
     editor.replace(match.root, call)
+
+
+def _of_own_rows(editor: Editor, match: Match, parts: TableParts) -> fx.Node:
+    """What this rank looks up in its part of the table, as the DTensor that ``rows`` says. A row that another rank has is
+    row 0 here, times 0."""
+    root, padding, here = match.root, match.statics["padding_idx"], None
+    ids, weight = own(editor, match, "ids"), own(editor, match, "weight")
+    if parts.own is not None:
+        padding = padding - parts.first if parts.first <= padding < parts.first + parts.own else NO_PADDING
+        ids = editor.call(torch.sub, (ids, parts.first), like=root)
+        inside = editor.call(torch.ge, (ids, 0), like=root), editor.call(torch.lt, (ids, parts.own), like=root)
+        here = editor.call(torch.logical_and, inside, like=root)
+        ids = editor.call(torch.where, (here, ids, 0), like=root)
+    looked_up = editor.call(embedding, (ids, weight, padding), like=root)
+    if here is not None:
+        looked_up = editor.call(torch.where, (editor.method("unsqueeze", (here, -1), like=root), looked_up, 0.0), like=root)
+    given = looked_up, match.inputs["ids"], match.inputs["weight"], parts.rows
+    return editor.call(rows_of_all_ranks, given, like=root)
 
 
 def guard(ids, weight, padding_idx):

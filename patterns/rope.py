@@ -22,6 +22,7 @@ from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.rope import rope
 from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.parts import own, whole
 
 
 def rotated(q, cos, sin, style, out, upcast):
@@ -100,7 +101,8 @@ def join(view: View, q: Match, k: Match) -> Match | None:
     if not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")):
         return None
     a, b = example(q.inputs["q"]), example(k.inputs["q"])
-    alike = (a.dtype, a.requires_grad) == (b.dtype, b.requires_grad)
+    about = [(t.dtype, t.requires_grad, getattr(t, "placements", None), getattr(t, "device_mesh", None)) for t in (a, b)]
+    alike = about[0] == about[1]
     if not alike or not all(statically_known_true(a.shape[d] == b.shape[d]) for d in (0, 3)):
         return None
     first_use = min((view.order[u] for u in q.root.users), default=len(view.order))
@@ -111,6 +113,7 @@ def join(view: View, q: Match, k: Match) -> Match | None:
         outputs=(q.root, k.root),
         nodes=q.nodes | k.nodes,
         others={"k": k.inputs["q"]},
+        parts={**q.parts, "k": q.parts["q"]} if q.parts else q.parts,
         crossed=q.crossed | k.crossed,
         rounded=q.rounded | k.rounded,
         terms=q.terms + k.terms,
@@ -123,12 +126,13 @@ def emit(editor: Editor, match: Match) -> None:
     last = max(match.operands.values(), key=lambda n: editor.view.order[n])
     at = q_root if editor.view.order[last] < editor.view.order[q_root] else editor.now(last).next
     with editor.graph.inserting_before(at):
-        arguments = (
-            match.inputs["q"], match.others.get("k"), match.inputs["cos"], match.inputs["sin"],
-            match.statics["style"], match.statics["out"], not keeps_layout(match),
-        )  # fmt: skip
-        call = editor.call(rope, arguments, like=q_root)
-        results = [editor.item(call, i, like=root) for i, root in enumerate(match.outputs)]
+        q, k, cos, sin = (own(editor, match, name) for name in ("q", "k", "cos", "sin"))
+        contiguous = not keeps_layout(match)
+        call = editor.call(rope, (q, k, cos, sin, match.statics["style"], match.statics["out"], contiguous), like=q_root)
+        results = [
+            whole(editor, match, editor.item(call, i, like=root), root, lies_as="qk"[i], contiguous=contiguous)
+            for i, root in enumerate(match.outputs)
+        ]
         editor.check(match.outputs, results)
     editor.replace(q_root, results[0])
     if k_root is not None:
@@ -157,7 +161,8 @@ def _casts_to(view: View, reader: fx.Node, narrow: torch.dtype) -> bool:
 
 def keeps_layout(match: Match) -> bool:
     """Sums have the layout of q; a ``cat`` of halves is contiguous."""
-    root, q = example(match.root), example(match.inputs["q"])
+    root, q = example(match.root), match.example("q")
+    root = root.to_local() if match.parts else root
     return all(statically_known_true(a == b) for a, b in zip(root.stride(), torch.empty_like(q).stride(), strict=True))
 
 
@@ -187,6 +192,7 @@ FUSION = Fusion(
     unread=unread,
     why_keep=why_keep,
     join=join,
+    parallel=("b", "h", "s"),
     emit=emit,
     finish=finish,
     frozen=("cos", "sin"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
@@ -69,11 +70,21 @@ def _gradients(fusion: Fusion, match: Match) -> dict[str, tuple[Any, ...]]:
             if places[name] is not None:
                 gradients[name].append(tensor.placements[i])
                 continue
-            has = {dim.name for dim, where in fusion.specs[name].align(tensor.dim()) or () if where.start < where.stop}
+            has = _dims_of(fusion, name, tensor)
             if any(dim in has for dim, _ in dims):
                 raise _Not(f"{name} is replicated where others are sharded along {next(iter(dims))[0]}")
             gradients[name].append(Partial() if dims else Replicate())
     return {name: tuple(found) for name, found in gradients.items()}
+
+
+def _dims_of(fusion: Fusion, name: str, tensor: Any) -> set[str]:
+    """The entries of its spec that a tensor has, without those that it is broadcast over."""
+    places = fusion.specs[name].align(tensor.dim()) or ()
+    return {
+        dim.name
+        for dim, where in places
+        if where.start < where.stop and not (dim.broadcast and statically_known_true(tensor.shape[where.start] == 1))
+    }
 
 
 def _sharded_dim(fusion: Fusion, name: str, tensor: Any, placement: Any) -> tuple[str, int] | None:

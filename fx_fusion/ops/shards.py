@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -17,13 +19,30 @@ def part_of_rank(x: Any, gradient: Any) -> Tensor:
     return x.to_local(grad_placements=list(gradient))
 
 
-def of_all_ranks(part: Tensor, like: Any) -> Tensor:
-    """The DTensor of which ``part`` is this rank's, and which lies as ``like`` does."""
+def of_all_ranks(part: Tensor, like: Any, contiguous: bool = False) -> Tensor:
+    """The DTensor of which ``part`` is this rank's, with the shape and the placements of ``like``, and its strides unless it
+    is ``contiguous``."""
     from torch.distributed.tensor import DTensor
 
+    stride = _contiguous(like.shape) if contiguous else like.stride()
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
+
+
+def rows_of_all_ranks(part: Tensor, ids: Any, table: Any, placements: Any) -> Tensor:
+    """The DTensor of which ``part`` is this rank's: a row of ``table`` for each of ``ids``."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*ids.shape, table.shape[1]))
     return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part, table.device_mesh, list(placements), run_check=False, shape=shape, stride=_contiguous(shape)
     )
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, size * strides[0])
+    return tuple(strides)
 
 
 def replica(x: Any) -> Tensor:

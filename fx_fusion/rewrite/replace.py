@@ -8,8 +8,8 @@ from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.ops.layouts import any_layout, channels_last, is_channels_last
-from fx_fusion.ops.shards import of_all_ranks, part_of_rank
 from fx_fusion.rewrite.editor import Editor, Mismatch
+from fx_fusion.rewrite.parts import own, whole
 
 
 def replace(fusion: Fusion, match: Match, editor: Editor) -> Reason:
@@ -37,7 +37,7 @@ def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
     with editor.graph.inserting_before(insertion_point(match, editor)):
         for parameter, node in match.inputs.items():
             if parameter in match.parts:
-                bound[parameter] = editor.call(part_of_rank, (node, match.parts[parameter]), like=match.root)
+                bound[parameter] = own(editor, match, parameter)
             elif parameter in match.channels_last:
                 bound[parameter] = editor.call(channels_last, (node,), like=match.root)
             elif is_tensor(node) and fusion.specs[parameter].squeezed and example(node).dim() > 1:
@@ -57,10 +57,10 @@ def call_kernel(fusion: Fusion, match: Match, editor: Editor) -> None:
 
 def _of_all_ranks(editor: Editor, match: Match, node: fx.Node, output: fx.Node) -> fx.Node:
     """A rank's part of a result as the DTensor that it replaces, which lies as the input of the same shape does."""
-    alike = [match.inputs[name] for name in match.parts if same_shape(example(match.inputs[name]), example(output))]
+    alike = [name for name in match.parts if same_shape(example(match.inputs[name]), example(output))]
     if not alike:
         raise Mismatch(f"no input has the shape {tuple(example(output).shape)} of {output.name}, whose parts lie over ranks")
-    return editor.call(of_all_ranks, (node, editor.now(alike[0])), like=output)
+    return whole(editor, match, node, output, lies_as=alike[0])
 
 
 def _as_the_graph_has_it(editor: Editor, node: fx.Node, output: fx.Node) -> fx.Node:
