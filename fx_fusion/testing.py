@@ -90,7 +90,7 @@ def zipf(count: int, bound: int, device: str, generator: torch.Generator | None 
 
 def _sizes(dim: Dim, fusion: Fusion, case: Case) -> list[int]:
     """The sizes that one entry of a spec stands for."""
-    if dim.name == "1" or dim.name in fusion.shared:
+    if dim.name == "1" or (dim.broadcast and dim.name in fusion.shared):
         return [1]
     if dim.name == "...":
         return _two_dims(case.sizes["m"]) if "m" in case.sizes else []

@@ -10,7 +10,9 @@ from fx_fusion.errors import DeclarationError
 from fx_fusion.fusion.declaration import case
 from fx_fusion.fusion.legality import asked, why_not
 from fx_fusion.fusion.match import Match
-from fx_fusion.fusion.registry import in_order
+from fx_fusion.fusion.registry import all_fusions, in_order
+from fx_fusion.testing import make_inputs
+from fx_fusion.torch_internals.fakes import FakeTensorMode
 from tests.engine.graphs import capture
 from tests.engine.tiny import SCALED_TANH, dyt, fusion_dyt, op
 
@@ -207,3 +209,17 @@ def test_a_match_that_binds_what_is_not_declared():
     view, match = matched()
     with pytest.raises(DeclarationError, match="binds gate, which is no input"):
         why_not(fusion_dyt(), dataclasses.replace(match, inputs={**match.inputs, "gate": match.inputs["x"]}), view)
+
+
+@pytest.mark.parametrize("fusion", all_fusions(), ids=lambda f: f.name)
+def test_inputs_have_the_sizes_of_their_case(fusion):
+    """A dim that may be broadcast is 1 where it is declared as shared; every other one is as long as the case says."""
+    with FakeTensorMode():
+        for given in fusion.cases:
+            inputs = make_inputs(fusion, given, {**fusion.variants[0], **given.statics}, torch.float32, "cpu")
+            for name in fusion.tensors:
+                places = fusion.specs[name].align(inputs[name].dim()) if name in inputs else ()
+                for dim, where in places:
+                    wanted = given.sizes.get(dim.name, given.sizes.get(dim.like or ""))
+                    if wanted is not None and not dim.several and not (dim.broadcast and dim.name in fusion.shared):
+                        assert inputs[name].shape[where.start] == wanted, (name, dim.name, given.name)
