@@ -11,11 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def gathered(tensor: Tensor, ranks: int, group: str) -> Tensor:
-    """The tensors of all ranks of a group, by the group's name, one behind the other along the first dim. All ranks have to
-    call it. Gone: raises AttributeError at the first step, and nothing is computed."""
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_gather_into_tensor(tensor, ranks, group))
+def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
+    """The tensors of all ranks of a group, by the group's name, one behind the other along the first dim; not there before
+    ``arrived``, and ``tensor`` has to stay until then. All ranks have to call it. Gone: raises AttributeError at the first
+    step, and nothing is computed."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, ranks, group)
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """What ``gather`` returned, once it is there. Gone: as ``gather``."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 _MEETINGS: Counter[str] = Counter()  # of this rank, by group

@@ -50,8 +50,8 @@ NO_IGNORE = -(2**31)  # no target has this index; the least that fits an argumen
 
 @triton.jit
 def _cross_entropy_rows_kernel(
-    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, row_weight_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr,
-    dentropy_ptr, z_factor_ptr, m, v, all_classes, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing,
+    l_ptr, dl_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, stats_ptr, dloss_ptr, entropy_ptr, dentropy_ptr,
+    z_factor_ptr, m, v, first, all_classes, width, l_stride, dl_stride, dloss_stride, ignore_index, smoothing,
     softcap, scale, programs,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     READ_STATS: tl.constexpr, GRADIENT: tl.constexpr, HAS_DLOSS: tl.constexpr, ENTROPY: tl.constexpr,
@@ -59,7 +59,9 @@ def _cross_entropy_rows_kernel(
     UNIT: tl.constexpr, ELSEWHERE: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """Compute rows pid, pid + programs, ...: the loss unless READ_STATS, and with GRADIENT dl, which may overwrite l.
-    Each lane keeps its own maximum and sum; they are combined once a row.
+    Each lane keeps its own maximum and sum; they are combined once a row. ELSEWHERE: the columns are classes ``first``,
+    ``first`` + 1, ... of ``all_classes``; for the loss, what is known of these columns alone is stored: z_t and, with
+    SMOOTH, Σ_c w_c z_c a row of numbers behind it.
 
     A row of odd length may start at any column: with ALIGN > 1 wide loads and stores cover its ``body``, which begins at
     the first multiple of ALIGN, column ``head``; the ``end_columns`` are loaded and stored separately."""
@@ -71,7 +73,7 @@ def _cross_entropy_rows_kernel(
     lanes = tl.arange(0, BLOCK)
     LANES: tl.constexpr = BLOCK // EACH
     for row in range(tl.program_id(0).to(tl.int64), m, programs):
-        target = tl.load(target_ptr + row)
+        named = tl.load(target_ptr + row)
         head = 0
         body = width
         if ALIGN > 1:
@@ -79,13 +81,15 @@ def _cross_entropy_rows_kernel(
             body = tl.multiple_of((width - head) // ALIGN * ALIGN, ALIGN)
         l_row = l_ptr + tl.multiple_of(row * l_stride + head, ALIGN)  # column ``head``
         dl_row = dl_ptr + tl.multiple_of(row * dl_stride + head, ALIGN)
-        counts = target != ignore_index
+        counts = named != ignore_index
         z_factor = 0.0
         if Z_LOSS:
             z_factor = tl.load(z_factor_ptr + row)
         if not counts and z_factor == 0.0:
             if not READ_STATS:
                 tl.store(loss_ptr + row, 0.0)
+                if ELSEWHERE and SMOOTH:
+                    tl.store(loss_ptr + m + row, 0.0)
                 tl.store(stats_ptr + row, 0.0)
                 tl.store(stats_ptr + m + row, 1.0)
             if GRADIENT:
@@ -96,13 +100,14 @@ def _cross_entropy_rows_kernel(
                     end_cols, end_live = end_columns(width, head, body, ALIGN, LANES)
                     tl.store(dl_row - head + end_cols, tl.zeros((LANES,), dl_ptr.dtype.element_ty), end_live)
         else:
+            target = named
+            known = (named >= 0) & (named < all_classes)
+            if ELSEWHERE:
+                target = named - first
             valid = (target >= 0) & (target < v)
             w_target = 1.0
-            if HAS_WEIGHT:
-                if ELSEWHERE:
-                    w_target = tl.load(row_weight_ptr + row).to(tl.float32)
-                else:
-                    w_target = tl.load(weight_ptr + target, valid, 0.0).to(tl.float32)
+            if HAS_WEIGHT:  # those of the other ranks' classes lie before and behind
+                w_target = tl.load(weight_ptr + target, known, 0.0).to(tl.float32)
             w_sum = all_classes * 1.0
             if HAS_WEIGHT and SMOOTH:
                 w_sum = tl.load(weight_sum_ptr)
@@ -150,7 +155,10 @@ def _cross_entropy_rows_kernel(
                 if ENTROPY:
                     tl.store(entropy_ptr + row, tl.log(total) - mean)
             if ELSEWHERE and not READ_STATS:
-                tl.store(loss_ptr + row, wz)
+                z_target, _ = load_z(l_row - head + target, valid, scale, softcap, SCALED, SOFTCAP)
+                tl.store(loss_ptr + row, tl.where(valid, z_target, 0.0))
+                if SMOOTH:
+                    tl.store(loss_ptr + m + row, wz)
             elif not READ_STATS:
                 z_target, _ = load_z(l_row - head + target, valid, scale, softcap, SCALED, SOFTCAP)
                 loss = w_target * (tl.log(total) + (top - z_target))
@@ -167,11 +175,7 @@ def _cross_entropy_rows_kernel(
                 dloss = 1.0
                 if HAS_DLOSS:
                     dloss = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
-                if not ELSEWHERE:  # as the loss, so that no optimizer steps with such a row
-                    known = valid
-                    if Z_LOSS:
-                        known = valid | (target == ignore_index)
-                    dloss = tl.where(known, dloss, float("nan"))
+                dloss = tl.where(known | (named == ignore_index), dloss, float("nan"))  # so that no optimizer steps with it
                 dentropy = 0.0
                 if ENTROPY:
                     dentropy = tl.load(dentropy_ptr + row) / total
@@ -216,11 +220,11 @@ def _cross_entropy_rows_kernel(
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What the rows of one rank have to know of all ``classes``, of which other ranks have the rest: of class weights, that
-    of each row's target (m) and the sum of all."""
+    """What the rows of one rank have to know of all ``classes``, of which it has those from ``first`` on: ``w_sum``, the sum
+    of all class weights."""
 
     classes: int
-    w_target: Tensor | None = None
+    first: int
     w_sum: Tensor | None = None
 
 
@@ -235,8 +239,9 @@ def launch_rows(
     classes    v; columns behind it are padding, with a gradient of zero.
     entropy    (m): H, written with ``loss``, else read; ``dlogits`` then includes the part of ``dentropy`` (m, fp32,
                contiguous).
-    elsewhere  other ranks have more classes: a target that is none of these is theirs, ``loss`` gets Σ_c w_c z_c with
-               smoothing and 0 without, and gradients are those of all classes.
+    elsewhere  other ranks have more classes: ``loss`` (m, or 2 m with smoothing) gets z_t, 0 where the target is theirs,
+               and Σ_c w_c z_c; ``weight`` is the slice of these classes of the weights of all, of unit stride; gradients
+               are those of all classes.
     z_factor   (m), fp32, contiguous: f of the z-loss; an ignored row has it too unless its f is 0."""
     m, width = logits.shape
     v = width if classes is None else classes
@@ -244,7 +249,7 @@ def launch_rows(
         return
     if v == 0:
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes; a loss needs one at least")
-    weight = None if weight is None else weight.contiguous()
+    weight = None if weight is None else weight.contiguous()  # a slice of unit stride as it is
     if ignore_index < NO_IGNORE:
         refuse_tracing()  # Inductor takes an integer for 32 bits wide unless it is too large for that
     reads_stats, gradient = loss is None, dlogits is not None
@@ -256,15 +261,15 @@ def launch_rows(
         m, width, logits.element_size(), sms, align=align, reads_stats=reads_stats, gradient=gradient
     )  # fmt: skip
     programs = min(m, sms * plan.programs_per_sm)
-    w_sum = w_target = out  # it stands for all that is not there
+    w_sum = out  # it stands for all that is not there
     if elsewhere is not None and elsewhere.w_sum is not None:
-        w_sum, w_target = elsewhere.w_sum, elsewhere.w_target
+        w_sum = elsewhere.w_sum
     elif weight is not None:
         w_sum = weight.float().sum()
     launch(_cross_entropy_rows_kernel, (programs,),
-        logits, out, target, out if weight is None else weight, w_sum, w_target, out if reads_stats else loss, stats,
+        logits, out, target, out if weight is None else weight, w_sum, out if reads_stats else loss, stats,
         *(out if t is None else t for t in (dloss, entropy, dentropy, z_factor)),
-        m, v, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out_stride,
+        m, v, 0 if elsewhere is None else elsewhere.first, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out_stride,
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap), float(scale),
         programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1, SOFTCAP=softcap > 0,
         READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None, ALIGN=align,

@@ -176,14 +176,15 @@ def test_logits_are_handed_out_beside_the_loss(v, reduction, trained, device, mo
 
 
 def in_parts(monkeypatch, parts, function):
-    """``function(first, last)`` of every part of the columns, each of which sees what the others hand to ``gathered``."""
+    """``function(first, last)`` of every part of the columns, each of which sees what the others hand to ``gather``."""
     found = {}
 
     def said(tensor, ranks, group):
         found[group] = tensor.clone()
         return torch.cat([found.get(str(first), tensor) for first, _ in parts])
 
-    monkeypatch.setattr(class_part, "gathered", said)
+    monkeypatch.setattr(class_part, "gather", said)
+    monkeypatch.setattr(class_part, "arrived", lambda tensor: tensor)
     for first, last in parts:
         function(first, last)
     return [function(first, last) for first, last in parts]
@@ -227,6 +228,27 @@ def test_classes_on_several_ranks(kernel, softcap, scale, padded, smoothing, wei
         gradient = torch.where(wrong[:, None], float("nan"), exact.grad[:, first:last])
         torch.testing.assert_close(own[:, : last - first].double(), gradient, equal_nan=True, rtol=1e-4, atol=1e-6)
         assert not padded or not own[:, last - first :].nan_to_num().any()
+
+
+@pytest.mark.parametrize("m", [1, 2, 9])
+def test_a_chunk_of_several_ranks_goes_in_two_halves(m, device, monkeypatch):
+    """The sums of the second half are sent before those of the first have arrived, and the numbers are those of one part."""
+    v, events = 40, []
+    monkeypatch.setattr(class_part, "gather", lambda own, ranks, group: events.append("sent") or torch.cat([own] * 2))
+    monkeypatch.setattr(class_part, "arrived", lambda tensor: events.append("arrived") or tensor)
+    logits, target = torch.randn(m, v, device=device), torch.randint(0, v, (m,), device=device)
+    weight, upstream = torch.rand(2 * v, device=device), torch.rand(m, device=device)
+    part = class_part.ClassPart("g", 0, 2 * v, 2)
+    found = []
+    for worth in (1, 1 << 30):
+        monkeypatch.setattr(class_part, "_WORTH_HALVES", worth)
+        own, loss, entropy = logits.clone(), torch.empty(m, device=device), torch.empty(m, device=device)
+        given = own, v, target, weight, (-100, 0.1, 0.0, 1.0), loss, upstream, own
+        part.rows(*given, entropy, upstream, upstream / 8)
+        found.append((own, loss, entropy))
+    for halves, whole in zip(*found, strict=True):
+        torch.testing.assert_close(halves, whole, rtol=0, atol=0)
+    assert events == (["sent", "sent", "arrived", "arrived"] if m > 1 else ["sent", "arrived"]) + ["sent", "arrived"]
 
 
 @pytest.mark.parametrize("kernel", [True, False])

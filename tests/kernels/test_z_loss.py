@@ -117,11 +117,12 @@ def test_classes_on_two_ranks(device, monkeypatch, over, smoothing):
     parts = [class_part.ClassPart("g", 0, V, 2), class_part.ClassPart("g", 20, V, 2)]
     slices = [logits[:, :20].clone(), logits[:, 20:].clone()]
     found = []
-    monkeypatch.setattr(class_part, "gathered", lambda own, ranks, group: found.append(own) or torch.cat([own] * 2))
+    monkeypatch.setattr(class_part, "gather", lambda own, ranks, group: found.append(own) or torch.cat([own] * 2))
+    monkeypatch.setattr(class_part, "arrived", lambda tensor: tensor)
     for part, own in zip(parts, slices, strict=True):
         part.forward(own, own.shape[1], target, None, (-100, smoothing, 0.0, 1.0), z_factor=z_factor)
     both = torch.cat(found)
-    monkeypatch.setattr(class_part, "gathered", lambda own, ranks, group: both)
+    monkeypatch.setattr(class_part, "gather", lambda own, ranks, group: both)
     for part, own, columns in zip(parts, slices, (slice(0, 20), slice(20, V)), strict=True):
         loss, dl = torch.empty(M, device=device), torch.empty_like(own)
         part.rows(own, own.shape[1], target, None, (-100, smoothing, 0.0, 1.0), loss, None, dl, z_factor=z_factor)
