@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from fx_fusion.torch_internals.fakes import FakeTensor
 from fx_fusion.torch_internals.fsdp import gathered, is_freed, owner_of
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
+_calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
 
 
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
@@ -71,6 +73,7 @@ class Recipe:
         self._constant = [isinstance(o, Tensor) and not o.requires_grad for o in self.operands]
         self.is_checkpointed = has_saved_tensor_hooks()
         self.owners = [owner_of(o) for o in self.operands]
+        self._occasions = self._number_this_call()
         self.versions = self._versions()
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
@@ -78,6 +81,7 @@ class Recipe:
         self.kept = False  # whether operands are copies of parameters, made before an optimizer's step
         self.graph: Any = None  # whose outputs they are: its next call frees the copies
         self.rows_taken = 0  # by losses outside of the graph
+        self._gatherings = 0  # how often all ranks have met for it
         self.call, self._computed, self.of_linear = call, values, of_linear
         self._values: tuple[Tensor, ...] | None = None
         self._samples: list[Tensor | None] = [None] * len(self.operands)
@@ -173,26 +177,39 @@ class Recipe:
         """Inside, parameters that FSDP has freed are whole. Raises RuntimeError unless all ranks that have a part of the
         operands read now: to gather it takes all of them."""
         freed = [owner for o, owner in zip(self.operands, self.owners, strict=True) if owner is not None and is_freed(o)]
-        parts = (o for o in self.operands if any(not p.is_replicate() for p in getattr(o, "placements", ())))
-        groups = [group for part in parts for group in part.device_mesh.get_all_groups()]
-        self._meet([*groups, *(owner.group for owner in freed if owner.group is not None)])
+        self._meet([*_groups_of(self.operands), *(owner.group for owner in freed if owner.group is not None)])
         return gathered(freed) if freed else contextlib.nullcontext()
 
+    def _number_this_call(self) -> dict[str, int]:
+        """Which of all calls whose outputs have this name this is, by the name of each group that is asked to read them. All
+        ranks make the same calls in the same order, so the number stands for the same tensor on each."""
+        if self.is_traced():
+            return {}
+        groups = [*_groups_of(self.operands), *(owner.group for owner in self.owners if owner is not None)]
+        names = {group.group_name for group in groups if group is not None}
+        for group in names:
+            _calls[group, self.names[0]] += 1
+        return {group: _calls[group, self.names[0]] for group in names}
+
     def _meet(self, groups: Sequence[Any]) -> None:
-        for group in {id(group): group for group in groups}.values():
-            present, ranks = present_within(_PATIENCE, group), group.size()
+        """Wait until all ranks of the groups read this tensor. Raises RuntimeError if they do not."""
+        name = self.names[0]
+        for group in {group.group_name: group for group in groups}.values():
+            occasion = f"{group.group_name}/{name}/{self._occasions[group.group_name]}/{self._gatherings}"
+            present, ranks = present_within(_PATIENCE, group, occasion), group.size()
             if present < ranks:
-                name = self.names[0]
                 raise RuntimeError(
                     f"{name} is computed when it is read, and gathered from {ranks} ranks then; {present} of them read it "
-                    f"within {_PATIENCE} s. Read {name} on every rank (then use it on one), or "
+                    f"within {_PATIENCE} s. Read {name} on every rank, in the same order (then use it on one), or "
                     f"{_NOT_DEFERRED}."
                 )
+        self._gatherings += 1
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
-        self.call.was_read(for_a_loss_outside=self.of_linear is not None)
         with self.reading, without_torch_function(), without_saved_tensor_hooks():
+            self.values()  # it may be refused on one rank: to count that as read would change what only this rank runs
+            self.call.was_read(for_a_loss_outside=self.of_linear is not None)
             for member in self._members():
                 if member._value is None:
                     value = member.source.compute()
@@ -266,6 +283,12 @@ class _Computed(torch.autograd.Function):
         for n, gradient in zip(wanted, found, strict=True):
             grads[n] = gradient
         return (None, *grads)
+
+
+def _groups_of(operands: Sequence[Any]) -> list[Any]:
+    """The process groups over which DTensors among them lie in parts."""
+    parts = (o for o in operands if any(not p.is_replicate() for p in getattr(o, "placements", ())))
+    return [group for part in parts for group in part.device_mesh.get_all_groups()]
 
 
 def _version(operand: Any) -> tuple[int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 import torch
@@ -23,22 +22,25 @@ def arrived(tensor: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
-_MEETINGS: Counter[str] = Counter()  # of this rank, by group
+_over: dict[str, str] = {}  # by the name of a group, the key of the last occasion on which all its ranks met
 
 
-def present_within(seconds: float, group: Any) -> int:
-    """How many ranks of a group call this, the same time for each, until all do or the time is up. Gone: all of them."""
+def present_within(seconds: float, group: Any, occasion: str) -> int:
+    """How many ranks of a group are here on the same ``occasion`` until all are or the time is up. Once all were, nobody has
+    to wait on it again. Gone: all of them."""
     store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     if store_of is None or dist.get_backend(group) == "fake":
         return dist.get_world_size(group)
-    name = group.group_name
-    _MEETINGS[name] += 1
-    store, key = store_of(group), f"fx_fusion/{_MEETINGS[name]}"
+    store, key, ranks = store_of(group), f"fx_fusion/{occasion}", dist.get_world_size(group)
     late, present = time.monotonic() + seconds, store.add(key, 1)
-    while present < dist.get_world_size(group):
+    while present < ranks:
         if time.monotonic() > late:
             store.add(key, -1)  # who comes later must not find us
             return present
         time.sleep(0.001)
         present = store.add(key, 0)
+    before = _over.get(group.group_name, key)
+    if before != key and dist.get_rank(group) == 0:
+        store.delete_key(before)  # all that were there are here
+    _over[group.group_name] = key
     return present

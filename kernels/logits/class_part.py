@@ -189,8 +189,7 @@ class ClassPart:
         return Elsewhere(self.classes, self.first, None if w is None else w.sum())
 
     def _columns(self, target, v, ignore_index):
-        """Returns, for each row, its target's column here or 0, and whether the target is this rank's, whether it counts, and
-        whether it is a class."""
+        """Returns each row's column of its target here or 0, and whether the target is this rank's, counts, is a class."""
         counts, known = target != ignore_index, (target >= 0) & (target < self.classes)
         own = (target >= self.first) & (target < self.first + v)
         return torch.where(own, target - self.first, 0), own, counts, known

@@ -269,7 +269,7 @@ def launch_rows(
     launch(_cross_entropy_rows_kernel, (programs,),
         logits, out, target, out if weight is None else weight, w_sum, out if reads_stats else loss, stats,
         *(out if t is None else t for t in (dloss, entropy, dentropy, z_factor)),
-        m, v, 0 if elsewhere is None else elsewhere.first, v if elsewhere is None else elsewhere.classes, width, logits.stride(0), out_stride,
+        m, v, *((0, v) if elsewhere is None else (elsewhere.first, elsewhere.classes)), width, logits.stride(0), out_stride,
         0 if dloss is None else dloss.stride(0), int(ignore_index), float(label_smoothing), float(softcap), float(scale),
         programs, HAS_WEIGHT=weight is not None, SMOOTH=label_smoothing > 0, SCALED=scale != 1, SOFTCAP=softcap > 0,
         READ_STATS=reads_stats, GRADIENT=gradient, HAS_DLOSS=dloss is not None, ENTROPY=entropy is not None, ALIGN=align,
