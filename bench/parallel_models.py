@@ -36,7 +36,7 @@ FULL, TINY = Sizes(), Sizes("cpu", 5000, 64, 2, 8, 2, 64, 6)
 Model = tuple[Any, Any]  # the module with the parameters, what is called
 
 
-def _llama(sizes: Sizes) -> Any:
+def llama(sizes: Sizes) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,7 @@ def ddp(compiled: dict[str, Any], sizes: Sizes) -> Model:
     from torch.nn.parallel import DistributedDataParallel
 
     ids = [torch.cuda.current_device()] if sizes.device == "cuda" else None
-    model = _llama(sizes)
+    model = llama(sizes)
     return model, torch.compile(DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), **compiled)
 
 
@@ -78,13 +78,13 @@ def fsdp2(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """A unit a layer, the whole compiled."""
     import torch
 
-    model = _sharded(_llama(sizes), _mesh(sizes))
+    model = _sharded(llama(sizes), _mesh(sizes))
     return model, torch.compile(model, **compiled)
 
 
 def fsdp2_layers(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """Layers compiled one by one, before they are sharded."""
-    model = _llama(sizes)
+    model = llama(sizes)
     for layer in model.model.layers:
         layer.compile(**compiled)
     return (_sharded(model, _mesh(sizes)),) * 2
@@ -114,7 +114,7 @@ def tensor_parallel(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """Heads, gates and classes on all GPUs; logits gathered, as transformers' plans ask for."""
     import torch
 
-    model = _in_parallel(_llama(sizes), _mesh(sizes))
+    model = _in_parallel(llama(sizes), _mesh(sizes))
     return model, torch.compile(model, **compiled)
 
 
@@ -124,7 +124,7 @@ def fsdp2_tensor_parallel(compiled: dict[str, Any], sizes: Sizes) -> Model:
     import torch.distributed as dist
 
     mesh = _mesh(sizes, ("data", dist.get_world_size() // 2), ("tensor", 2))
-    model = _sharded(_in_parallel(_llama(sizes), mesh["tensor"]), mesh["data"])
+    model = _sharded(_in_parallel(llama(sizes), mesh["tensor"]), mesh["data"])
     return model, torch.compile(model, **compiled)
 
 

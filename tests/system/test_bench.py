@@ -7,10 +7,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-]
+pytestmark = pytest.mark.slow
+on_ranks = pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
 
 
 def output_of(*arguments):
@@ -19,6 +17,7 @@ def output_of(*arguments):
     return done.stdout
 
 
+@on_ranks
 @pytest.mark.parametrize("mode", ["fsdp2", "experts"])
 def test_distributed(mode, tmp_path):
     """Both variants train alike, and the profiles say where the time goes."""
@@ -31,7 +30,18 @@ def test_distributed(mode, tmp_path):
         assert "Self CPU time total" in (tmp_path / f"{mode}_{variant}.txt").read_text()
 
 
+@on_ranks
 def test_the_loss_over_ranks():
     started = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "bench.loss_over_ranks", "--tiny")
     said = output_of(*started)
     assert re.search(r'"ranks": 2, "ms": \{"alone": [\d.]+, "over_ranks": [\d.]+\}', said), said
+
+
+def test_fine_tuning():
+    """Both trainers train alike."""
+    pytest.importorskip("trl")
+    said = output_of("bench.sft", "trl-fx_fusion", "trainer-fx_fusion", "--tiny")
+    rows = [line.split(maxsplit=4) for line in said.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["trl-fx_fusion", "trainer-fx_fusion"], said
+    assert rows[0][3] == rows[1][3], "the loss"
+    assert all("causal_mask" in row[4] for row in rows), said

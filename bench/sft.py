@@ -1,0 +1,123 @@
+"""A step of TRL's SFTTrainer and of transformers' Trainer, the ways in which people fine-tune with them.
+
+    python -m bench.sft
+    python -m bench.sft trl-inductor trl-fx_fusion
+    python -m bench.sft --tiny                    whether all of them run, on a CPU; no figures
+
+Llama of the 1B shape with 8 layers, 4 rows of 2048 tokens, bfloat16, fused AdamW, no gradient checkpointing. Each way in a
+process of its own: the median time of a step as the trainer makes it, its own work included, and peak memory.
+
+    trl-eager, trl-inductor, trl-fx_fusion    SFTTrainer: TRL computes head and loss itself, in chunks, behind a graph break
+    trl-liger                                 the same with use_liger_kernel=True, whose kernels replace the layers' modules
+    trainer-inductor, trainer-fx_fusion       Trainer: head and loss in the graph of the model
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from tabulate import tabulate
+
+from bench.parallel_models import FULL, TINY, Sizes, llama
+from bench.process import Row, environment, give, measured
+
+WAYS = ("trl-eager", "trl-inductor", "trl-fx_fusion", "trl-liger", "trainer-inductor", "trainer-fx_fusion")
+WARM, TIMED = 6, 20  # steps
+
+
+def _arguments(way: str, sizes: Sizes) -> dict[str, Any]:
+    backend = way.partition("-")[2]
+    compiled = {} if backend in ("eager", "liger") else {"torch_compile": True, "torch_compile_backend": backend}
+    return {
+        "output_dir": tempfile.mkdtemp(), "max_steps": WARM + TIMED, "per_device_train_batch_size": sizes.batch,
+        "optim": "adamw_torch_fused" if sizes.device == "cuda" else "adamw_torch", "learning_rate": 1e-5, "bf16": False,
+        "report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "dataloader_num_workers": 0,
+        "gradient_checkpointing": False, "max_grad_norm": 0, "use_cpu": sizes.device == "cpu",
+        "use_liger_kernel": backend == "liger", **compiled,
+    }  # fmt: skip
+
+
+def _trainer(way: str, sizes: Sizes) -> Any:
+    """A trainer of a model with random weights, on random tokens."""
+    import datasets
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    import fx_fusion.accelerate  # noqa: F401
+
+    torch.manual_seed(0)
+    model = llama(sizes)
+    rows = torch.randint(0, sizes.vocabulary, (4 * sizes.batch, sizes.length)).tolist()
+    columns = {"input_ids": rows, "attention_mask": [[1] * sizes.length] * len(rows)}
+    if way.startswith("trainer"):
+        data = datasets.Dataset.from_dict({**columns, "labels": rows}).with_format("torch")
+        return Trainer(model, TrainingArguments(**_arguments(way, sizes)), train_dataset=data)
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    arguments = SFTConfig(**_arguments(way, sizes), max_length=sizes.length)
+    return SFTTrainer(model, arguments, train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer)
+
+
+def measure(way: str, sizes: Sizes) -> Row:
+    """Trains and returns the row of a way."""
+    import torch
+    from transformers import TrainerCallback
+
+    import fx_fusion
+
+    cuda, times = sizes.device == "cuda", []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if cuda:
+                torch.cuda.synchronize()
+                if state.global_step == WARM:
+                    torch.cuda.reset_peak_memory_stats()
+            times.append(time.perf_counter())
+
+    trainer = _trainer(way, sizes)
+    trainer.add_callback(Clock())
+    with fx_fusion.recording() as report:
+        loss = trainer.train().training_loss
+    steps = [b - a for a, b in zip(times[WARM:], times[WARM + 1 :], strict=False)]
+    fused = sorted({site.fusion for site in report.sites if site.status == "fused"})
+    return {
+        "way": way, "ms": round(statistics.median(steps) * 1e3, 2), "loss": round(loss, 4), "fused": fused,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else 0.0, "environment": environment(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ways", nargs="*", help=f"of {', '.join(WAYS)}; all of them unless named")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU, a tiny model")
+    parser.add_argument("--out", default="bench/results/sft.jsonl")
+    parser.add_argument("--timeout", type=int, default=200, help="seconds for one way")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if unknown := set(given.ways) - set(WAYS):
+        parser.error(f"no way is called {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}")
+    if given.inside:
+        give(measure(given.ways[0], TINY if given.tiny else FULL))
+        return
+    table = []
+    for way in given.ways or WAYS:
+        row = measured(["bench.sft", way, "--inside", *(["--tiny"] if given.tiny else [])], given.timeout)
+        if "error" not in row and not given.tiny:
+            with open(given.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        table.append((way, *(row.get(name, row.get("error", "")) for name in ("ms", "peak_gib", "loss", "fused"))))
+    print(tabulate(table, headers=("way", "ms", "GiB", "loss", "fused")))
+
+
+if __name__ == "__main__":
+    main()
