@@ -6,6 +6,7 @@ python -m bench.table bench/results/grid.jsonl
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def main() -> None:
         file = Path(tables.__file__).parent / "tables" / f"{tables.slug(gpu)}.json"
         file.parent.mkdir(exist_ok=True)
         stamp = {k: v for k, v in measured[-1]["environment"].items() if k in ("gpu", "torch", "triton")}
+        stamp["copy_gb_s"] = round(statistics.median(row["copy_gb_s"] for row in measured if row.get("copy_gb_s")))
         lines = ",\n".join(json.dumps(cell) for cell in cells(measured))
         file.write_text(f'{{"environment": {json.dumps(stamp)}, "cells": [\n{lines}\n]}}\n')
         print(f"{file}: {len(cells(measured))} cells")

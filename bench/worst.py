@@ -2,18 +2,20 @@
 
 python -m bench.worst [bench/results/grid.jsonl]
 
-A cell that is kept is Inductor's own. The second line decides every float16 cell by the bfloat16 cells alone.
+A cell that is kept is Inductor's own. The second line decides every float16 cell by the bfloat16 cells alone, the others as
+if this GPU had not been measured: by the table of another one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.grid_file import read
 from bench.table import cells
-from fx_fusion.cost.table import TOLERANCE, Cell, nearest_of
+from fx_fusion.cost import table as tables
+from fx_fusion.cost.table import Cell, nearest_of
 
 
 def main() -> None:
@@ -23,9 +25,11 @@ def main() -> None:
     bfloat16 = [Cell(**cell) for cell in cells([r for r in rows if r["dtype"] == "bfloat16"])]
     print("decided by the whole table:   ", worst(decided(rows, table)))
     print("float16 decided by bfloat16:  ", worst(decided([r for r in rows if r["dtype"] == "float16"], bfloat16)))
+    for gpu in tables.rates_of_tables().keys() - {r["environment"]["gpu"] for r in rows}:
+        print(f"decided by the table of an {gpu}:", worst(decided(rows, tables._table(gpu), tables.ELSEWHERE)))
 
 
-def decided(rows: list[dict], table: list[Cell]) -> Iterator[tuple[float, str]]:
+def decided(rows: list[dict], table: Sequence[Cell], tolerance: float = tables.TOLERANCE) -> Iterator[tuple[float, str]]:
     """For every cell: the speed of what is chosen over Inductor's, and its name."""
     base = {_key(r): r["ms"] for r in rows if r.get("provider") == "inductor"}
     for row in rows:
@@ -36,7 +40,7 @@ def decided(rows: list[dict], table: list[Cell]) -> Iterator[tuple[float, str]]:
         near = nearest_of(of_fusion, width, row["mode"] == "forward", row["layout"], row["sizes"], row.get("statics", {}))
         # Besides the table a fusion has a rule of its own (``pays``); which of both spoke, the sentence says.
         by_rule = row["keeps"] is not None and not row["keeps"].startswith(("Inductor was ", "Inductor moves "))
-        kept = by_rule or (near is not None and near.ours > TOLERANCE * near.inductor)
+        kept = by_rule or (near is not None and near.ours > tolerance * near.inductor)
         yield (1.0 if kept else base[_key(row)] / row["ms"]), " ".join(map(str, _key(row)))
 
 

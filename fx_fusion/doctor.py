@@ -81,11 +81,13 @@ def _gpu() -> Iterator[Fact]:
     yield Fact("GPU", True, f"{properties.name}, {memory:.0f} GiB, {kind}, CUDA {torch.version.cuda}{driver()}{others}")
     compiles = triton_compiles()
     yield Fact("Triton", compiles, f"Triton {'can' if compiles else 'cannot'} compile for it")
-    measured = {cell.fusion for fusion in all_fusions() for cell in table.cells_of(properties.name, fusion.name)}
-    says = f"a table of measurements for {len(measured)} fusions decides" if measured else (
-        'no table: formulas decide; options={"select": "measure"} times both on the spot'
-    )  # fmt: skip
-    yield Fact("table", bool(measured), says)
+    spoken_for = table.table_for(properties.name, torch.device("cuda", 0))
+    own = spoken_for == properties.name
+    measured = {cell.fusion for fusion in all_fusions() for cell in table.cells_of(spoken_for, fusion.name)}
+    says = f"a table of measurements for {len(measured)} fusions decides"
+    if not own:
+        says += f', of an {spoken_for}: this GPU was not measured; options={{"select": "measure"}} times both on the spot'
+    yield Fact("table", own, says)
 
 
 def driver() -> str:

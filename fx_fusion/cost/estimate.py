@@ -14,7 +14,7 @@ from fx_fusion.cost import measure, table
 from fx_fusion.cost.neighbours import Beside
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
-from fx_fusion.graph.devices import device_type, planned_gpu
+from fx_fusion.graph.devices import device_type, gpu_name, planned_gpu
 from fx_fusion.graph.terms import is_tensor
 from fx_fusion.options import Options
 from fx_fusion.torch_internals.inductor import bytes_per_second
@@ -27,7 +27,7 @@ class Estimate:
     """Of one site, forward and backward where it is trained.
 
     Attributes:
-        source: ``measured``, ``table`` or ``formula``.
+        source: ``measured``, ``table``, ``table of an NVIDIA H200`` (on a GPU that was not measured) or ``formula``.
         speed: Inductor's time over ours.
         ours: our microseconds, where they are known, and those of ``beside``.
         inductor: Inductor's, where they are known.
@@ -72,12 +72,23 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     cell = None if match.others and len(match.outputs) > 1 else table.nearest(fusion, given, match.statics)
     if cell is not None:
         scale = _scale(fusion, cell, sizes, itemsize)
-        mine, its = (None if scale is None else 1e3 * scale * ms for ms in (cell.ours, cell.inductor))
-        return Estimate("table", cell.inductor / cell.ours, mine, its, ours, theirs)
+        source, slower = _source(floating[0])
+        mine, its = (None if scale is None else 1e3 * scale * slower * ms for ms in (cell.ours, cell.inductor))
+        return Estimate(source, cell.inductor / cell.ours, mine, its, ours, theirs)
     if ours is None or theirs is None:
         return None
     a_microsecond = _bytes_a_microsecond(floating[0].device)
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
+
+
+def _source(tensor: torch.Tensor) -> tuple[str, float]:
+    """What the table is called that speaks for a tensor's GPU, and how many times as long that GPU takes for the same bytes
+    as the one that was measured."""
+    gpu = gpu_name(tensor)
+    measured_on = table.table_for(gpu, tensor.device)
+    if measured_on == gpu:
+        return "table", 1.0
+    return f"table of an {measured_on}", table.rates_of_tables()[measured_on] / (1e6 * _bytes_a_microsecond(tensor.device))
 
 
 def _bytes_a_microsecond(device: torch.device) -> float:

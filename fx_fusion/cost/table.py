@@ -2,8 +2,9 @@
 
 ``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
 the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with the
-first tensor laid out alike. On another GPU the bytes that the fused kernels and Inductor's have to move are compared, as
-formulas over the sizes.
+first tensor laid out alike. A GPU that was not measured takes the table of the one whose memory is nearest in speed, and
+fuses what won there by a margin: bytes alone do not say what a layout or a row of odd length costs. Where a fusion was
+measured nowhere, the bytes that its kernels and Inductor's have to move are compared, as formulas over the sizes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from fx_fusion.fusion.matcher import Match
 from fx_fusion.graph.devices import device_type, gpu_name
 from fx_fusion.graph.size_hints import expected, trained
 from fx_fusion.graph.terms import is_tensor
+from fx_fusion.torch_internals.inductor import bytes_per_second
 
 _FOLDER = Path(__file__).parent / "tables"
 TOLERANCE = 1.0  # how much of Inductor's time the fused kernels may take
+ELSEWHERE = 0.95  # the same by the table of another GPU
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,23 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: M
     cell = nearest(fusion, given, statics)
     if cell is None:
         return _by_roofline(fusion, sizes, floating[0].dtype.itemsize)
-    if cell.ours <= TOLERANCE * cell.inductor:
+    gpu = gpu_name(tensors[0])
+    measured_on = table_for(gpu, tensors[0].device)
+    if cell.ours <= (TOLERANCE if measured_on == gpu else ELSEWHERE) * cell.inductor:
         return None
-    at = " x ".join(f"{n:.0f}" for n in cell.sizes.values())
-    return f"Inductor was {cell.ours / cell.inductor:.2f} times as fast at {at}, the nearest sizes that were measured"
+    at, on = " x ".join(f"{n:.0f}" for n in cell.sizes.values()), "" if measured_on == gpu else f", on an {measured_on}"
+    speed = cell.ours / cell.inductor
+    times = f"{speed:.2f} times as fast" if speed > 1 else f"nearly as fast ({speed:.2f})"
+    return f"Inductor was {times} at {at}, the nearest sizes that were measured{on}"
 
 
 def nearest(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[str, Any]) -> Cell | None:
-    """The cell of this GPU's table that is nearest to the tensors of a site, all sizes known; None without a table."""
+    """The cell of the table for this GPU (``table_for``) that is nearest to the tensors of a site, all sizes known; None
+    without a table."""
     floating = [t for t in given.values() if t.is_floating_point()]
     sizes, first = sizes_of(fusion, given), fusion.tensors[0]
-    cells = cells_of(gpu_name(given[first]), fusion.name) if first in given else ()
+    gpu = table_for(gpu_name(given[first]), given[first].device) if first in given else ""
+    cells = cells_of(gpu, fusion.name)
     if sizes is None or not cells:
         return None
     layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
@@ -114,6 +123,24 @@ def sizes_of(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> dict[str, flo
 
 
 @functools.cache
+def table_for(gpu: str, device: torch.device) -> str:
+    """The GPU whose table speaks for a ``gpu``: it itself where it was measured, else the one whose memory is nearest in
+    speed to that of ``device``. Empty without a GPU."""
+    rates = rates_of_tables()
+    if not gpu or gpu in rates or not rates:
+        return gpu
+    rate = bytes_per_second(device)
+    return min(rates, key=lambda known: abs(math.log(rates[known] / rate)))
+
+
+@functools.cache
+def rates_of_tables() -> dict[str, float]:
+    """The GPUs that have a table, and the bytes that each copied in a second when it was measured."""
+    found = [json.loads(file.read_text())["environment"] for file in sorted(_FOLDER.glob("*.json"))]
+    return {environment["gpu"]: 1e9 * environment["copy_gb_s"] for environment in found}
+
+
+@functools.cache
 def cells_of(gpu: str, fusion: str) -> tuple[Cell, ...]:
     return tuple(c for c in _table(gpu) if c.fusion == fusion)
 
@@ -132,7 +159,7 @@ def slug(gpu: str) -> str:
 
 def gpu_named(name: str) -> str:
     """The full name of a GPU that there is a table for (``h200`` -> ``NVIDIA H200``). Raises OptionError for any other."""
-    known = [json.loads(file.read_text())["environment"]["gpu"] for file in sorted(_FOLDER.glob("*.json"))]
+    known = list(rates_of_tables())
     found = [gpu for gpu in known if slug(name) == slug(gpu) or slug(name) in slug(gpu).split("_")]
     if len(found) != 1:
         raise OptionError(f"there is no table of a GPU {name!r}. {nearest_name(name, known)}")

@@ -54,6 +54,15 @@ def test_by_the_table_scaled_by_the_bytes_that_move(cells):
     assert found.bytes == 5 * 16384 * 2048 * 2
 
 
+def test_by_the_table_of_another_gpu_in_the_time_that_this_one_takes(monkeypatch, cells):
+    monkeypatch.setattr(table, "table_for", lambda gpu, device: "NVIDIA H200")
+    monkeypatch.setattr(table, "rates_of_tables", lambda: {"NVIDIA H200": 4e12})
+    monkeypatch.setattr(estimates, "bytes_per_second", lambda device: 2e12)
+    found = of("rms_norm", matched("rms_norm", x=(8192, 2048), weight=(2048,)))
+    assert found.source == "table of an NVIDIA H200"
+    assert (found.ours, found.inductor) == pytest.approx((100.0, 160.0)), "twice as long for the same bytes"
+
+
 def test_a_table_without_a_formula_speaks_for_its_own_sizes_only(cells):
     same, other = (of("swiglu", matched("swiglu", gate=(m, 2048), up=(m, 2048))) for m in (8192, 16384))
     assert (same.ours, same.inductor) == pytest.approx((200.0, 300.0))

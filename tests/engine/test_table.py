@@ -17,8 +17,53 @@ from fx_fusion.fusion.dims import parse
 from fx_fusion.fusion.pattern import reference_of
 from fx_fusion.fusion.registry import all_fusions, fusion_named
 from fx_fusion.testing import make_inputs
+from fx_fusion.torch_internals.fakes import FakeTensorMode
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def two_tables(monkeypatch):
+    """A fast and a slow GPU that were measured, on which RMSNorm's kernels won by much, by little and not."""
+    times = {"Fast": {512: 0.5, 8192: 0.97, 65536: 1.2}, "Slow": {512: 1.2, 8192: 1.2, 65536: 0.5}}
+    sizes = {gpu: [{"m": m, "n": 2048} for m in of] for gpu, of in times.items()}
+    cells = {
+        gpu: tuple(tables.Cell("rms_norm", 2, True, "... n", s, times[gpu][s["m"]], 1.0) for s in sizes[gpu]) for gpu in times
+    }
+    monkeypatch.setattr(tables, "rates_of_tables", lambda: {"Fast": 4e12, "Slow": 1e12})
+    monkeypatch.setattr(tables, "cells_of", lambda gpu, fusion: cells.get(gpu, ()))
+    tables.table_for.cache_clear()
+    yield lambda gpu, rate: (
+        monkeypatch.setattr(tables, "gpu_name", lambda tensor: gpu),
+        monkeypatch.setattr(tables, "bytes_per_second", lambda device: rate),
+        tables.table_for.cache_clear(),
+    )
+    tables.table_for.cache_clear()
+
+
+def kept(rows):
+    """What is said of RMSNorm of so many rows."""
+    with FakeTensorMode():
+        given = {"x": torch.empty(rows, 2048, dtype=torch.bfloat16, device="cuda"), "weight": torch.empty(2048, device="cuda")}
+    return tables.why_slower_for(fusion_named("rms_norm"), given, {})
+
+
+def test_a_gpu_that_was_not_measured_goes_by_the_one_whose_memory_is_nearest_in_speed(two_tables):
+    two_tables("Unknown", 3e12)
+    assert kept(512) is None
+    assert kept(65536) == "Inductor was 1.20 times as fast at 65536 x 2048, the nearest sizes that were measured, on an Fast"
+    two_tables("Unknown", 5e11)
+    assert kept(65536) is None
+    assert kept(512) == "Inductor was 1.20 times as fast at 512 x 2048, the nearest sizes that were measured, on an Slow"
+
+
+def test_by_the_table_of_another_gpu_only_what_won_by_a_margin_is_fused(two_tables):
+    two_tables("Unknown", 3e12)
+    assert kept(8192) == (
+        "Inductor was nearly as fast (0.97) at 8192 x 2048, the nearest sizes that were measured, on an Fast"
+    )
+    two_tables("Fast", 3e12)
+    assert kept(8192) is None
 
 
 def test_shipped_tables_are_readable_and_name_fusions():

@@ -411,12 +411,14 @@ def test_doctor_of_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         return {fact.about: fact for fact in doctor._gpu()}
 
+    monkeypatch.setattr(doctor.table, "bytes_per_second", lambda device: 4e12)
     known, unknown = seen("NVIDIA H200"), seen("Another GPU")
     assert "141 GiB, compute capability 9.0" in known["GPU"].says
     assert "2 of them" in known["GPU"].says
     assert known["table"].good
     assert not unknown["table"].good
-    assert "formulas decide" in unknown["table"].says
+    assert "of an NVIDIA H200: this GPU was not measured" in unknown["table"].says
+    assert 'options={"select": "measure"}' in unknown["table"].says
 
 
 def test_every_option_has_a_help_text():
