@@ -14,7 +14,8 @@ _TELLING = {
     **dict.fromkeys(("rsqrt", "sqrt", "norm", "vector_norm", "linalg_vector_norm", "normalize", "rms_norm"), "rms_norm"),
     **dict.fromkeys(("std", "var", "std_mean", "var_mean", "layer_norm"), "layer_norm"),
     **dict.fromkeys(("group_norm", "instance_norm"), "group_norm"),
-    "softmax": "attention",
+    **dict.fromkeys(("softmax", "multi_head_attention_forward"), "attention"),
+    "glu": "swiglu",
     **dict.fromkeys(("log_softmax", "logsumexp", "cross_entropy", "nll_loss", "kl_div"), "cross_entropy"),
 }
 _PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the result of a softmax, and attention does not
@@ -114,6 +115,8 @@ class _Graph:
             return "a rotation", "rope"
         if op in ("div", "truediv") and self._is_divided_by_its_size(row):
             return "a division by a mean of magnitudes", "rms_norm"
+        if op in ("div", "truediv") and self._is_share_of_exponentials(row):
+            return "a softmax", "attention"
         if op == "mul" and self._is_gate(row):
             return "a gated activation", "swiglu"
         return None
@@ -155,6 +158,14 @@ class _Graph:
         if self.ops.get(magnitude) not in ("abs", "square", "pow") or not self.rows[magnitude].operands:
             return False
         return self._below(self.rows[magnitude].operands[0], _VIEWS) == above
+
+    def _is_share_of_exponentials(self, row: Row) -> bool:
+        """Whether powers, of two as well, are divided by their sum."""
+        if len(row.operands) != 2:
+            return False
+        powers, total = (self._below(name, _VIEWS) for name in row.operands)
+        summed = self.rows[total].operands if self.ops.get(total) == "sum" else ()
+        return self.ops.get(powers) in ("exp", "exp2") and bool(summed) and self._below(summed[0], _VIEWS) == powers
 
     def _is_gate(self, row: Row) -> bool:
         if len(row.operands) != 2 or not all(name in self.rows for name in row.operands):

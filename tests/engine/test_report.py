@@ -306,11 +306,28 @@ def turned_by_an_index(x, angles):
     return a * cos - b * sin
 
 
+def by_powers_of_two(x, weight):
+    scores = x @ weight
+    powers = torch.exp2(scores - scores.amax(-1, keepdim=True))
+    return powers / powers.sum(-1, keepdim=True) @ weight.t()
+
+
+def by_glu(x, weight):
+    return F.glu(x @ weight)
+
+
 SILENT_ONCE = {
+    by_powers_of_two: ("a softmax", "attention"), by_glu: ("glu", "swiglu"),
     halves: ("a gated activation", "swiglu"), sliced: ("a gated activation", "swiglu"),
     silu_by_exponentials: ("a gated activation", "swiglu"), turned_by_addcmul: ("a rotation", "rope"),
     turned_by_an_index: ("a rotation", "rope"),
 }  # fmt: skip
+
+
+def test_torchs_own_attention_is_named():
+    model = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    _, report = rewritten(lambda x, _: model(x, x, x)[0], torch.randn(2, 4, 16), torch.randn(1))
+    assert re.search(r"not recognised: 1 x multi_head_attention_forward .*, nearest to attention", str(report)), str(report)
 
 
 @pytest.mark.parametrize("function", SILENT_ONCE, ids=lambda function: function.__name__)
