@@ -81,12 +81,12 @@ def _gpu() -> Iterator[Fact]:
     yield Fact("GPU", True, f"{properties.name}, {memory:.0f} GiB, {kind}, CUDA {torch.version.cuda}{driver()}{others}")
     compiles = triton_compiles()
     yield Fact("Triton", compiles, f"Triton {'can' if compiles else 'cannot'} compile for it")
-    spoken_for = table.table_for(properties.name, torch.device("cuda", 0))
-    own = spoken_for == properties.name
-    measured = {cell.fusion for fusion in all_fusions() for cell in table.cells_of(spoken_for, fusion.name)}
+    speaks = table.tables_for(properties.name, torch.device("cuda", 0))[0]
+    own = speaks == properties.name
+    measured = {cell.fusion for fusion in all_fusions() for cell in table.cells_of(speaks, fusion.name)}
     says = f"a table of measurements for {len(measured)} fusions decides"
     if not own:
-        says += f', of an {spoken_for}: this GPU was not measured; options={{"select": "measure"}} times both on the spot'
+        says += f', of an {speaks}: this GPU was not measured; options={{"select": "measure"}} times both on the spot'
     yield Fact("table", own, says)
 
 

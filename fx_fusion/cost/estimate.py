@@ -72,7 +72,7 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     cell = None if match.others and len(match.outputs) > 1 else table.nearest(fusion, given, match.statics)
     if cell is not None:
         scale = _scale(fusion, cell, sizes, itemsize)
-        source, slower = _source(floating[0])
+        source, slower = _source(cell, floating[0])
         mine, its = (None if scale is None else 1e3 * scale * slower * ms for ms in (cell.ours, cell.inductor))
         return Estimate(source, cell.inductor / cell.ours, mine, its, ours, theirs)
     if ours is None or theirs is None:
@@ -81,14 +81,12 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
 
 
-def _source(tensor: torch.Tensor) -> tuple[str, float]:
-    """What the table is called that speaks for a tensor's GPU, and how many times as long that GPU takes for the same bytes
-    as the one that was measured."""
-    gpu = gpu_name(tensor)
-    measured_on = table.table_for(gpu, tensor.device)
-    if measured_on == gpu:
+def _source(cell: table.Cell, tensor: torch.Tensor) -> tuple[str, float]:
+    """What the table of a cell is called, and how many times as long the tensor's GPU takes for the same bytes as the one
+    that was measured."""
+    if cell.gpu == gpu_name(tensor):
         return "table", 1.0
-    return f"table of an {measured_on}", table.rates_of_tables()[measured_on] / (1e6 * _bytes_a_microsecond(tensor.device))
+    return f"table of an {cell.gpu}", table.rates_of_tables()[cell.gpu] / (1e6 * _bytes_a_microsecond(tensor.device))
 
 
 def _bytes_a_microsecond(device: torch.device) -> float:

@@ -2,9 +2,9 @@
 
 ``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
 the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with the
-first tensor laid out alike. A GPU that was not measured takes the table of the one whose memory is nearest in speed, and
-fuses what won there by a margin: bytes alone do not say what a layout or a row of odd length costs. Where a fusion was
-measured nowhere, the bytes that its kernels and Inductor's have to move are compared, as formulas over the sizes.
+first tensor laid out alike. What was not measured on a GPU is looked up in the table of the one whose memory is nearest in
+speed, and fused where it won there by a margin: bytes alone do not say what a layout or a row of odd length costs. Where a
+fusion was measured nowhere, the bytes that its kernels and Inductor's have to move are compared, as formulas over the sizes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Cell:
     ours: float
     inductor: float
     statics: Mapping[str, Any] = field(default_factory=dict)  # of a variant other than the first: it speaks for that only
+    gpu: str = ""  # on which it was measured
 
     def distance(self, sizes: Mapping[str, float]) -> float:
         """Over the dims that a site has a size for: one that may be broadcast is none of its."""
@@ -69,27 +70,27 @@ def why_slower_for(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: M
     cell = nearest(fusion, given, statics)
     if cell is None:
         return _by_roofline(fusion, sizes, floating[0].dtype.itemsize)
-    gpu = gpu_name(tensors[0])
-    measured_on = table_for(gpu, tensors[0].device)
-    if cell.ours <= (TOLERANCE if measured_on == gpu else ELSEWHERE) * cell.inductor:
+    here = cell.gpu == gpu_name(tensors[0])
+    if cell.ours <= (TOLERANCE if here else ELSEWHERE) * cell.inductor:
         return None
-    at, on = " x ".join(f"{n:.0f}" for n in cell.sizes.values()), "" if measured_on == gpu else f", on an {measured_on}"
+    at, on = " x ".join(f"{n:.0f}" for n in cell.sizes.values()), "" if here else f", on an {cell.gpu}"
     speed = cell.ours / cell.inductor
     times = f"{speed:.2f} times as fast" if speed > 1 else f"nearly as fast ({speed:.2f})"
     return f"Inductor was {times} at {at}, the nearest sizes that were measured{on}"
 
 
 def nearest(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[str, Any]) -> Cell | None:
-    """The cell of the table for this GPU (``table_for``) that is nearest to the tensors of a site, all sizes known; None
-    without a table."""
+    """The cell that is nearest to the tensors of a site, all sizes known, of this GPU's table or of the next that has such
+    cells (``tables_for``); None without one."""
     floating = [t for t in given.values() if t.is_floating_point()]
     sizes, first = sizes_of(fusion, given), fusion.tensors[0]
-    gpu = table_for(gpu_name(given[first]), given[first].device) if first in given else ""
-    cells = cells_of(gpu, fusion.name)
-    if sizes is None or not cells:
+    if sizes is None or first not in given:
         return None
     layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
-    return nearest_of(cells, floating[0].dtype.itemsize, not trained(*floating), layout, sizes, statics)
+    kind = floating[0].dtype.itemsize, not trained(*floating), layout, sizes, statics
+    gpus = tables_for(gpu_name(given[first]), given[first].device)
+    found = (nearest_of(cells_of(gpu, fusion.name), *kind) for gpu in gpus)
+    return next((cell for cell in found if cell is not None), None)
 
 
 def nearest_of(
@@ -123,14 +124,12 @@ def sizes_of(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> dict[str, flo
 
 
 @functools.cache
-def table_for(gpu: str, device: torch.device) -> str:
-    """The GPU whose table speaks for a ``gpu``: it itself where it was measured, else the one whose memory is nearest in
-    speed to that of ``device``. Empty without a GPU."""
+def tables_for(gpu: str, device: torch.device) -> tuple[str, ...]:
+    """The GPUs whose tables speak for a ``gpu``, which ``device`` is: it itself where it was measured, then the others, the
+    one whose memory is nearest in speed first. None without a GPU."""
     rates = rates_of_tables()
-    if not gpu or gpu in rates or not rates:
-        return gpu
-    rate = bytes_per_second(device)
-    return min(rates, key=lambda known: abs(math.log(rates[known] / rate)))
+    rate = (rates.get(gpu) or bytes_per_second(device)) if gpu else 0.0
+    return tuple(sorted(rates, key=lambda known: (known != gpu, abs(math.log(rates[known] / rate))))) if gpu else ()
 
 
 @functools.cache
@@ -150,7 +149,7 @@ def _table(gpu: str) -> tuple[Cell, ...]:
     file = _FOLDER / f"{slug(gpu)}.json"
     if not gpu or not file.exists():
         return ()
-    return tuple(Cell(**cell) for cell in json.loads(file.read_text())["cells"])
+    return tuple(Cell(**cell, gpu=gpu) for cell in json.loads(file.read_text())["cells"])
 
 
 def slug(gpu: str) -> str:
