@@ -47,7 +47,6 @@ from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
-from fx_fusion.runtime.masks_ahead import read_ahead
 from fx_fusion.runtime.reads import follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import Checks, Inputs, compiled_apart, first_inputs, speculate
@@ -150,8 +149,7 @@ def compile_graph(
     try:
         for layer in rewritten.layers:
             compiled = layer(compiled)
-        publish(rewritten.report, rewritten.sites)
-        trace.write(rewritten.report, rewritten.sites)
+        _announce(rewritten)
     except Exception as error:
         return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     return compiled
@@ -222,7 +220,6 @@ def rewrite(
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         speculating,
-        read_ahead(gm),
         read_deferred_inputs(activations),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
@@ -276,7 +273,7 @@ def _as_dynamo_wrote_it(
     """Say what of ours raised, and compile the untouched graph with nothing of ours around it but what makes deferred
     tensors of other graphs plain ones. Raises FusionError under ``strict``."""
     _tell(error, strict=options.strict)
-    layer: Callable[[Compiled], Compiled] = read_deferred_inputs(())
+    layer: Callable[[Compiled], Compiled] = lambda compiled: compiled  # noqa: E731
     try:
         layer = read_deferred_inputs(activation_positions(untouched))
         example_inputs = read_deferred_examples(untouched, example_inputs)
@@ -296,3 +293,8 @@ def _tell(error: BaseException, *, strict: bool, instead: str = "the graph goes 
         raise FusionError(where_raised(error)) from error
     trace.log_fallback(error, instead)
     warnings.warn(f"fx_fusion: {where_raised(error).rstrip('.')}; {instead}.", stacklevel=4)
+
+
+def _announce(rewritten: Rewritten) -> None:
+    publish(rewritten.report, rewritten.sites)
+    trace.write(rewritten.report, rewritten.sites)

@@ -17,7 +17,6 @@ from fx_fusion.torch_internals.dispatch import version_of
 HABIT = 2  # calls in a row
 _LARGEST = 2**28  # elements; masks of attention calls above are not read
 _known = WeakIdKeyDictionary()  # of each mask its version then, and of which kinds it is, as far as was asked
-makers = WeakIdKeyDictionary()  # of each mask that a graph made who may have read it ahead (``runtime.masks_ahead``)
 
 
 def is_of_kind(mask: Tensor, kind: str) -> bool:
@@ -29,9 +28,7 @@ def is_of_kind(mask: Tensor, kind: str) -> bool:
     belong to NumPy as well."""
     verdicts = _remembered(mask)
     if kind not in verdicts:
-        maker = makers.get(mask)
-        answer = None if maker is None else maker.answer(mask, kind)
-        verdicts[kind] = bool(holds(mask, kind)) if answer is None else answer
+        verdicts[kind] = bool(_holds(mask, kind))
     return verdicts[kind]
 
 
@@ -53,7 +50,7 @@ class Padding:
         if unread is not None:
             self._note(unread())
         if self._in_a_row >= HABIT and reading_waits(mask):
-            self._unread = read_later(holds(mask, ONES))
+            self._unread = read_later(_holds(mask, ONES))
             # Whoever brings the tensor again gets the same answer: activation checkpointing runs a graph twice.
             verdicts[ONES] = False
             return False
@@ -94,7 +91,7 @@ def _remembered(mask: Tensor) -> dict[str, bool]:
 
 
 @torch.no_grad()
-def holds(mask: Tensor, kind: str) -> Tensor:
+def _holds(mask: Tensor, kind: str) -> Tensor:
     """A boolean on the mask's device."""
     if kind == ONES:
         return (mask if mask.dtype == torch.bool else mask == 1).all()

@@ -90,8 +90,8 @@ def test_a_mask_of_twos_is_not_ones():
 @pytest.fixture
 def looks(monkeypatch):
     """The masks that were read."""
-    read, holds = [], mask_values.holds
-    monkeypatch.setattr(mask_values, "holds", lambda mask, kind: (read.append(mask), holds(mask, kind))[1])
+    read, holds = [], mask_values._holds
+    monkeypatch.setattr(mask_values, "_holds", lambda mask, kind: (read.append(mask), holds(mask, kind))[1])
     return read
 
 
