@@ -47,6 +47,7 @@ from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
+from fx_fusion.runtime.mask_values import read_anew
 from fx_fusion.runtime.reads import follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import Checks, Inputs, compiled_apart, first_inputs, speculate
@@ -149,7 +150,8 @@ def compile_graph(
     try:
         for layer in rewritten.layers:
             compiled = layer(compiled)
-        _announce(rewritten)
+        publish(rewritten.report, rewritten.sites)
+        trace.write(rewritten.report, rewritten.sites)
     except Exception as error:
         return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     return compiled
@@ -215,6 +217,7 @@ def rewrite(
         return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
 
     layers: list[Callable[[Compiled], Compiled]] = [
+        read_anew(gm, replayed=options.cuda_graphs),
         verifying(gm, untouched, sites_of, options.verify, report.verified),
         lambda compiled: deferred.wrap(compiled, report.reads),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
@@ -293,8 +296,3 @@ def _tell(error: BaseException, *, strict: bool, instead: str = "the graph goes 
         raise FusionError(where_raised(error)) from error
     trace.log_fallback(error, instead)
     warnings.warn(f"fx_fusion: {where_raised(error).rstrip('.')}; {instead}.", stacklevel=4)
-
-
-def _announce(rewritten: Rewritten) -> None:
-    publish(rewritten.report, rewritten.sites)
-    trace.write(rewritten.report, rewritten.sites)

@@ -101,8 +101,8 @@ def join(view: View, q: Match, k: Match) -> Match | None:
     if not all(view.same_value(q.inputs[n], k.inputs[n]) for n in ("cos", "sin")):
         return None
     a, b = example(q.inputs["q"]), example(k.inputs["q"])
-    about = [(t.dtype, t.requires_grad, getattr(t, "placements", None), getattr(t, "device_mesh", None)) for t in (a, b)]
-    alike = about[0] == about[1]
+    alike = (a.dtype, a.requires_grad, _lies(a)) == (b.dtype, b.requires_grad, _lies(b))
+    alike = alike and _lies(example(q.root)) == _lies(example(k.root))
     if not alike or not all(statically_known_true(a.shape[d] == b.shape[d]) for d in (0, 3)):
         return None
     first_use = min((view.order[u] for u in q.root.users), default=len(view.order))
@@ -118,6 +118,11 @@ def join(view: View, q: Match, k: Match) -> Match | None:
         rounded=q.rounded | k.rounded,
         terms=q.terms + k.terms,
     )
+
+
+def _lies(tensor: torch.Tensor) -> Any:
+    """How a DTensor lies over which ranks; nothing for another tensor."""
+    return getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
 
 
 def emit(editor: Editor, match: Match) -> None:

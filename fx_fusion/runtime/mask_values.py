@@ -6,12 +6,14 @@ To read the memory of a GPU, the host waits for all kernels before the mask, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fx_fusion.graph.masks.assumed import ONES
+from fx_fusion.graph.terms import example
 from fx_fusion.torch_internals.dispatch import version_of
 
 HABIT = 2  # calls in a row
@@ -30,6 +32,31 @@ def is_of_kind(mask: Tensor, kind: str) -> bool:
     if kind not in verdicts:
         verdicts[kind] = bool(_holds(mask, kind))
     return verdicts[kind]
+
+
+def read_anew(gm: fx.GraphModule, *, replayed: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A layer around a compiled graph, ``replayed`` as a CUDA graph or not, whose outputs may be masks: a replay writes into
+    the same tensors, and PyTorch is not told. So each call of it ends what is known of them."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    places = [i for i, node in enumerate(output.args[0]) if _may_be_a_mask(node)] if replayed else []
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            for i in places:
+                _known.pop(results[i], None)
+            return results
+
+        return run if places else compiled
+
+    return wrap
+
+
+def _may_be_a_mask(node: Any) -> bool:
+    """Whether an output is one that a graph with attention may take for padding or a mask: without a gradient, of two dims
+    or four."""
+    mask = example(node) if isinstance(node, fx.Node) else None
+    return isinstance(mask, Tensor) and mask.dim() in (2, 4) and not mask.requires_grad
 
 
 class Padding:
@@ -70,8 +97,9 @@ def read_later(answer: Tensor) -> Callable[[], bool]:
     """Returns what a tensor of one boolean holds, once that is asked for; the host waits then at the most."""
     copied, event = answer.to("cpu", non_blocking=True), None
     if answer.device.type != "cpu":
-        event = torch.get_device_module(answer.device).Event()
-        event.record()
+        module = torch.get_device_module(answer.device)
+        event = module.Event()
+        event.record(module.current_stream(answer.device))  # of the copy, whichever device is the current one
 
     def read() -> bool:
         if event is not None:

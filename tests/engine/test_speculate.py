@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion.backend import compile_graph
@@ -403,3 +404,34 @@ def test_a_graph_compiled_for_padding_first_keeps_what_dynamo_noted():
     assert len(notes) == 2
     assert notes[0] == notes[1]
     assert "layers.0.mlp.up_proj.weight" in str(notes[0][1])
+
+
+def test_a_mask_that_a_replayed_graph_writes_anew_is_read_anew(reading_waits):
+    """A CUDA graph's replay writes into the tensor that it returned before, and its version stays."""
+    q = torch.arange(16)
+    kept = torch.empty(1, 1, 16, 16, dtype=torch.bool)
+    options = parse("reduce-overhead", {"select": "always", "strict": True})
+
+    def build(allowed):
+        return ((q[None, :] <= q[:, None]) & allowed)[None, None]
+
+    def attend(x, mask):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    def replayed(gm, inputs, options):
+        def run(*args):
+            kept.data.copy_(gm(*args)[0])
+            return (kept,)
+
+        return run
+
+    torch._dynamo.reset()
+    make = torch.compile(build, backend=lambda gm, inputs: compile_graph(gm, inputs, options, replayed))
+    use = torch.compile(attend, backend=lambda gm, inputs: compile_graph(gm, inputs, options, eager_rest))
+    x, everything = torch.randn(2, 4, 16, 8), torch.ones(16, 16, dtype=torch.bool)
+    for allowed in (everything, everything, everything.triu(-3), everything):
+        mask = make(allowed)
+        version = mask._version
+        torch.testing.assert_close(use(x, mask), attend(x, mask))
+        assert mask is kept
+    assert mask._version == version

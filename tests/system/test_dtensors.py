@@ -157,3 +157,34 @@ def test_ids_and_table_on_the_same_ranks():
     for sites in on_ranks(ids_and_table_by_rows).values():
         assert [(fusion, status) for fusion, status, _ in sites] == [("embedding", "near")]
         assert "the ids lie as S(0) where the table lies as S(0)" in sites[0][2]
+
+
+def one_key_head_for_two_ranks(rank):
+    """torch gives rotated keys to both ranks then, where the queries lie on one each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import fx_fusion
+    from fx_fusion.testing import rewriting_backend
+
+    def rotate(q, k, cos, sin):
+        def rotated(x):
+            return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
+
+        return rotated(q), rotated(k)
+
+    mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(1)
+    tensors = [torch.randn(2, heads, 12, D, generator=generator) for heads in (4, 1)]
+    tables = [torch.randn(1, 1, 12, D, generator=generator) for _ in range(2)]
+    q, k = (distribute_tensor(t, mesh, [Shard(1)]) for t in tensors)
+    cos, sin = (distribute_tensor(t, mesh, [Replicate()]) for t in tables)
+    with fx_fusion.recording() as report:
+        made = torch.compile(rotate, backend=rewriting_backend())(q, k, cos, sin)
+    errors = [(whole(a) - b).abs().max().item() for a, b in zip(made, rotate(*tensors, *tables), strict=True)]
+    return errors, sorted(s.status for s in report.sites if s.fusion == "rope")
+
+
+def test_queries_are_fused_where_keys_lie_otherwise():
+    for errors, sites in on_ranks(one_key_head_for_two_ranks).values():
+        assert max(errors) < 1e-5
+        assert sites == ["declined", "fused"]
