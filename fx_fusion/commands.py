@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import runpy
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,21 @@ from fx_fusion.cost import table as cost_table
 from fx_fusion.errors import OptionError, TargetError
 from fx_fusion.explaining import explain
 from fx_fusion.graph.devices import planning_for
-from fx_fusion.options import inductors_own
 from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.profiling import Measured, Steps, read, side_by_side
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
-from fx_fusion.targets import Target, check_fusions, print_raised, target_of
+from fx_fusion.scripts import compiling, run_script
+from fx_fusion.showing import show
+from fx_fusion.targets import Target, check_fusions, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
-from fx_fusion.torch_internals.inductor import configuration, name_kernels_on_cpu
+from fx_fusion.torch_internals.inductor import name_kernels_on_cpu
 from fx_fusion.transformers_models import Sizes
 from fx_fusion.verifying import verify
 
 _DEFAULT_GPU = "H200"
 _LARGE = 1e9
-_INTERRUPTED = 130  # as a shell has it
 
 
 def explain_command(
@@ -103,34 +102,10 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
     """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does.
     The exit code is the script's, or 1 where a requirement does not hold."""
     check_fusions(output, before=script)
-    with recording() as report, _compiling("fx_fusion", options):
-        code = _run(script, arguments)
+    with recording() as report, compiling("fx_fusion", options):
+        code = run_script(script, arguments)
     shown = show(report, **output)
     return code or shown
-
-
-def _run(script: str, arguments: Sequence[str]) -> int:
-    """Run a script in this process; its exit code. What it raises is printed."""
-    if not Path(script).is_file():
-        raise ValueError(f"there is no script {script!r}")
-    known, sys.argv = sys.argv, [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except Measured:
-        raise
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException as error:  # whatever it raises is the script's, and there is a report to show
-        print_raised(error)
-        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        sys.argv = known
-        sys.path.remove(str(Path(script).parent))
-    return 0
 
 
 def profile_command(script: str, arguments: Sequence[str], *, after: int, steps: int, trace: str | None) -> int:
@@ -158,9 +133,9 @@ def profile_one(
 ) -> int:  # fmt: skip
     """Run a script under one backend and write what was measured; 3 where it ends before there was enough."""
     name_kernels_on_cpu()
-    with recording() as report, _compiling(backend, {}), Steps(backend, after, steps, trace) as measured:
+    with recording() as report, compiling(backend, {}), Steps(backend, after, steps, trace) as measured:
         try:
-            code = _run(script, arguments)
+            code = run_script(script, arguments)
         except Measured:
             measured.result.graphs = len(report.graphs)
             measured.result.fused = sum(site.status == "fused" for site in report.sites)
@@ -243,54 +218,3 @@ def report_command(file: str, *, output: dict[str, Any]) -> int:
         print(f"fx_fusion: {file} can't be read as a report: {error}", file=sys.stderr)
         return 2
     return show(report, **output)
-
-
-@contextlib.contextmanager
-def _compiling(wanted: str, options: dict[str, Any]) -> Iterator[None]:
-    """Inside, ``torch.compile`` with Inductor (or without a backend), or with fx_fusion, means the wanted one of both."""
-    theirs: Callable[..., Any] = torch.compile
-
-    def ours(model: Any = None, *, backend: Any = "inductor", **given: Any) -> Any:
-        if backend not in ("inductor", "fx_fusion"):
-            return theirs(model, backend=backend, **given)
-        mode, known = given.pop("mode", None), given.pop("options", None) or {}
-        both = {**known, **({"mode": mode} if mode else {}), **options}
-        if wanted == "inductor":
-            both = dict(configuration(both.get("mode"), inductors_own(both)))
-        return theirs(model, backend=wanted, **({"options": both} if both else {}), **given)
-
-    torch.compile = ours  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = theirs
-
-
-def show(
-    report: Report,
-    *,
-    html: str | None,
-    json: str | None,
-    diff: bool,
-    fusion: str | None,
-    why: str | None,
-    require: Sequence[str],
-) -> int:
-    """Print a report, write its files, check what is required; the exit code."""
-    shown = report if fusion is None else report.only(fusion)
-    print(shown.why(why) if why is not None else shown.diff() if diff else shown)
-    try:
-        if json is not None:
-            Path(json).write_text(shown.to_json())
-        if html is not None:
-            shown.to_html(html)
-            print(f"written: {html}", file=sys.stderr)
-    except OSError as error:
-        raise ValueError(f"the report can't be written: {error}") from error
-    for wanted in require:
-        name, _, number = wanted.partition("=")
-        found = report.count(name)
-        if found < 1 if not number else found != int(number):
-            print(f"fx_fusion: {name}: {found} fused, {number or 'at least 1'} required", file=sys.stderr)
-            return 1
-    return 0

@@ -232,7 +232,7 @@ def test_wrong_input_is_one_line(line, inputs, monkeypatch, capsys):
     def works(*given, **named):
         raise AssertionError("it began to work")
 
-    for work in ("_target", "_run", "profile_one", "profile_command"):
+    for work in ("_target", "run_script", "profile_one", "profile_command"):
         if not (work == "_target" and "train.py:make" in line):  # what makes the model may register fusions
             monkeypatch.setattr(f"fx_fusion.commands.{work}", works)
     monkeypatch.setattr("fx_fusion.commands.explain", works)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.profiler import DeviceType
 
-from fx_fusion.commands import _compiling
 from fx_fusion.profiling import Measured, Profiled, Steps, kind_of, microseconds_by_kind, side_by_side
+from fx_fusion.scripts import compiling
 
 NAMES = {
     "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "matmul",
@@ -138,7 +138,7 @@ def test_the_table_says_what_differs_first():
 def test_a_script_that_names_either_backend_gets_the_wanted_one(wanted, monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "compile", lambda model=None, **given: seen.append(given))
-    with _compiling(wanted, {}):
+    with compiling(wanted, {}):
         torch.compile(backend="fx_fusion", options={"memory": "min", "max_autotune": True})
         torch.compile(backend="eager")
         torch.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
