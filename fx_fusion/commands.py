@@ -25,7 +25,7 @@ from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
 from fx_fusion.scripts import compiling, run_script
-from fx_fusion.showing import show
+from fx_fusion.showing import check_files, show
 from fx_fusion.targets import Target, check_fusions, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
 from fx_fusion.torch_internals.inductor import name_kernels_on_cpu
@@ -47,6 +47,7 @@ def explain_command(
 
     Raises TargetError, OptionError.
     """
+    check_files(output, reads=name)
     check_fusions(output, before=name)
     if name.endswith(".py"):
         if device or gpu or any(sizes.values()):
@@ -101,6 +102,7 @@ def _target(name: str, *, fake: bool, device: str | None, usual: int, **given: A
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
     """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does.
     The exit code is the script's, or 1 where a requirement does not hold."""
+    check_files(output, reads=script)
     check_fusions(output, before=script)
     with recording() as report, compiling("fx_fusion", options):
         code = run_script(script, arguments)
@@ -211,6 +213,7 @@ def _saved_by_torch(file: str) -> bool:
 
 def report_command(file: str, *, output: dict[str, Any]) -> int:
     """Show a report that was written as JSON, here or on another machine; 2 where it is none."""
+    check_files(output, reads=file)
     check_fusions(output)
     try:
         report = Report.from_json(Path(file).read_text())

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from fx_fusion.errors import TargetError
 from fx_fusion.report.report import Report
+
+
+def check_files(output: Mapping[str, Any], *, reads: str) -> None:
+    """Raise TargetError where ``--html`` or ``--json`` would write over what a command reads: a script, a config in its
+    folder, a report; or both over each other."""
+    files = {option: Path(output[option]).resolve() for option in ("html", "json") if output[option] not in (None, "-")}
+    read = {Path(reads).resolve(), (Path(reads) / "config.json").resolve()}
+    for option, file in files.items():
+        if file in read:
+            raise TargetError(f"--{option} must be another file than the one that is read; {output[option]!r} is that one: give "
+                              "it a name of its own")  # fmt: skip
+    if len(set(files.values())) < len(files):
+        raise TargetError(f"--html and --json must be two files; both are {output['html']!r}: give each a name of its own")
 
 
 def show(

@@ -124,6 +124,13 @@ WRONG = {
     "explain llama --tiny --html {there}/no/r.html": "there is no folder '{there}/no'",
     "explain llama --tiny --json {there}/no/r.json": "there is no folder '{there}/no'",
     "explain llama --tiny --html {there}": "is a folder",
+    "run {there}/train.py --html {there}/train.py": "must be a file to write the report to; '{there}/train.py' is a program",
+    "explain {there}/train.py:make --json {there}/other.py": "'{there}/other.py' is a program: name a .html or .json",
+    "run {there}/link --html {there}/train.txt": "--html must be another file than the one that is read; '{there}/train.txt' is",
+    "explain {there}/model --json {there}/model/config.json": "--json must be another file than the one that is read",
+    "explain {there}/model/config.json --html {there}/model/../model/config.json": "--html must be another file than the one that is read",
+    "report {there}/report.json --json {there}/report.json": "--json must be another file than the one that is read",
+    "report {there}/report.json --json {there}/r --html {there}/r": "--html and --json must be two files; both are '{there}/r'",
     "report {there}/report.json --html {there}/no/r.html": "there is no folder",
     "run {there}/train.py --json {there}/no/r.json": "there is no folder",
     "profile {there}/train.py --trace {there}/no/trace": "there is no folder",
@@ -211,6 +218,10 @@ def inputs(script, tmp_path):
     whole = (tmp_path / "weights.pt").read_bytes()
     for name, content in {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "report.json": b"{}"}.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "train.txt").write_text(SCRIPT)
+    (tmp_path / "link").symlink_to(tmp_path / "train.txt")
     with zipfile.ZipFile(tmp_path / "zip.pt", "w") as file:
         file.writestr("a.txt", "a")
     return tmp_path
