@@ -141,7 +141,7 @@ def _file(text: str) -> str:
     if not text or os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"must be the name of a file; {text!r} is {'a folder' if text else 'none'}")
     if text.endswith(".py"):
-        raise argparse.ArgumentTypeError(f"must be a file to write the report to; {text!r} is a program: name a .html or .json")
+        raise argparse.ArgumentTypeError(f"must be a file for the report; {text!r} is a program: name a .html or .json")
     return _in_a_folder(text)
 
 

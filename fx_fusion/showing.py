@@ -18,8 +18,8 @@ def check_files(output: Mapping[str, Any], *, reads: str) -> None:
     read = {Path(reads).resolve(), (Path(reads) / "config.json").resolve()}
     for option, file in files.items():
         if file in read:
-            raise TargetError(f"--{option} must be another file than the one that is read; {output[option]!r} is that one: give "
-                              "it a name of its own")  # fmt: skip
+            raise TargetError(f"--{option} must be another file than the one that is read; {output[option]!r} is that one: "
+                              "give it a name of its own")  # fmt: skip
     if len(set(files.values())) < len(files):
         raise TargetError(f"--html and --json must be two files; both are {output['html']!r}: give each a name of its own")
 

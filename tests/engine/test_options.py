@@ -1,10 +1,13 @@
 """Options: names, modes, what goes through to Inductor."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.options import parse
+from fx_fusion.options import _OURS, VARIABLES, parse
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama, tokens
 
@@ -75,6 +78,25 @@ def test_options_of_the_environment(monkeypatch):
     monkeypatch.setenv("FX_FUSION_MEMORY", "mni")
     with pytest.raises(fx_fusion.OptionError, match="Did you mean 'min'"):
         parse(None, None)
+
+
+def test_a_variable_that_nobody_reads_is_said_once(monkeypatch, recwarn):
+    """A typo chose nothing, and nobody was told."""
+    monkeypatch.setattr("fx_fusion.options._warned", set())
+    monkeypatch.setenv("FX_FUSION_FUZIONS", "-rope")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FX_FUSION_CACHE_DIR", "/tmp")
+    for _ in range(3):
+        parse(None, None)
+    (said,) = [str(warning.message) for warning in recwarn if "FX_FUSION" in str(warning.message)]
+    assert "the variable FX_FUSION_FUZIONS is read by nobody. Did you mean 'FX_FUSION_FUSIONS'?" in said
+
+
+def test_every_variable_that_is_read_is_known():
+    root = Path(fx_fusion.__file__).parent
+    source = "\n".join(file.read_text() for file in root.rglob("*.py"))
+    assert set(re.findall(r"""environ(?:\.get\(|\[)"(FX_FUSION_\w+)\"""", source)) | {f"FX_FUSION_{o.upper()}" for o in _OURS} == set(VARIABLES)
 
 
 def test_compile_checks_options_at_once():

@@ -124,7 +124,7 @@ WRONG = {
     "explain llama --tiny --html {there}/no/r.html": "there is no folder '{there}/no'",
     "explain llama --tiny --json {there}/no/r.json": "there is no folder '{there}/no'",
     "explain llama --tiny --html {there}": "is a folder",
-    "run {there}/train.py --html {there}/train.py": "must be a file to write the report to; '{there}/train.py' is a program",
+    "run {there}/train.py --html {there}/train.py": "must be a file for the report; '{there}/train.py' is a program",
     "explain {there}/train.py:make --json {there}/other.py": "'{there}/other.py' is a program: name a .html or .json",
     "run {there}/link --html {there}/train.txt": "--html must be another file than the one that is read; '{there}/train.txt' is",
     "explain {there}/model --json {there}/model/config.json": "--json must be another file than the one that is read",
@@ -392,6 +392,23 @@ def test_doctor(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "can't be written to" in said
     assert "missing, install g++" in said
+
+
+def test_doctor_of_a_mistake_in_the_environment(monkeypatch, capsys):
+    """Each compilation would raise, or do something else than was asked for."""
+    from fx_fusion import doctor
+
+    monkeypatch.setattr("fx_fusion.options._warned", set())
+    monkeypatch.setenv("FX_FUSION_FUZIONS", "-rope")
+    monkeypatch.setenv("FX_FUSION_MEMORY", "mni")
+    assert doctor.main() == 1
+    said = capsys.readouterr().out
+    assert "no  the variable FX_FUSION_FUZIONS is read by nobody. Did you mean 'FX_FUSION_FUSIONS'?" in said
+    assert "no  options['memory'] = 'mni'. Did you mean 'min'?" in said
+    monkeypatch.delenv("FX_FUSION_FUZIONS")
+    monkeypatch.delenv("FX_FUSION_MEMORY")
+    doctor.main()
+    assert "no  " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
