@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _LAYERS = (
     "depths",
 )  # fmt: skip
 _KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
+# Embeddings by the last part of their path. A distance between tokens has its own rows, and far ones share one.
+_OF_POSITIONS = re.compile(r"(?:^|\.)\w*(?:position|pos_emb|wpe)\w*$")
+_DISTANCES = re.compile(r"relative|distance")
 _SECOND = 16000  # samples of a waveform
 
 
@@ -102,13 +106,35 @@ def built(
             with mode or contextlib.nullcontext(), torch.device(device):
                 torch.set_default_dtype(dtype)
                 model = made_by(config).train()
+                _check_length(model, sizes.length)
                 return model, _inputs(model, sizes), mode
+        except TargetError:
+            raise
         except Exception as error:
             if mode is None:
                 raise TargetError(f"{made_by.__name__} can't be built: {type(error).__name__}: {error}") from error
         finally:
             torch.set_default_dtype(known)
     raise AssertionError("one of the two returns or raises")
+
+
+def _check_length(model: Any, length: int) -> None:
+    """Raise TargetError where a model of text has no position of its own for each token: rows of a table, that is, as angles
+    (RoPE) go on without end. Tensors without memory would not tell."""
+    if model.main_input_name != "input_ids":
+        return
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding) and _OF_POSITIONS.search(name) and not _DISTANCES.search(name)
+    ]
+    # RoBERTa's tokens are counted from the padding's row on.
+    rows = [table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables]
+    rows += [table.shape[0] for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's angles
+    most = min([*rows, find(model.config, "max_position_embeddings", "n_positions") or math.inf]) if rows else math.inf
+    if length > most:
+        raise TargetError(f"--length: must be at most {most} for {type(model).__name__}, which has so many positions "
+                          f"(max_position_embeddings or n_positions of its config); got {length}")  # fmt: skip
 
 
 def _prepare(config: Any, layers: int | None) -> None:
