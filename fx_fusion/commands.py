@@ -81,8 +81,13 @@ def verify_command(name: str, *, sizes: dict[str, Any], device: str | None, opti
     with contextlib.redirect_stdout(sys.stderr):
         torch.manual_seed(0)
         target = _target(name, fake=False, device=device, usual=64, **{**sizes, "layers": sizes["layers"] or 2})
+        if not isinstance(target.call, torch.nn.Module):
+            raise TargetError(f"{name}() must return a module (torch.nn.Module) and its arguments, to be verified; it "
+                              f"returned {target.call!r}")  # fmt: skip
         found = verify(target.call, *target.args, options=options, **target.kwargs)
     print(found)
+    if found.nothing_replaced:
+        print(f"fx_fusion: warning: {found.nothing_replaced}", file=sys.stderr)
     return 0 if found.ok else 1
 
 

@@ -34,7 +34,7 @@ def watch(trainer: Trainer) -> Report:
         TypeError: ``trainer`` is no Trainer of transformers.
     """
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"watch() takes a Trainer of transformers, as watch(Trainer(model, arguments, ...)); got {trainer!r}")
+        raise TypeError(f"watch() takes a Trainer of transformers, as watch(Trainer(model, ...)); got {trainer!r}")
     callbacks = trainer.callback_handler.callbacks
     known = next((callback for callback in callbacks if isinstance(callback, _Watching)), None)
     if known is not None:

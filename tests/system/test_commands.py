@@ -303,6 +303,20 @@ def test_what_is_required(script):
     run("explain", f"{script}:make", "--select", "always", "--require", "rms_norm")
 
 
+def test_verify_where_nothing_is_replaced(script, tmp_path, monkeypatch, capsys):
+    """A warning on stderr, with what to do; a function can't be verified, and that is one line."""
+    assert typed(monkeypatch, "verify", f"{script}:make", "--select", "never") == 0
+    said = capsys.readouterr()
+    assert "fx_fusion: warning: nothing was replaced: 1 site kept with Inductor; options=" in said.err
+    assert "0 sites fused: all right" in said.out
+    other = tmp_path / "other.py"
+    other.write_text("import torch\ndef function():\n    return torch.tanh, torch.randn(2)\n")
+    assert typed(monkeypatch, "verify", f"{other}:function") == 2
+    said = capsys.readouterr().err
+    assert "must return a module (torch.nn.Module) and its arguments" in said
+    assert said.count("\n") == 1
+
+
 def test_verify(script):
     assert "2 sites" not in (said := run("verify", f"{script}:make", "--select", "always").stdout)
     assert "1 site fused: all right" in said
