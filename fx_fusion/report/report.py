@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import overload
 
 from tabulate import tabulate
 
@@ -175,14 +176,19 @@ class Report:
             for g in self.graphs
         )
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
-        ``path`` if that is given."""
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | os.PathLike[str]) -> Path: ...
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str | Path:
+        """The page: the graphs before and after, and a card for every site, in one file that needs nothing else. With a
+        ``path`` it is written there, and the path is returned."""
         shown = [Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after, tuple(self._unsaid(g))) for g in self.graphs]
         made = page(verdict(self.graphs, self.sites), shown, self.sites, self.environment, self.graphs)
-        if path is not None:
-            Path(path).write_text(made, encoding="utf-8")
-        return made
+        if path is None:
+            return made
+        Path(path).write_text(made, encoding="utf-8")
+        return Path(path)
 
     def _repr_html_(self) -> str:
         return in_a_frame(self.to_html())
