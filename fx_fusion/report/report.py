@@ -28,6 +28,7 @@ from fx_fusion.report.site import STATUSES, Site
 from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid, unsaid
 from fx_fusion.report.verdict import NOTHING_RECORDED, counted, verdict
+from fx_fusion.report.whereabouts import asks_for, checked, instead_of, is_line, nearest_lines
 
 
 class Report:
@@ -86,27 +87,27 @@ class Report:
         """What became of a place of the model, and why: a line a site.
 
         Args:
-            place: a module's path, or a part of one, as ``layers.3.norm``, with all that is inside of it; or a line, as
-                ``model.py:12``.
+            place: a module's path, or a part of one, as ``layers.3.norm`` or ``self.layers.3.norm``, with all that is inside
+                of it; ``self``, the model itself without them; or a line, as ``model.py:12``.
 
-        Raises ValueError where nothing was recorded, or the place is in none of the graphs.
+        Raises ValueError where nothing was recorded, or the place is in none of the graphs; TypeError where it is no string.
         """
+        place = checked(place)
         if not self.graphs:
             raise ValueError(f"nothing is known of {place!r}: {NOTHING_RECORDED}")
         rows = [row for graph in self.graphs for row in graph.rows_before]
-        line = re.fullmatch(r".+:\d+", place) is not None
-        there = (lambda module, at: at.endswith(place)) if line else (lambda module, at: f".{place}." in f".{module}.")
+        line, there = is_line(place), asks_for(place)
         rows_there = {(g.index, row.name) for g in self.graphs for row in g.rows_before if there(row.module, row.location)}
         sites = [
             s
             for s in self.sites
             if there(s.module, s.location)
-            or (line and any(call.endswith(place) for call in s.calls))
+            or (line and any(there("", call) for call in s.calls))
             or any((s.graph, name) in rows_there for name in s.nodes)
         ]
         if not sites and not rows_there:
-            known = sorted({row.location if line else row.module for row in rows} - {""})
-            raise ValueError(f"no node comes from {place!r}. {nearest(place, known)}")
+            instead = instead_of(place, (row.location for row in rows), (row.module for row in rows))
+            raise ValueError(f"no node comes from {place!r}. {instead}")
         said = [_because(site) for site in sites]
         said += [
             f"not recognised{' in ' * bool(found.module)}{found.module}: {found}"
@@ -114,7 +115,11 @@ class Report:
             for found in self._unsaid(graph)
             if there(found.module, found.location)
         ]
-        return "\n".join(dict.fromkeys(said)) or f"{place}: nothing there that a fusion is about; Inductor compiles it"
+        if said:
+            return "\n".join(dict.fromkeys(said))
+        lines = nearest_lines(place, (s.location for s in self.sites)) if line else []
+        others = f"; the nearest lines with a site: {', '.join(lines)}" if lines else ""
+        return f"{place}: nothing there that a fusion is about; Inductor compiles it{others}"
 
     # -- output --------------------------------------------------------------------------------------------------
     def __str__(self) -> str:

@@ -218,6 +218,67 @@ def test_why_a_place_that_is_not_there(odd):
     assert "nothing was compiled" in str(fx_fusion.Report())
 
 
+@pytest.mark.parametrize("place", [None, 12, torch.nn.Linear(2, 2)], ids=str)
+def test_why_of_no_string(odd, place):
+    with pytest.raises(TypeError, match=r"^why\(\) takes the name of a module, as layers.3.norm, or a line, as model.py:12; got "):
+        odd.why(place)
+
+
+@pytest.mark.parametrize("place", ["", "  "])
+def test_why_of_nothing(odd, place):
+    with pytest.raises(ValueError, match="got an empty string"):
+        odd.why(place)
+
+
+def test_why_as_the_model_writes_it(odd):
+    assert odd.why("self.norms.plain") == odd.why("norms.plain")
+
+
+def test_why_another_line(odd):
+    """Those whose numbers are nearest, in the order of the file."""
+    numbers = sorted({int(row.location.partition(":")[2]) for graph in odd.graphs for row in graph.rows_before if row.location})
+    with pytest.raises(ValueError, match=r"no node comes from 'test_report.py:9999'") as raised:
+        odd.why("test_report.py:9999")
+    assert str(raised.value).endswith(f"of this file: {', '.join(f'test_report.py:{number}' for number in numbers[-5:])}.")
+    with pytest.raises(ValueError, match=r"no node comes from 'test_reprot.py:9'. Did you mean 'test_report.py'"):
+        odd.why("test_reprot.py:9")
+
+
+def tanh_before(x, w):
+    x = torch.tanh(x)
+    return by_lines(x, w)
+
+
+def test_a_line_that_no_fusion_is_about_names_the_nearest_that_one_is():
+    _, report = rewritten(tanh_before, torch.randn(4, 8), torch.randn(8))
+    said = report.why(f"test_report.py:{inspect.getsourcelines(tanh_before)[1] + 1}")
+    assert "nothing there that a fusion is about" in said
+    assert said.endswith(f"; the nearest lines with a site: {report.sites[0].location}")
+
+
+def test_lines_are_sorted_by_number():
+    from fx_fusion.report.whereabouts import instead_of
+
+    lines = [f"model.py:{number}" for number in (8, 9, 10, 99, 100, 101)] + ["other.py:98"]
+    assert instead_of("model.py:98", lines, []) == (
+        "The nearest lines of this file: model.py:9, model.py:10, model.py:99, model.py:100, model.py:101."
+    )
+
+
+def test_why_of_a_model_without_modules():
+    _, report = rewritten(torch.nn.RMSNorm(8), torch.randn(4, 8))
+    assert report.why("self").startswith("fused: rms_norm (")
+    with pytest.raises(ValueError, match=r"All of them come from the model itself, .* ask for 'self', or a line, as model.py:12"):
+        report.why("norm")
+
+
+def test_a_line_is_of_the_whole_name_of_its_file(odd):
+    """model.py is no end of my_model.py."""
+    location = next(site.location for site in odd.sites if site.module == "norms.clamped")
+    with pytest.raises(ValueError, match="no node comes from"):
+        odd.why(location.removeprefix("test_"))
+
+
 def test_one_near_miss_a_place(odd):
     near = [site.module for site in odd.sites if site.status == "near"]
     assert len(near) == len(set(near))
