@@ -28,6 +28,7 @@ _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
+NAMES = frozenset(_OURS)
 _PREFIX = "FX_FUSION_"
 # Variables that are no options, and where they are read.
 _READ_ELSEWHERE = (
@@ -95,6 +96,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Split and check options; raises OptionError with the valid names and the nearest one. ``options["mode"]`` is a mode,
     as torch.compile takes one of the two; what is not given is taken from the environment (``FX_FUSION_SELECT`` ...)."""
     _warn_of_unknown_variables()
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f'options must be a dictionary, as {{"select": "always"}}; got {options!r}.')
     options = dict(options or {})
     if mode is not None and "mode" in options:
         raise OptionError(f"mode={mode!r} and options['mode'] = {options['mode']!r}: give one of them.")

@@ -66,7 +66,11 @@ class Report:
         return sum(s.fusion == fusion and s.status == status for s in self.sites)
 
     def assert_fused(self, **counts: int) -> None:
-        """Raise AssertionError unless exactly so many sites of each named fusion were fused, in at least one graph."""
+        """Raise AssertionError unless exactly so many sites of each named fusion were fused, in at least one graph, and
+        TypeError where a number is none."""
+        for fusion, wanted in counts.items():
+            if not isinstance(wanted, int):
+                raise TypeError(f"assert_fused() takes how many sites, as {fusion}=1; got {fusion}={wanted!r}")
         if not self.graphs:
             raise AssertionError(NOTHING_RECORDED)
         wrong = {f: (self.count(f), n) for f, n in counts.items() if self.count(f) != n}

@@ -108,6 +108,20 @@ def test_compile_checks_options_at_once():
     assert len(report.graphs) == 1
 
 
+@pytest.mark.parametrize(("given", "named", "error", "sentence"), [
+    ("llama", {}, TypeError, "compile() takes a module or a function; got 'llama'"),
+    (torch.tanh, {"select": "always", "memory": "min"}, TypeError,
+     """memory is an option: compile(model, options={"memory": 'min', "select": 'always'})"""),
+    (torch.tanh, {"backend": "inductor"}, TypeError, 'compile() is torch.compile with backend="fx_fusion": leave backend= out'),
+    (torch.tanh, {"options": ["a"]}, fx_fusion.OptionError, """options must be a dictionary, as {"select": "always"}; got ['a']."""),
+    (torch.tanh, {"options": "always"}, fx_fusion.OptionError, """options must be a dictionary, as {"select": "always"}; got 'always'."""),
+], ids=str)  # fmt: skip
+def test_compile_says_what_to_write(given, named, error, sentence):
+    with pytest.raises(error) as raised:
+        fx_fusion.compile(given, **named)
+    assert str(raised.value) == sentence
+
+
 def test_compile_takes_a_mode_beside_options():
     compiled = fx_fusion.compile(torch.nn.Linear(2, 2), mode="default", options={"select": "never"})
     with fx_fusion.recording() as report:

@@ -126,6 +126,13 @@ def test_a_name_that_nobody_has_is_an_error():
         report.count("rms_norm", "fussed")
 
 
+@pytest.mark.parametrize("number", ["1", 1.0, None, [1]], ids=repr)
+def test_a_number_of_sites_that_is_none(number):
+    _, report = rewritten(silu_mlp, x, w)
+    with pytest.raises(TypeError, match=r"^assert_fused\(\) takes how many sites, as swiglu=1; got swiglu="):
+        report.assert_fused(swiglu=number)
+
+
 def test_threads_record_what_is_theirs():
     import threading
 
