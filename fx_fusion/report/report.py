@@ -11,10 +11,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
-
-from tabulate import tabulate
 
 from fx_fusion.cost.estimate import sentence, total
 from fx_fusion.errors import nearest
@@ -25,6 +24,7 @@ from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.report.table import Group, table
 from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid, unsaid
 from fx_fusion.report.verdict import NOTHING_RECORDED, counted, verdict
@@ -40,16 +40,29 @@ class Report:
         self._environment: dict[str, str] = {}  # of another machine
         self._left_out: list[Site] = []  # sites of other fusions, where only one is shown
         self._only = ""
+        self._numbers: dict[int, int] = {}  # of graphs in this report, by those in this process
 
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
-        """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
-        attempt may make several, as for the buckets of DDP."""
+        """Add one graph as it is numbered. Those of an earlier attempt of Dynamo at the same code (it had to start again)
+        are dropped; one attempt may make several, as for the buckets of DDP."""
+        self._drop_earlier_attempts(graph)
+        self.graphs.append(graph)
+        self.sites.extend(sites)
+
+    def record(self, graph: GraphReport, sites: list[Site]) -> None:
+        """Add one graph under a number of this report, which begins at 0; a process numbers its graphs over all reports.
+        What is counted while the graph runs is shared with the others."""
+        self._drop_earlier_attempts(graph)
+        number = max((g.index for g in self.graphs), default=-1) + 1
+        self._numbers[graph.index] = number
+        instead_of = None if graph.instead_of is None else self._numbers.get(graph.instead_of)
+        self.add(replace(graph, index=number, instead_of=instead_of), [replace(site, graph=number) for site in sites])
+
+    def _drop_earlier_attempts(self, graph: GraphReport) -> None:
         known = [g for g in self.graphs if g.compile_id and g.compile_id == graph.compile_id]
         dropped = {g.index for g in known if g.attempt < graph.attempt}
         self.graphs = [g for g in self.graphs if g.index not in dropped]
         self.sites = [s for s in self.sites if s.graph not in dropped]
-        self.graphs.append(graph)
-        self.sites.extend(sites)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -133,16 +146,6 @@ class Report:
         nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
         made = f"{counted(len(self.graphs), 'graph')}, {nodes[0]} -> {nodes[1]} nodes"
         head = f"fx_fusion  {made}, {counted(fused, 'site')} fused"
-        rows = [
-            (status, fusion, number, shortened(modules), location, reason)
-            for status, fusion, reason, location, modules, number in self._grouped()
-        ]
-        table = tabulate(
-            rows,
-            headers=("status", "fusion", "sites", "modules", "source", "reason"),
-            tablefmt="plain",
-            maxcolwidths=[None, None, None, 34, 30, 60],
-        )
         notes = list(_said_once((note, g.index) for g in self.graphs for note in g.notes()))
         notes += _said_once((f"not recognised: {what}", g.index) for g in self.graphs for what in self._grouped_unsaid(g))
         saved = total(s.estimate for s in self.sites if s.status == "fused")
@@ -151,7 +154,8 @@ class Report:
         notes += [f"never in memory: {size_of(amount)} of {what}" for what, amount in unmade.items()]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         seconds = sum(g.seconds for g in self.graphs)
-        return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes; rewriting took {seconds:.1f} s"])
+        notes.append(f"left to Inductor: {max(left, 0)} nodes; rewriting took {seconds:.1f} s")
+        return "\n".join([head, table(self._grouped()), *notes])
 
     __repr__ = __str__
 
@@ -168,12 +172,12 @@ class Report:
             for what, modules in groups.items()
         ]
 
-    def _grouped(self) -> list[tuple[str, str, str, str, list[str], int]]:
+    def _grouped(self) -> list[Group]:
         groups: dict[tuple[str, str, str, str], list[str]] = {}
         for site in self.sites:
             groups.setdefault((site.status, site.fusion, _generic(site.reason), site.location), []).append(site.module)
         ordered = sorted(groups.items(), key=lambda item: (STATUSES.index(item[0][0]), item[0][1], item[0][3]))
-        return [(s, f, reason, at, modules, len(modules)) for (s, f, reason, at), modules in ordered]
+        return [Group(*alike, modules) for alike, modules in ordered]
 
     def diff(self) -> str:
         """Unified text diff of every graph before and after, to be read: each hunk with its fusions, modules and lines of

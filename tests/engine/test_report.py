@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import fx_fusion
 from fx_fusion.graph import places
 from fx_fusion.report import trace as debug
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.table import Group, in_lines, shared_prefix, table
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
 
@@ -491,6 +493,66 @@ def test_what_is_said_of_many_graphs_is_said_once():
     assert len(numbers) == 2
     assert str(report).count("ends at a graph break") == 1, str(report)
     assert f"graphs {numbers[0]}, {numbers[1]}: ends at a graph break" in str(report)
+
+
+def test_numbers_of_graphs_begin_at_0_in_each_report():
+    """And another version of a graph names that one by its number there."""
+
+    def broken(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            torch.compile(silu_mlp, backend=rewriting_backend())(x, w)
+            with fx_fusion.recording() as inner:
+                torch.compile(broken, backend=rewriting_backend())(x)
+        assert [graph.index for graph in report.graphs] == [0, 1, 2]
+        assert [graph.index for graph in inner.graphs] == [0, 1]
+        assert {site.graph for site in report.sites} == {0}
+        assert "graph 0: ends at a graph break" in str(inner)
+        assert "graph 1: ends at a graph break" in str(report)
+
+
+def test_another_version_of_a_graph_of_before():
+    report = fx_fusion.Report()
+    report.record(GraphReport(index=7, compile_id="a"), [])
+    report.record(GraphReport(index=9, instead_of=7, version="while it is read"), [])
+    report.record(GraphReport(index=10, instead_of=3, version="without its assumption"), [])
+    assert [(graph.index, graph.instead_of) for graph in report.graphs] == [(0, None), (1, 0), (2, None)]
+    assert "graph 1: graph 0 while it is read\n" in str(report)
+    assert "graph 2: a graph of before without its assumption\n" in str(report)
+    report.record(GraphReport(index=11, compile_id="a", attempt=1), [])
+    assert [graph.index for graph in report.graphs] == [1, 2, 3], "of the one that was given up nothing is left"
+
+
+def test_a_report_without_sites_says_so():
+    said = str(fx_fusion.explain(torch.tanh, x))
+    assert said.splitlines()[1] == "no place that a fusion is about"
+    assert "modules" not in said
+
+
+def test_modules_break_at_dots():
+    path = "model.layers.{0-23}.post_attention_layernorm"
+    assert in_lines(f"model.norm {path} a.b") == "model.norm model.layers.{0-23}\n.post_attention_layernorm a.b"
+    name = "a_name_that_is_longer_than_a_column_of_the_table"
+    assert in_lines(f"layers.{name}.a") == f"layers\n.{name}\n.a"
+    assert in_lines("model.layers.{1-2}.input_layernorm model.norm") == "model.layers.{1-2}.input_layernorm\nmodel.norm"
+    assert in_lines("") == ""
+
+
+def test_what_all_modules_begin_with_stands_in_the_header():
+    paths = [f"base_model.model.model.layers.{i}.mlp" for i in range(3)]
+    assert shared_prefix(paths) == "base_model.model.model.layers"
+    assert shared_prefix([*paths, "base_model.model.lm_head", ""]) == "base_model.model"
+    assert shared_prefix(["model.layers.0.mlp", "model.norm"]) == "", "one word is no shorter in the header"
+    assert shared_prefix(paths[:1]) == ""
+    said = table([Group("fused", "swiglu", "", "llama.py:9", paths), Group("fused", "rms_norm", "", "llama.py:3", ["base_model.model.norm"])])
+    assert re.split(r"\s{2,}", said.splitlines()[0])[3] == "modules of base_model.model"
+    assert re.search(r"^fused +swiglu +3 +model\.layers\.\{0-2\}\.mlp +llama.py:9", said, re.M)
+    assert re.search(r"^fused +rms_norm +1 +norm +llama.py:3", said, re.M)
 
 
 def test_a_router_is_no_attention():
