@@ -24,7 +24,7 @@ from fx_fusion.profiling import Measured, Steps, read, side_by_side
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
-from fx_fusion.scripts import compiling, run_script
+from fx_fusion.scripts import compiling, run_script, why_nothing
 from fx_fusion.showing import check_files, show
 from fx_fusion.targets import Target, check_fusions, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
@@ -105,19 +105,26 @@ def _target(name: str, *, fake: bool, device: str | None, usual: int, **given: A
 
 
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
-    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does.
-    The exit code is the script's, or 1 where a requirement does not hold."""
+    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does,
+    if anything was compiled. The exit code is the script's, or 1 where a requirement does not hold."""
     check_files(output, reads=script)
     check_fusions(output, before=script)
     with recording() as report, compiling("fx_fusion", options):
         code = run_script(script, arguments)
-    shown = show(report, **output)
-    return code or shown
+    if report.graphs:
+        shown = show(report, **output)
+        return code or shown
+    if code:  # what it raised is printed, and there is nothing to add
+        return code
+    check_fusions(output)
+    unwritten = " (no report is written)" * bool(output["html"] or output["json"])
+    print(f"fx_fusion: {why_nothing(script)}{unwritten}", file=sys.stderr)
+    return 1 if output["require"] else 0
 
 
 def profile_command(script: str, arguments: Sequence[str], *, after: int, steps: int, trace: str | None) -> int:
     """Run a script under Inductor and then under fx_fusion, each in a process of its own, until enough steps are measured;
-    print where their time goes. The exit code is that of a script that fails."""
+    print where their time goes. The exit code: of a script that fails, or 2 where it trains or compiles too little."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for backend in ("inductor", "fx_fusion"):
@@ -132,13 +139,13 @@ def profile_command(script: str, arguments: Sequence[str], *, after: int, steps:
     print(side_by_side(found))
     if trace is not None:
         print(f"traces, for Perfetto: {trace}_inductor.json {trace}_fx_fusion.json")
-    return 0
+    return 0 if found[-1].graphs else 2
 
 
 def profile_one(
     script: str, arguments: Sequence[str], *, backend: str, after: int, steps: int, trace: str | None, result: str
 ) -> int:  # fmt: skip
-    """Run a script under one backend and write what was measured; 3 where it ends before there was enough."""
+    """Run a script under one backend and write what was measured; 2 where it ends before there was enough."""
     name_kernels_on_cpu()
     with recording() as report, compiling(backend, {}), Steps(backend, after, steps, trace) as measured:
         try:
@@ -150,7 +157,7 @@ def profile_one(
             return 0
     print(f"fx_fusion: the script ended after {measured.made} step(s) of its optimizer; {measured.needed} are needed "
           f"(--after {after} and twice --steps {steps})", file=sys.stderr)  # fmt: skip
-    return code or 3
+    return code or 2
 
 
 def bisect_command(command: Sequence[str]) -> int:

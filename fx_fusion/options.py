@@ -114,11 +114,12 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 named = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
                 raise OptionError(f"options[{name!r}] must be a {named} ({meaning}); got {given!r}.")
             ours[name] = given
-        elif name.replace("-", "_") in inductors:
+        elif isinstance(name, str) and name.replace("-", "_") in inductors:
             theirs[name] = given
         else:
             raise OptionError(
-                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, (*_OURS, 'mode'))}"
+                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. "
+                f"{nearest(str(name), (*_OURS, 'mode'), also=inductors)}"
             )
     try:  # Inductor's own wrapper translates the mode and checks the types of its options
         inductor = configuration(mode, theirs)

@@ -356,6 +356,53 @@ def test_a_report_of_a_script_however_it_ends(script, tmp_path, end, code, sente
     assert "fx_fusion: it broke" not in found.stderr, "it is no error of ours"
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("print('it ran')\n", "model.compile(), in this process\n"),
+        ("def make(size=1):\n    pass\n\ndef _own():\n    pass\n\ndef step(x):\n    pass\n", "python -m fx_fusion explain {file}:make\n"),
+        ("def make():\n    pass\n\ndef main():\n    pass\n", "explain {file}:FUNCTION (make, main)\n"),
+    ],
+)
+def test_a_script_that_compiles_nothing(text, sentence, tmp_path, monkeypatch, capsys):
+    """Nobody has to reset Dynamo: the script has to compile."""
+    file, page = tmp_path / "plain.py", tmp_path / "r.html"
+    file.write_text(text)
+    for command in ("run", "explain"):
+        assert typed(monkeypatch, command, str(file)) == 0
+        said = capsys.readouterr()
+        assert "fx_fusion: nothing was compiled: the script has to call torch.compile, or model.compile()" in said.err
+        assert said.err.endswith(sentence.format(file=file))
+        assert "reset" not in said.out + said.err
+    assert typed(monkeypatch, "run", str(file), "--html", str(page), "--require", "rope") == 1
+    assert capsys.readouterr().err.endswith(" (no report is written)\n")
+    assert not page.exists()
+
+
+def test_a_script_that_raises_before_any_graph(tmp_path, monkeypatch, capsys):
+    file, page = tmp_path / "boom.py", tmp_path / "r.html"
+    file.write_text("raise ValueError('no data')\n")
+    assert typed(monkeypatch, "run", str(file), "--html", str(page)) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("ValueError: no data\n")
+    assert "fx_fusion" not in said.err
+    assert not page.exists()
+
+
+@pytest.mark.parametrize("options", ["options={'slect': 'always'}", "backend='fx_fusion', options={'max_autotune': 'yes'}"])
+def test_options_of_a_script_that_are_none(options, tmp_path, monkeypatch, capsys):
+    """One line, with the place in the script, and no frame of torch."""
+    file = tmp_path / "train.py"
+    file.write_text(f"import torch\nmodel = torch.compile(torch.nn.Linear(2, 2), {options})\nmodel(torch.ones(1, 2))\n")
+    assert typed(monkeypatch, "run", str(file)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith(f"fx_fusion: {file}:3: ")
+    assert "Did you mean 'select'" in said.err or "Unexpected type of attr max_autotune" in said.err
+
+
 CHECK = """
 import sys
 import torch
