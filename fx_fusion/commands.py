@@ -53,7 +53,8 @@ def explain_command(
         if device or gpu or any(sizes.values()):
             raise TargetError(f"{name} is a script, which chooses its device and sizes itself: give no option for these, or "
                               f"name a function that makes a model, {name}:function")  # fmt: skip
-        print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
+        if Path(name).is_file():
+            print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
         return run_command(name, (), options=options, output=output)
     if gpu and device == "cpu":
         raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")
@@ -228,8 +229,8 @@ def report_command(file: str, *, output: dict[str, Any]) -> int:
     check_files(output, reads=file)
     check_fusions(output)
     try:
-        report = Report.from_json(Path(file).read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"fx_fusion: {file} can't be read as a report: {error}", file=sys.stderr)
+        report = Report.from_json(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"fx_fusion: {file!r} can't be read as a report, as --json writes it: {error}", file=sys.stderr)
         return 2
     return show(report, **output)

@@ -36,9 +36,10 @@ def show(
 ) -> int:
     """Print a report, write its files, check what is required; the exit code."""
     shown = report if fusion is None else report.only(fusion)
-    print(shown.why(why) if why is not None else shown.diff() if diff else shown)
+    said = shown.why(why) if why is not None else shown.diff() if diff else str(shown)
+    print(shown.to_json() if json == "-" else said)  # a program reads the one, people the other
     try:
-        if json is not None:
+        if json not in (None, "-"):
             Path(json).write_text(shown.to_json())
         if html is not None:
             shown.to_html(html)

@@ -32,6 +32,7 @@ _KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
 # Embeddings by the last part of their path. A distance between tokens has its own rows, and far ones share one.
 _OF_POSITIONS = re.compile(r"(?:^|\.)\w*(?:position|pos_emb|wpe)\w*$")
 _DISTANCES = re.compile(r"relative|distance")
+_ON_THE_HUB = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 _SECOND = 16000  # samples of a waveform
 
 
@@ -66,6 +67,8 @@ def config_of(name: str) -> tuple[Any, type]:
             raise TargetError(f"{path} can't be read as a config: {error}") from error
     kind = given.pop("model_type", "" if given else name)
     classes = _classes()
+    if "/" in name and not Path(name).exists():
+        raise TargetError(_no_folder(name))
     if kind not in classes:
         raise TargetError(f"{kind!r} is no type of model that transformers has. {nearest(kind, sorted(classes))[:400]}")
     named = [c for c in given.get("architectures") or () if hasattr(transformers, c)]
@@ -75,6 +78,14 @@ def config_of(name: str) -> tuple[Any, type]:
         part = config.get_text_config(decoder=True)  # a causal model of a type that reads images or sounds too
         config = part if isinstance(part, made_by.config_class) else config
     return config, made_by
+
+
+def _no_folder(name: str) -> str:
+    """A sentence about a name with a slash that is no file here."""
+    if not _ON_THE_HUB.fullmatch(name):
+        return f"there is no file or folder {name!r}: name a config.json or its folder, or a type of model, as llama"
+    return (f"{name!r} is no folder here, and nothing is downloaded from the Hub: name a type of model, as llama, or a "
+            "local folder with the model's config.json")  # fmt: skip
 
 
 def _classes() -> dict[str, str]:

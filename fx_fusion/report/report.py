@@ -215,7 +215,10 @@ class Report:
         """The report that ``to_json`` wrote, here or on another machine. Raises ValueError if it is none."""
         document = json.loads(text)
         report = Report()
-        report.sites, report.graphs, report._environment = from_document(document if isinstance(document, dict) else {})
+        try:
+            report.sites, report.graphs, report._environment = from_document(document if isinstance(document, dict) else {})
+        except (LookupError, TypeError, AttributeError) as error:  # something is missing in it, or of another kind
+            raise ValueError(f"the document is damaged ({type(error).__name__}: {error}): write it anew") from error
         return report
 
 

@@ -158,6 +158,16 @@ WRONG = {
     "explain {there}/train.py:make --require rop": "Did you mean 'rope'?",
     "run {there}/train.py --require rop": "One of your own: register it in {there}/train.py",
     "report {there}/report.json --fusion rop": "Did you mean 'rope'?",
+    "explain ": "target: must name a model: llama, a folder with config.json, train.py:make; got ''",
+    "verify nothing.py": "'nothing.py' is a script that does not exist: name a function of a script",
+    "verify {there}/train.py": "'{there}/train.py' is a script: name a function of a script, which returns a model and its arguments",
+    "explain nothing.py": "there is no script 'nothing.py'",
+    "explain meta-llama/Llama-3.2-1B": "nothing is downloaded from the Hub: name a type of model, as llama, or a local folder",
+    "verify {there}/no/config.json": "there is no file or folder '{there}/no/config.json'",
+    "report {there}/cut.json": "'{there}/cut.json' can't be read as a report, as --json writes it: ",
+    "report {there}/weights.pt": "can't be read as a report",
+    "report {there}/damaged.json": "the document is damaged (KeyError: 'environment'): write it anew",
+    "report {there}/numbers.json": "the document is damaged (AttributeError: ",
     "explain llama --why ": "--why: must be a module or a line, as layers.0.norm or model.py:12; got ''",
     "explain llama --colour red": "unrecognized arguments: --colour red",
     "explain": "required: target",
@@ -212,11 +222,17 @@ def test_a_field_that_a_config_derives():
     assert shrunk_from(transformers.BambaConfig()).num_hidden_layers <= 4
 
 
+DAMAGED = {
+    "cut.json": b'{"schema": 4, "sites": [', "damaged.json": b'{"schema": 4, "sites": [], "graphs": []}',
+    "numbers.json": b'{"schema": 4, "sites": [1], "graphs": [], "environment": {}}',
+}  # fmt: skip
+
+
 @pytest.fixture
 def inputs(script, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
     whole = (tmp_path / "weights.pt").read_bytes()
-    for name, content in {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "report.json": b"{}"}.items():
+    for name, content in {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "report.json": b"{}", **DAMAGED}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -243,8 +259,9 @@ def test_wrong_input_is_one_line(line, inputs, monkeypatch, capsys):
     def works(*given, **named):
         raise AssertionError("it began to work")
 
+    finds = ("train.py:make", "verify", "Llama-3")  # what makes the model may register fusions; what there is, is looked up
     for work in ("_target", "run_script", "profile_one", "profile_command"):
-        if not (work == "_target" and "train.py:make" in line):  # what makes the model may register fusions
+        if not (work == "_target" and any(word in line for word in finds)) and not (work == "run_script" and "nothing.py" in line):
             monkeypatch.setattr(f"fx_fusion.commands.{work}", works)
     monkeypatch.setattr("fx_fusion.commands.explain", works)
     code = typed(monkeypatch, *line.format(there=inputs).split(" "))
@@ -295,6 +312,12 @@ def test_a_fusion_that_a_script_registers(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "it ran" in said.out
     assert "no fusion is called 'mine'" in said.err
+
+
+def test_json_on_stdout_is_all_there_is(script, monkeypatch, capsys):
+    """For a pipe."""
+    assert typed(monkeypatch, "explain", f"{script}:make", "--select", "always", "--json", "-", "--require", "rms_norm=1") == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == {"fused/rms_norm": 1}
 
 
 def test_what_is_required(script):
