@@ -137,9 +137,21 @@ def _in_a_folder(text: str) -> str:
     return text
 
 
+def _target(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must name a model: llama, a folder with config.json, train.py:make; got {text!r}")
+    return text
+
+
+def _json(text: str) -> str:
+    return text if text == "-" else _file(text)
+
+
 def _file(text: str) -> str:
     if not text or os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"must be the name of a file; {text!r} is {'a folder' if text else 'none'}")
+    if text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"must be a file for the report; {text!r} is a program: name a .html or .json")
     return _in_a_folder(text)
 
 
@@ -153,8 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
     verify = commands.add_parser("verify", help="one training step beside eager's and float64's, and which fusion is wrong")
     target = "a model type of transformers, a config.json or its folder, or module:function"
-    explain.add_argument("target", help=f"{target}; a script (file.py) is run as it is")
-    verify.add_argument("target", help=target)
+    explain.add_argument("target", type=_target, help=f"{target}; a script (file.py) is run as it is")
+    verify.add_argument("target", type=_target, help=target)
     for command, length, layers in ((explain, 512, "all"), (verify, 64, "2")):
         command.add_argument("--batch", type=_at_least_1, help="rows of the batch (1)")
         command.add_argument("--length", type=_at_least_1, help=f"tokens in a row ({length}; 16 with --tiny)")
@@ -186,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("file", help="what --json wrote, here or on another machine")
     for command in (explain, run, report):
         command.add_argument("--html", type=_file, metavar="FILE", help="write the report as a page")
-        command.add_argument("--json", type=_file, metavar="FILE", help="write the report as JSON")
+        command.add_argument("--json", type=_json, metavar="FILE", help="write the report as JSON; - prints it alone")
         command.add_argument("--diff", action="store_true", help="print the graphs before and after")
         command.add_argument(
             "--why", type=_place, metavar="PLACE", help="print what became of a module or of a line (model.py:12)"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import runpy
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,21 @@ from fx_fusion.cost import table as cost_table
 from fx_fusion.errors import OptionError, TargetError
 from fx_fusion.explaining import explain
 from fx_fusion.graph.devices import planning_for
-from fx_fusion.options import inductors_own
 from fx_fusion.pipeline import LAST_REPLACEMENT
 from fx_fusion.profiling import Measured, Steps, read, side_by_side
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
-from fx_fusion.targets import Target, check_fusions, print_raised, target_of
+from fx_fusion.scripts import compiling, run_script, why_nothing
+from fx_fusion.showing import check_files, show
+from fx_fusion.targets import Target, check_fusions, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
-from fx_fusion.torch_internals.inductor import configuration, name_kernels_on_cpu
+from fx_fusion.torch_internals.inductor import name_kernels_on_cpu
 from fx_fusion.transformers_models import Sizes
 from fx_fusion.verifying import verify
 
 _DEFAULT_GPU = "H200"
 _LARGE = 1e9
-_INTERRUPTED = 130  # as a shell has it
 
 
 def explain_command(
@@ -48,12 +47,14 @@ def explain_command(
 
     Raises TargetError, OptionError.
     """
+    check_files(output, reads=name)
     check_fusions(output, before=name)
     if name.endswith(".py"):
         if device or gpu or any(sizes.values()):
             raise TargetError(f"{name} is a script, which chooses its device and sizes itself: give no option for these, or "
                               f"name a function that makes a model, {name}:function")  # fmt: skip
-        print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
+        if Path(name).is_file():
+            print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
         return run_command(name, (), options=options, output=output)
     if gpu and device == "cpu":
         raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")
@@ -81,8 +82,13 @@ def verify_command(name: str, *, sizes: dict[str, Any], device: str | None, opti
     with contextlib.redirect_stdout(sys.stderr):
         torch.manual_seed(0)
         target = _target(name, fake=False, device=device, usual=64, **{**sizes, "layers": sizes["layers"] or 2})
+        if not isinstance(target.call, torch.nn.Module):
+            raise TargetError(f"{name}() must return a module (torch.nn.Module) and its arguments, to be verified; it "
+                              f"returned {target.call!r}")  # fmt: skip
         found = verify(target.call, *target.args, options=options, **target.kwargs)
     print(found)
+    if found.nothing_replaced:
+        print(f"fx_fusion: warning: {found.nothing_replaced}", file=sys.stderr)
     return 0 if found.ok else 1
 
 
@@ -100,42 +106,26 @@ def _target(name: str, *, fake: bool, device: str | None, usual: int, **given: A
 
 
 def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
-    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does.
-    The exit code is the script's, or 1 where a requirement does not hold."""
+    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does,
+    if anything was compiled. The exit code is the script's, or 1 where a requirement does not hold."""
+    check_files(output, reads=script)
     check_fusions(output, before=script)
-    with recording() as report, _compiling("fx_fusion", options):
-        code = _run(script, arguments)
-    shown = show(report, **output)
-    return code or shown
-
-
-def _run(script: str, arguments: Sequence[str]) -> int:
-    """Run a script in this process; its exit code. What it raises is printed."""
-    if not Path(script).is_file():
-        raise ValueError(f"there is no script {script!r}")
-    known, sys.argv = sys.argv, [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except Measured:
-        raise
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException as error:  # whatever it raises is the script's, and there is a report to show
-        print_raised(error)
-        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        sys.argv = known
-        sys.path.remove(str(Path(script).parent))
-    return 0
+    with recording() as report, compiling("fx_fusion", options):
+        code = run_script(script, arguments)
+    if report.graphs:
+        shown = show(report, **output)
+        return code or shown
+    if code:  # what it raised is printed, and there is nothing to add
+        return code
+    check_fusions(output)
+    unwritten = " (no report is written)" * bool(output["html"] or output["json"])
+    print(f"fx_fusion: {why_nothing(script)}{unwritten}", file=sys.stderr)
+    return 1 if output["require"] else 0
 
 
 def profile_command(script: str, arguments: Sequence[str], *, after: int, steps: int, trace: str | None) -> int:
     """Run a script under Inductor and then under fx_fusion, each in a process of its own, until enough steps are measured;
-    print where their time goes. The exit code is that of a script that fails."""
+    print where their time goes. The exit code: of a script that fails, or 2 where it trains or compiles too little."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for backend in ("inductor", "fx_fusion"):
@@ -150,17 +140,17 @@ def profile_command(script: str, arguments: Sequence[str], *, after: int, steps:
     print(side_by_side(found))
     if trace is not None:
         print(f"traces, for Perfetto: {trace}_inductor.json {trace}_fx_fusion.json")
-    return 0
+    return 0 if found[-1].graphs else 2
 
 
 def profile_one(
     script: str, arguments: Sequence[str], *, backend: str, after: int, steps: int, trace: str | None, result: str
 ) -> int:  # fmt: skip
-    """Run a script under one backend and write what was measured; 3 where it ends before there was enough."""
+    """Run a script under one backend and write what was measured; 2 where it ends before there was enough."""
     name_kernels_on_cpu()
-    with recording() as report, _compiling(backend, {}), Steps(backend, after, steps, trace) as measured:
+    with recording() as report, compiling(backend, {}), Steps(backend, after, steps, trace) as measured:
         try:
-            code = _run(script, arguments)
+            code = run_script(script, arguments)
         except Measured:
             measured.result.graphs = len(report.graphs)
             measured.result.fused = sum(site.status == "fused" for site in report.sites)
@@ -168,7 +158,7 @@ def profile_one(
             return 0
     print(f"fx_fusion: the script ended after {measured.made} step(s) of its optimizer; {measured.needed} are needed "
           f"(--after {after} and twice --steps {steps})", file=sys.stderr)  # fmt: skip
-    return code or 3
+    return code or 2
 
 
 def bisect_command(command: Sequence[str]) -> int:
@@ -236,61 +226,11 @@ def _saved_by_torch(file: str) -> bool:
 
 def report_command(file: str, *, output: dict[str, Any]) -> int:
     """Show a report that was written as JSON, here or on another machine; 2 where it is none."""
+    check_files(output, reads=file)
     check_fusions(output)
     try:
-        report = Report.from_json(Path(file).read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"fx_fusion: {file} can't be read as a report: {error}", file=sys.stderr)
+        report = Report.from_json(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"fx_fusion: {file!r} can't be read as a report, as --json writes it: {error}", file=sys.stderr)
         return 2
     return show(report, **output)
-
-
-@contextlib.contextmanager
-def _compiling(wanted: str, options: dict[str, Any]) -> Iterator[None]:
-    """Inside, ``torch.compile`` with Inductor (or without a backend), or with fx_fusion, means the wanted one of both."""
-    theirs: Callable[..., Any] = torch.compile
-
-    def ours(model: Any = None, *, backend: Any = "inductor", **given: Any) -> Any:
-        if backend not in ("inductor", "fx_fusion"):
-            return theirs(model, backend=backend, **given)
-        mode, known = given.pop("mode", None), given.pop("options", None) or {}
-        both = {**known, **({"mode": mode} if mode else {}), **options}
-        if wanted == "inductor":
-            both = dict(configuration(both.get("mode"), inductors_own(both)))
-        return theirs(model, backend=wanted, **({"options": both} if both else {}), **given)
-
-    torch.compile = ours  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = theirs
-
-
-def show(
-    report: Report,
-    *,
-    html: str | None,
-    json: str | None,
-    diff: bool,
-    fusion: str | None,
-    why: str | None,
-    require: Sequence[str],
-) -> int:
-    """Print a report, write its files, check what is required; the exit code."""
-    shown = report if fusion is None else report.only(fusion)
-    print(shown.why(why) if why is not None else shown.diff() if diff else shown)
-    try:
-        if json is not None:
-            Path(json).write_text(shown.to_json())
-        if html is not None:
-            shown.to_html(html)
-            print(f"written: {html}", file=sys.stderr)
-    except OSError as error:
-        raise ValueError(f"the report can't be written: {error}") from error
-    for wanted in require:
-        name, _, number = wanted.partition("=")
-        found = report.count(name)
-        if found < 1 if not number else found != int(number):
-            print(f"fx_fusion: {name}: {found} fused, {number or 'at least 1'} required", file=sys.stderr)
-            return 1
-    return 0

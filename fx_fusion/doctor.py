@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,10 +16,13 @@ from pathlib import Path
 import torch
 import triton
 from rich.console import Console
+from rich.markup import escape
 
 from fx_fusion.cost import measure, table
+from fx_fusion.errors import OptionError
 from fx_fusion.fusion.registry import all_fusions, installed, plugins
 from fx_fusion.ops.on_cpu import interpreting
+from fx_fusion.options import parse, unknown_variables
 from fx_fusion.torch_internals.inductor import cache_folder, triton_compiles
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -26,11 +30,18 @@ COMPILERS = ("g++", "clang++", "c++")
 
 @dataclass(frozen=True)
 class Fact:
-    """Something about this machine: what it is about, whether that is as it should be, and a sentence."""
+    """Something about this machine: what it is about, whether that is as it should be, a sentence, and whether it is a
+    mistake, which somebody has to mend."""
 
     about: str
     good: bool
     says: str
+    mistake: bool = False
+
+    @property
+    def mark(self) -> str:
+        """What stands in front of its line."""
+        return "[green]ok[/]" if self.good else "[red]no[/]" if self.mistake else "[yellow]--[/]"
 
 
 def cpp_compiler() -> str | None:
@@ -56,8 +67,19 @@ def facts() -> Iterator[Fact]:
     chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("FX_FUSION_"))
     if chosen:
         yield Fact("environment", True, f"chosen by the environment: {', '.join(chosen)}")
+    yield from (Fact("variables", False, mistake, mistake=True) for mistake in _mistakes_in_the_environment())
     if interpreting():
         yield Fact("interpreter", False, "TRITON_INTERPRET=1: kernels run in Triton's interpreter, on CPU tensors")
+
+
+def _mistakes_in_the_environment() -> Iterator[str]:
+    yield from unknown_variables().values()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # unknown ones are said already
+            parse(None, None)
+    except OptionError as error:
+        yield str(error)
 
 
 def _others() -> str:
@@ -118,13 +140,14 @@ def _folder(what: str, path: Path) -> Fact:
 
 
 def main(as_json: bool = False) -> int:
-    """Print the facts; 1 if something that is needed is missing."""
+    """Print the facts; 1 if something that is needed is missing, or there is a mistake."""
     found = list(facts())
     if as_json:
         print(json.dumps([asdict(fact) for fact in found], indent=1))
     else:
         console = Console(highlight=False, soft_wrap=True)
         for fact in found:
-            console.print(f"[green]ok[/]  {fact.says}" if fact.good else f"[yellow]--[/]  {fact.says}")
+            console.print(f"{fact.mark}  ", escape(fact.says), sep="")
     good = {fact.about: fact.good for fact in found}
-    return 0 if good["backend"] and (good["compiler"] or good["GPU"]) else 1
+    compiles = good["backend"] and (good["compiler"] or good["GPU"])
+    return 0 if compiles and not any(fact.mistake for fact in found) else 1

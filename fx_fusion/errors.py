@@ -1,7 +1,7 @@
 """The ways in which fx_fusion fails. A guard's "no" is not an error: it is a sentence in the report."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class DeclarationError(TypeError):
@@ -29,10 +29,11 @@ class VerificationError(RuntimeError):
     """``fx_fusion.verify`` can't compare this model, or ``options={"verify": ...}`` found a replaced site wrong."""
 
 
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the valid one that is most like it, and all of them."""
+def nearest(name: str, valid: Sequence[str], also: Iterable[str] = ()) -> str:
+    """The end of an error about an unknown name: the valid one that is most like it, and all of them but those in ``also``,
+    which are valid too and too many."""
     valid = list(dict.fromkeys(valid))
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*valid, *sorted(also)], n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}."
 

@@ -13,7 +13,7 @@ from fx_fusion.backend import compile_graph
 from fx_fusion.errors import OptionError
 from fx_fusion.graph.devices import planned_gpu
 from fx_fusion.graph.snapshot import snapshot
-from fx_fusion.options import Options, parse
+from fx_fusion.options import NAMES, Options, parse
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
@@ -27,8 +27,16 @@ def compile(
     torch.compile itself asks a backend at the first call, and takes a mode or options: ``options={"mode": ...}`` has both.
 
     Raises:
+        TypeError: ``model`` can't be called, or an option is given as an argument.
         OptionError: an option or mode that nobody knows, or a value of the wrong type.
     """
+    if not callable(model):
+        raise TypeError(f"compile() takes a module or a function; got {model!r}")
+    if "backend" in kwargs:
+        raise TypeError('compile() is torch.compile with backend="fx_fusion": leave backend= out')
+    if misplaced := sorted(kwargs.keys() & NAMES):
+        given = ", ".join(f'"{name}": {kwargs[name]!r}' for name in misplaced)
+        raise TypeError(f"{misplaced[0]} is an option: compile(model, options={{{given}}})")
     parse(mode, options)
     both = {**(options or {}), **({} if mode is None else {"mode": mode})}
     return torch.compile(model, backend="fx_fusion", **({"options": both} if both else {}), **kwargs)

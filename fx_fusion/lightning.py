@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fx_fusion.report.report import Report
 class Watch(Callback):
     """Records what is compiled while a model is fitted: ``report``. The trainer's loggers get the numbers of
     ``fx_fusion.report.facts`` (every ``log_every_n_steps``); the report is written to ``fx_fusion.html`` in the trainer's
-    ``default_root_dir`` with every checkpoint and at the end."""
+    ``default_root_dir`` with every checkpoint and at the end, be it an error."""
 
     def __init__(self) -> None:
         self.report, self._recording = Report(), ExitStack()
@@ -41,7 +42,12 @@ class Watch(Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the recording. What was raised counts more than a page that can't be written."""
         self._recording.close()
+        try:
+            self._write(trainer)
+        except OSError as error:
+            warnings.warn(f"fx_fusion: {trainer.default_root_dir}/{PAGE} can't be written: {error}", stacklevel=2)
 
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:

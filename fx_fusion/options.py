@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,17 @@ _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
+NAMES = frozenset(_OURS)
+_PREFIX = "FX_FUSION_"
+# Variables that are no options, and where they are read.
+_READ_ELSEWHERE = (
+    "FX_FUSION_FUEL",  # here
+    "FX_FUSION_DEBUG",  # report.trace
+    "FX_FUSION_CACHE_DIR",  # cost.measure
+    "FX_FUSION_REPRODUCERS",  # rewrite.verify_site
+)
+VARIABLES = (*(f"{_PREFIX}{name.upper()}" for name in _OURS), *_READ_ELSEWHERE)
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,9 @@ class Options:
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Split and check options; raises OptionError with the valid names and the nearest one. ``options["mode"]`` is a mode,
     as torch.compile takes one of the two; what is not given is taken from the environment (``FX_FUSION_SELECT`` ...)."""
+    _warn_of_unknown_variables()
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f'options must be a dictionary, as {{"select": "always"}}; got {options!r}.')
     options = dict(options or {})
     if mode is not None and "mode" in options:
         raise OptionError(f"mode={mode!r} and options['mode'] = {options['mode']!r}: give one of them.")
@@ -99,11 +114,12 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
                 named = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
                 raise OptionError(f"options[{name!r}] must be a {named} ({meaning}); got {given!r}.")
             ours[name] = given
-        elif name.replace("-", "_") in inductors:
+        elif isinstance(name, str) and name.replace("-", "_") in inductors:
             theirs[name] = given
         else:
             raise OptionError(
-                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. {nearest(name, (*_OURS, 'mode'))}"
+                f"options[{name!r}] is known neither to fx_fusion nor to Inductor. "
+                f"{nearest(str(name), (*_OURS, 'mode'), also=inductors)}"
             )
     try:  # Inductor's own wrapper translates the mode and checks the types of its options
         inductor = configuration(mode, theirs)
@@ -155,7 +171,7 @@ def _from_environment() -> dict[str, Any]:
     ``FX_FUSION_FUSIONS=-rope,-swiglu``, ``FX_FUSION_STRICT=1``."""
     found: dict[str, Any] = {}
     for name, (kind, meaning) in _OURS.items():
-        variable = f"FX_FUSION_{name.upper()}"
+        variable = f"{_PREFIX}{name.upper()}"
         text = os.environ.get(variable, "")
         if not text:
             continue
@@ -164,6 +180,20 @@ def _from_environment() -> dict[str, Any]:
         is_flag = kind is bool or (isinstance(kind, tuple) and text in ("0", "1"))
         found[name] = text == "1" if is_flag else text.split(",") if kind is list else text
     return found
+
+
+def unknown_variables() -> dict[str, str]:
+    """A sentence for each variable of the environment that begins as ours do and that nobody reads."""
+    unknown = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in VARIABLES)
+    return {name: f"the variable {name} is read by nobody. {nearest(name, VARIABLES)}" for name in unknown}
+
+
+def _warn_of_unknown_variables() -> None:
+    """Once in a process: a name that was mistyped chose nothing, and a run would not show it."""
+    for name, sentence in unknown_variables().items():
+        if name not in _warned:
+            _warned.add(name)
+            warnings.warn(f"fx_fusion: {sentence}", stacklevel=3)
 
 
 def _chosen(names: list[str]) -> frozenset[str]:

@@ -19,7 +19,7 @@ import torch
 from tabulate import tabulate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fx_fusion.report.verdict import counted
+from fx_fusion.report.verdict import NOTHING_COMPILED, counted
 
 # The first that is found in a name is its kind: a kernel that computes a loss and something beside it is the loss's.
 _KINDS = (
@@ -179,7 +179,7 @@ def side_by_side(found: Sequence[Profiled]) -> str:
     if first.peak and last.peak:
         lines.append(f"peak memory: {first.peak / 2**30:.2f} -> {last.peak / 2**30:.2f} GiB")
     if not last.graphs:
-        lines.append("nothing was compiled: the script has to call torch.compile, or model.compile()")
+        lines.append(NOTHING_COMPILED)
     else:
         lines.append(f"{counted(last.fused, 'site')} fused in {counted(last.graphs, 'graph')}")
     return "\n".join(lines)

@@ -48,6 +48,10 @@ def target_of(name: str, sizes: Sizes, *, device: str, dtype: torch.dtype, fake:
     place, _, function = name.rpartition(":")
     if place and function.isidentifier():
         return _made_by(place, function)
+    if name.endswith(".py"):
+        which = "a script" if Path(name).is_file() else "a script that does not exist"
+        raise TargetError(f"{name!r} is {which}: name a function of a script, which returns a model and its arguments, as "
+                          "train.py:make")  # fmt: skip
     if importlib.util.find_spec("transformers") is None:
         raise TargetError(f"{name!r}: transformers is not installed, so it can only be package.module:function")
     config, made_by = config_of(name)

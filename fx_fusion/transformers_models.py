@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ _LAYERS = (
     "depths",
 )  # fmt: skip
 _KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types")
+# Embeddings by the last part of their path. A distance between tokens has its own rows, and far ones share one.
+_OF_POSITIONS = re.compile(r"(?:^|\.)\w*(?:position|pos_emb|wpe)\w*$")
+_DISTANCES = re.compile(r"relative|distance")
+_ON_THE_HUB = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 _SECOND = 16000  # samples of a waveform
 
 
@@ -62,6 +67,8 @@ def config_of(name: str) -> tuple[Any, type]:
             raise TargetError(f"{path} can't be read as a config: {error}") from error
     kind = given.pop("model_type", "" if given else name)
     classes = _classes()
+    if "/" in name and not Path(name).exists():
+        raise TargetError(_no_folder(name))
     if kind not in classes:
         raise TargetError(f"{kind!r} is no type of model that transformers has. {nearest(kind, sorted(classes))[:400]}")
     named = [c for c in given.get("architectures") or () if hasattr(transformers, c)]
@@ -71,6 +78,14 @@ def config_of(name: str) -> tuple[Any, type]:
         part = config.get_text_config(decoder=True)  # a causal model of a type that reads images or sounds too
         config = part if isinstance(part, made_by.config_class) else config
     return config, made_by
+
+
+def _no_folder(name: str) -> str:
+    """A sentence about a name with a slash that is no file here."""
+    if not _ON_THE_HUB.fullmatch(name):
+        return f"there is no file or folder {name!r}: name a config.json or its folder, or a type of model, as llama"
+    return (f"{name!r} is no folder here, and nothing is downloaded from the Hub: name a type of model, as llama, or a "
+            "local folder with the model's config.json")  # fmt: skip
 
 
 def _classes() -> dict[str, str]:
@@ -102,13 +117,35 @@ def built(
             with mode or contextlib.nullcontext(), torch.device(device):
                 torch.set_default_dtype(dtype)
                 model = made_by(config).train()
+                _check_length(model, sizes.length)
                 return model, _inputs(model, sizes), mode
+        except TargetError:
+            raise
         except Exception as error:
             if mode is None:
                 raise TargetError(f"{made_by.__name__} can't be built: {type(error).__name__}: {error}") from error
         finally:
             torch.set_default_dtype(known)
     raise AssertionError("one of the two returns or raises")
+
+
+def _check_length(model: Any, length: int) -> None:
+    """Raise TargetError where a model of text has no position of its own for each token: rows of a table, that is, as angles
+    (RoPE) go on without end. Tensors without memory would not tell."""
+    if model.main_input_name != "input_ids":
+        return
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding) and _OF_POSITIONS.search(name) and not _DISTANCES.search(name)
+    ]
+    # RoBERTa's tokens are counted from the padding's row on.
+    rows = [table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables]
+    rows += [table.shape[0] for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's angles
+    most = min([*rows, find(model.config, "max_position_embeddings", "n_positions") or math.inf]) if rows else math.inf
+    if length > most:
+        raise TargetError(f"--length: must be at most {most} for {type(model).__name__}, which has so many positions "
+                          f"(max_position_embeddings or n_positions of its config); got {length}")  # fmt: skip
 
 
 def _prepare(config: Any, layers: int | None) -> None:

@@ -25,6 +25,7 @@ from fx_fusion.torch_internals.containers import tree_map_only
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
 _Values = dict[str, Tensor]
+_GRADIENT = "gradient of "
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,37 @@ class Verification:
         """Whether every output and every gradient is as accurate as the rule asks."""
         return all(row.ok for row in self.rows)
 
+    @property
+    def nothing_replaced(self) -> str:
+        """A sentence where no site was replaced, so that Inductor alone was compared; else empty."""
+        if any(site.status == "fused" for site in self.report.sites):
+            return ""
+        kept = sum(site.status == "kept" for site in self.report.sites)
+        if kept and any(graph.options["select"] != "always" for graph in self.report.graphs):
+            return (f"nothing was replaced: {counted(kept, 'site')} kept with Inductor; "
+                    'options={"select": "always"} (--select always) replaces and compares them')  # fmt: skip
+        return "nothing was replaced, not even by options={\"select\": \"always\"}: print(found.report) says why"
+
     def __str__(self) -> str:
         fused = sum(site.status == "fused" for site in self.report.sites)
         wrong = sum(not row.ok for row in self.rows)
         verdict = f"{wrong} WRONG" if wrong else "all right"
+        gradients = any(row.name.startswith(_GRADIENT) for row in self.rows)
+        compared = f"{len(self.rows)} outputs and gradients" if gradients else counted(len(self.rows), "output")
         shown = [(row.name, f"{row.error:.2e}", f"{row.usual:.2e}", f"{row.allowed:.2e}", "" if row.ok else "wrong")
                  for row in self.rows[:8]]  # fmt: skip
         lines = [
-            f"{len(self.rows)} outputs and gradients, {counted(fused, 'site')} fused: {verdict}",
+            f"{compared}, {counted(fused, 'site')} fused: {verdict}",
             tabulate(shown, headers=("the worst", "error", "eager's", "allowed", ""), disable_numparse=True),
         ]
         if self.blame is not None:
-            place = f"{self.blame.fusion} in {self.blame.module} ({self.blame.location})"
+            module = self.blame.module or "the model itself"
+            place = f"{self.blame.fusion} in {module} ({self.blame.location})"
             lines.append(f'right without {place}: options={{"fusions": ["-{self.blame.fusion}"]}}')
         elif not self.ok:
             lines.append('wrong without any replacement too: compare torch.compile(model, backend="aot_eager")')
+        if self.nothing_replaced:
+            lines.append(self.nothing_replaced)
         return "\n".join(lines)
 
 
@@ -77,9 +94,14 @@ def verify(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = Non
         options: as for ``torch.compile(model, backend="fx_fusion", options=...)``.
 
     Raises:
+        TypeError: ``model`` is no module.
         VerificationError: the model is random, has no float64 twin, or no floating-point output.
         OptionError: an option that nobody knows.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify() takes a module (torch.nn.Module), and what it is called with; got {model!r}. "
+                        "What a function does: as the forward of a module")  # fmt: skip
+    model = getattr(model, "_orig_mod", model)  # what torch.compile was given
     parsed = replace(parse(None, options), fuel=None)
     exact_model = _in_double(model)
     with _as_before(model):
@@ -115,7 +137,7 @@ def _step(model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, *,
         torch.stack([w.sum() for w in weighed]).sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            values[f"gradient of {name}"] = parameter.grad.detach().clone()
+            values[f"{_GRADIENT}{name.replace('_orig_mod.', '')}"] = parameter.grad.detach().clone()
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)

@@ -37,7 +37,7 @@ class GraphReport:
     memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
     linears: Linears = field(default_factory=Linears)  # which of them multiply in float8
     verified: Verified = field(default_factory=Verified)  # what options={"verify": ...} found
-    instead_of: int | None = None  # the graph that this one is another version of
+    instead_of: int | None = None  # the graph that this one is another version of, if that is in the report
     version: str = ""  # which, and when it is compiled
     options: dict[str, Any] = field(default_factory=dict)  # that it was compiled with
     compile_id: str = ""
@@ -56,8 +56,8 @@ class GraphReport:
 
     def notes(self) -> Iterator[str]:
         """What there is to say of a graph besides its sites."""
-        if self.instead_of is not None:
-            yield f"graph {self.instead_of} {self.version}"
+        if self.version:
+            yield f"{'a graph of before' if self.instead_of is None else f'graph {self.instead_of}'} {self.version}"
         if self.planned_for:
             yield f"planned for {self.planned_for}, by its table"
         if self.fallback:

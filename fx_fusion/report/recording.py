@@ -40,4 +40,4 @@ def recordings() -> tuple[Report, ...]:
 def publish(graph: GraphReport, sites: list[Site]) -> None:
     """Hand one graph's result to everybody who records."""
     for report in _active.get():
-        report.add(graph, sites)
+        report.record(graph, sites)

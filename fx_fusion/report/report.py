@@ -11,9 +11,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-
-from tabulate import tabulate
+from typing import overload
 
 from fx_fusion.cost.estimate import sentence, total
 from fx_fusion.errors import nearest
@@ -24,9 +24,11 @@ from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.page import Shown, in_a_frame, page
 from fx_fusion.report.site import STATUSES, Site
+from fx_fusion.report.table import Group, table
 from fx_fusion.report.text_diff import text_diff
 from fx_fusion.report.unsaid import Unsaid, unsaid
 from fx_fusion.report.verdict import NOTHING_RECORDED, counted, verdict
+from fx_fusion.report.whereabouts import asks_for, checked, instead_of, is_line, nearest_lines
 
 
 class Report:
@@ -38,16 +40,29 @@ class Report:
         self._environment: dict[str, str] = {}  # of another machine
         self._left_out: list[Site] = []  # sites of other fusions, where only one is shown
         self._only = ""
+        self._numbers: dict[int, int] = {}  # of graphs in this report, by those in this process
 
     def add(self, graph: GraphReport, sites: list[Site]) -> None:
-        """Add one graph. Those of an earlier attempt of Dynamo at the same code (it had to start again) are dropped; one
-        attempt may make several, as for the buckets of DDP."""
+        """Add one graph as it is numbered. Those of an earlier attempt of Dynamo at the same code (it had to start again)
+        are dropped; one attempt may make several, as for the buckets of DDP."""
+        self._drop_earlier_attempts(graph)
+        self.graphs.append(graph)
+        self.sites.extend(sites)
+
+    def record(self, graph: GraphReport, sites: list[Site]) -> None:
+        """Add one graph under a number of this report, which begins at 0; a process numbers its graphs over all reports.
+        What is counted while the graph runs is shared with the others."""
+        self._drop_earlier_attempts(graph)
+        number = max((g.index for g in self.graphs), default=-1) + 1
+        self._numbers[graph.index] = number
+        instead_of = None if graph.instead_of is None else self._numbers.get(graph.instead_of)
+        self.add(replace(graph, index=number, instead_of=instead_of), [replace(site, graph=number) for site in sites])
+
+    def _drop_earlier_attempts(self, graph: GraphReport) -> None:
         known = [g for g in self.graphs if g.compile_id and g.compile_id == graph.compile_id]
         dropped = {g.index for g in known if g.attempt < graph.attempt}
         self.graphs = [g for g in self.graphs if g.index not in dropped]
         self.sites = [s for s in self.sites if s.graph not in dropped]
-        self.graphs.append(graph)
-        self.sites.extend(sites)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -64,7 +79,11 @@ class Report:
         return sum(s.fusion == fusion and s.status == status for s in self.sites)
 
     def assert_fused(self, **counts: int) -> None:
-        """Raise AssertionError unless exactly so many sites of each named fusion were fused, in at least one graph."""
+        """Raise AssertionError unless exactly so many sites of each named fusion were fused, in at least one graph, and
+        TypeError where a number is none."""
+        for fusion, wanted in counts.items():
+            if not isinstance(wanted, int):
+                raise TypeError(f"assert_fused() takes how many sites, as {fusion}=1; got {fusion}={wanted!r}")
         if not self.graphs:
             raise AssertionError(NOTHING_RECORDED)
         wrong = {f: (self.count(f), n) for f, n in counts.items() if self.count(f) != n}
@@ -85,27 +104,27 @@ class Report:
         """What became of a place of the model, and why: a line a site.
 
         Args:
-            place: a module's path, or a part of one, as ``layers.3.norm``, with all that is inside of it; or a line, as
-                ``model.py:12``.
+            place: a module's path, or a part of one, as ``layers.3.norm`` or ``self.layers.3.norm``, with all that is inside
+                of it; ``self``, the model itself without them; or a line, as ``model.py:12``.
 
-        Raises ValueError where nothing was recorded, or the place is in none of the graphs.
+        Raises ValueError where nothing was recorded, or the place is in none of the graphs; TypeError where it is no string.
         """
+        place = checked(place)
         if not self.graphs:
             raise ValueError(f"nothing is known of {place!r}: {NOTHING_RECORDED}")
         rows = [row for graph in self.graphs for row in graph.rows_before]
-        line = re.fullmatch(r".+:\d+", place) is not None
-        there = (lambda module, at: at.endswith(place)) if line else (lambda module, at: f".{place}." in f".{module}.")
+        line, there = is_line(place), asks_for(place)
         rows_there = {(g.index, row.name) for g in self.graphs for row in g.rows_before if there(row.module, row.location)}
         sites = [
             s
             for s in self.sites
             if there(s.module, s.location)
-            or (line and any(call.endswith(place) for call in s.calls))
+            or (line and any(there("", call) for call in s.calls))
             or any((s.graph, name) in rows_there for name in s.nodes)
         ]
         if not sites and not rows_there:
-            known = sorted({row.location if line else row.module for row in rows} - {""})
-            raise ValueError(f"no node comes from {place!r}. {nearest(place, known)}")
+            instead = instead_of(place, (row.location for row in rows), (row.module for row in rows))
+            raise ValueError(f"no node comes from {place!r}. {instead}")
         said = [_because(site) for site in sites]
         said += [
             f"not recognised{' in ' * bool(found.module)}{found.module}: {found}"
@@ -113,7 +132,11 @@ class Report:
             for found in self._unsaid(graph)
             if there(found.module, found.location)
         ]
-        return "\n".join(dict.fromkeys(said)) or f"{place}: nothing there that a fusion is about; Inductor compiles it"
+        if said:
+            return "\n".join(dict.fromkeys(said))
+        lines = nearest_lines(place, (s.location for s in self.sites)) if line else []
+        others = f"; the nearest lines with a site: {', '.join(lines)}" if lines else ""
+        return f"{place}: nothing there that a fusion is about; Inductor compiles it{others}"
 
     # -- output --------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -123,16 +146,6 @@ class Report:
         nodes = sum(g.nodes_before for g in self.graphs), sum(g.nodes_after for g in self.graphs)
         made = f"{counted(len(self.graphs), 'graph')}, {nodes[0]} -> {nodes[1]} nodes"
         head = f"fx_fusion  {made}, {counted(fused, 'site')} fused"
-        rows = [
-            (status, fusion, number, shortened(modules), location, reason)
-            for status, fusion, reason, location, modules, number in self._grouped()
-        ]
-        table = tabulate(
-            rows,
-            headers=("status", "fusion", "sites", "modules", "source", "reason"),
-            tablefmt="plain",
-            maxcolwidths=[None, None, None, 34, 30, 60],
-        )
         notes = list(_said_once((note, g.index) for g in self.graphs for note in g.notes()))
         notes += _said_once((f"not recognised: {what}", g.index) for g in self.graphs for what in self._grouped_unsaid(g))
         saved = total(s.estimate for s in self.sites if s.status == "fused")
@@ -141,7 +154,8 @@ class Report:
         notes += [f"never in memory: {size_of(amount)} of {what}" for what, amount in unmade.items()]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
         seconds = sum(g.seconds for g in self.graphs)
-        return "\n".join([head, table, *notes, f"left to Inductor: {max(left, 0)} nodes; rewriting took {seconds:.1f} s"])
+        notes.append(f"left to Inductor: {max(left, 0)} nodes; rewriting took {seconds:.1f} s")
+        return "\n".join([head, table(self._grouped()), *notes])
 
     __repr__ = __str__
 
@@ -158,12 +172,12 @@ class Report:
             for what, modules in groups.items()
         ]
 
-    def _grouped(self) -> list[tuple[str, str, str, str, list[str], int]]:
+    def _grouped(self) -> list[Group]:
         groups: dict[tuple[str, str, str, str], list[str]] = {}
         for site in self.sites:
             groups.setdefault((site.status, site.fusion, _generic(site.reason), site.location), []).append(site.module)
         ordered = sorted(groups.items(), key=lambda item: (STATUSES.index(item[0][0]), item[0][1], item[0][3]))
-        return [(s, f, reason, at, modules, len(modules)) for (s, f, reason, at), modules in ordered]
+        return [Group(*alike, modules) for alike, modules in ordered]
 
     def diff(self) -> str:
         """Unified text diff of every graph before and after, to be read: each hunk with its fusions, modules and lines of
@@ -175,14 +189,19 @@ class Report:
             for g in self.graphs
         )
 
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The page: the graphs before and after, and a card for every site. One file that needs nothing else; written to
-        ``path`` if that is given."""
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | os.PathLike[str]) -> Path: ...
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str | Path:
+        """The page: the graphs before and after, and a card for every site, in one file that needs nothing else. With a
+        ``path`` it is written there, and the path is returned."""
         shown = [Shown(g.index, tuple(g.notes()), g.rows_before, g.rows_after, tuple(self._unsaid(g))) for g in self.graphs]
         made = page(verdict(self.graphs, self.sites), shown, self.sites, self.environment, self.graphs)
-        if path is not None:
-            Path(path).write_text(made, encoding="utf-8")
-        return made
+        if path is None:
+            return made
+        Path(path).write_text(made, encoding="utf-8")
+        return Path(path)
 
     def _repr_html_(self) -> str:
         return in_a_frame(self.to_html())
@@ -196,7 +215,10 @@ class Report:
         """The report that ``to_json`` wrote, here or on another machine. Raises ValueError if it is none."""
         document = json.loads(text)
         report = Report()
-        report.sites, report.graphs, report._environment = from_document(document if isinstance(document, dict) else {})
+        try:
+            report.sites, report.graphs, report._environment = from_document(document if isinstance(document, dict) else {})
+        except (LookupError, TypeError, AttributeError) as error:  # something is missing in it, or of another kind
+            raise ValueError(f"the document is damaged ({type(error).__name__}: {error}): write it anew") from error
         return report
 
 

@@ -25,7 +25,7 @@ class Site:
         module: the path of the module that made the root node.
         location: its source as ``file.py:line``; of the innermost frame.
         shapes: the shapes of the bound inputs by parameter.
-        graph: the index of the graph.
+        graph: the number of the graph, in its report.
         nodes: the names of the nodes that it is about.
         made: the names of the nodes that are in their place now.
         calls: the frames that led there, outermost first, each ``path:line``.

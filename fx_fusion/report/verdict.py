@@ -14,6 +14,7 @@ NOTHING_RECORDED = (
     "nothing was compiled while this report was recording. What was compiled before is not compiled again: record the first "
     "call, or call torch._dynamo.reset() before."
 )
+NOTHING_COMPILED = "nothing was compiled: the script has to call torch.compile, or model.compile()"
 
 
 def counted(count: int, noun: str) -> str:

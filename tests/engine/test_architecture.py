@@ -30,7 +30,7 @@ ORDER = (
     {"checking"},
     {"tiny_configs", "transformers_models"},
     {"plugin", "explaining", "accelerate", "doctor", "demo", "lightning", "profiling", "skeleton", "targets", "trainer", "verifying"},
-    {"commands", "__init__", "__main__"},
+    {"scripts", "showing", "commands", "__init__", "__main__"},
 )
 RANK = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 # Dynamo's and AOTAutograd's caches ask a tensor subclass for these by name.

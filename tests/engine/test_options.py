@@ -1,10 +1,13 @@
 """Options: names, modes, what goes through to Inductor."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import fx_fusion
-from fx_fusion.options import parse
+from fx_fusion.options import _OURS, VARIABLES, parse
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import tiny_llama, tokens
 
@@ -26,6 +29,9 @@ def test_fuel_stops_after_n_replacements(monkeypatch):
 @pytest.mark.parametrize(("options", "fragment"), [
     ({"slect": "always"}, "Did you mean 'select'"),
     ({"nonsense": 1}, "Valid: select, fusions, defer_outputs, speculate, memory, float8, float8_keep, verify, strict"),
+    ({"max_autotun": True}, "Did you mean 'max_autotune'"),
+    ({"triton.cudagraph": True}, "Did you mean 'triton.cudagraphs'"),
+    ({3: True}, "options.3. is known neither"),
     ({"select": "allways"}, "Did you mean 'always'"),
     ({"fusions": ["rmsnorm"]}, "Did you mean 'rms_norm'"),
     ({"fusions": ["-swigloo"]}, "Did you mean 'swiglu'"),
@@ -77,6 +83,25 @@ def test_options_of_the_environment(monkeypatch):
         parse(None, None)
 
 
+def test_a_variable_that_nobody_reads_is_said_once(monkeypatch, recwarn):
+    """A typo chose nothing, and nobody was told."""
+    monkeypatch.setattr("fx_fusion.options._warned", set())
+    monkeypatch.setenv("FX_FUSION_FUZIONS", "-rope")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FX_FUSION_CACHE_DIR", "/tmp")
+    for _ in range(3):
+        parse(None, None)
+    (said,) = [str(warning.message) for warning in recwarn if "FX_FUSION" in str(warning.message)]
+    assert "the variable FX_FUSION_FUZIONS is read by nobody. Did you mean 'FX_FUSION_FUSIONS'?" in said
+
+
+def test_every_variable_that_is_read_is_known():
+    root = Path(fx_fusion.__file__).parent
+    source = "\n".join(file.read_text() for file in root.rglob("*.py"))
+    assert set(re.findall(r"""environ(?:\.get\(|\[)"(FX_FUSION_\w+)\"""", source)) | {f"FX_FUSION_{o.upper()}" for o in _OURS} == set(VARIABLES)
+
+
 def test_compile_checks_options_at_once():
     with pytest.raises(fx_fusion.OptionError, match="Did you mean 'select'"):
         fx_fusion.compile(torch.nn.Linear(2, 2), options={"selct": "always"})
@@ -84,6 +109,20 @@ def test_compile_checks_options_at_once():
     with fx_fusion.recording() as report:
         compiled(torch.randn(3, 2))
     assert len(report.graphs) == 1
+
+
+@pytest.mark.parametrize(("given", "named", "error", "sentence"), [
+    ("llama", {}, TypeError, "compile() takes a module or a function; got 'llama'"),
+    (torch.tanh, {"select": "always", "memory": "min"}, TypeError,
+     """memory is an option: compile(model, options={"memory": 'min', "select": 'always'})"""),
+    (torch.tanh, {"backend": "inductor"}, TypeError, 'compile() is torch.compile with backend="fx_fusion": leave backend= out'),
+    (torch.tanh, {"options": ["a"]}, fx_fusion.OptionError, """options must be a dictionary, as {"select": "always"}; got ['a']."""),
+    (torch.tanh, {"options": "always"}, fx_fusion.OptionError, """options must be a dictionary, as {"select": "always"}; got 'always'."""),
+], ids=str)  # fmt: skip
+def test_compile_says_what_to_write(given, named, error, sentence):
+    with pytest.raises(error) as raised:
+        fx_fusion.compile(given, **named)
+    assert str(raised.value) == sentence
 
 
 def test_compile_takes_a_mode_beside_options():

@@ -107,8 +107,13 @@ def test_the_lines_of_the_model_are_there():
 
 
 def test_it_is_one_file_without_network(tmp_path):
-    page = report_of().to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text() == page
+    report = report_of()
+    page = report.to_html()
+    for path in (tmp_path / "report.html", str(tmp_path / "other.html")):
+        written = report.to_html(path)  # a notebook shows what the last line returns: a path, not a megabyte of text
+        assert isinstance(written, Path)
+        assert str(written) == str(path)
+        assert written.read_text() == page
     assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|@import|url\(|https?://(?!www\.w3\.org)""", page.split('id="data"')[0])
     assert "<iframe srcdoc=" in report_of()._repr_html_()
 

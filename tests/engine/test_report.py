@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import fx_fusion
 from fx_fusion.graph import places
 from fx_fusion.report import trace as debug
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.table import Group, in_lines, shared_prefix, table
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
 
@@ -126,6 +128,13 @@ def test_a_name_that_nobody_has_is_an_error():
         report.count("rms_norm", "fussed")
 
 
+@pytest.mark.parametrize("number", ["1", 1.0, None, [1]], ids=repr)
+def test_a_number_of_sites_that_is_none(number):
+    _, report = rewritten(silu_mlp, x, w)
+    with pytest.raises(TypeError, match=r"^assert_fused\(\) takes how many sites, as swiglu=1; got swiglu="):
+        report.assert_fused(swiglu=number)
+
+
 def test_threads_record_what_is_theirs():
     import threading
 
@@ -216,6 +225,67 @@ def test_why_a_place_that_is_not_there(odd):
     with pytest.raises(ValueError, match="nothing was compiled while this report was recording"):
         fx_fusion.Report().why("norms")
     assert "nothing was compiled" in str(fx_fusion.Report())
+
+
+@pytest.mark.parametrize("place", [None, 12, torch.nn.Linear(2, 2)], ids=str)
+def test_why_of_no_string(odd, place):
+    with pytest.raises(TypeError, match=r"^why\(\) takes the name of a module, as layers.3.norm, or a line, as model.py:12; got "):
+        odd.why(place)
+
+
+@pytest.mark.parametrize("place", ["", "  "])
+def test_why_of_nothing(odd, place):
+    with pytest.raises(ValueError, match="got an empty string"):
+        odd.why(place)
+
+
+def test_why_as_the_model_writes_it(odd):
+    assert odd.why("self.norms.plain") == odd.why("norms.plain")
+
+
+def test_why_another_line(odd):
+    """Those whose numbers are nearest, in the order of the file."""
+    numbers = sorted({int(row.location.partition(":")[2]) for graph in odd.graphs for row in graph.rows_before if row.location})
+    with pytest.raises(ValueError, match=r"no node comes from 'test_report.py:9999'") as raised:
+        odd.why("test_report.py:9999")
+    assert str(raised.value).endswith(f"of this file: {', '.join(f'test_report.py:{number}' for number in numbers[-5:])}.")
+    with pytest.raises(ValueError, match=r"no node comes from 'test_reprot.py:9'. Did you mean 'test_report.py'"):
+        odd.why("test_reprot.py:9")
+
+
+def tanh_before(x, w):
+    x = torch.tanh(x)
+    return by_lines(x, w)
+
+
+def test_a_line_that_no_fusion_is_about_names_the_nearest_that_one_is():
+    _, report = rewritten(tanh_before, torch.randn(4, 8), torch.randn(8))
+    said = report.why(f"test_report.py:{inspect.getsourcelines(tanh_before)[1] + 1}")
+    assert "nothing there that a fusion is about" in said
+    assert said.endswith(f"; the nearest lines with a site: {report.sites[0].location}")
+
+
+def test_lines_are_sorted_by_number():
+    from fx_fusion.report.whereabouts import instead_of
+
+    lines = [f"model.py:{number}" for number in (8, 9, 10, 99, 100, 101)] + ["other.py:98"]
+    assert instead_of("model.py:98", lines, []) == (
+        "The nearest lines of this file: model.py:9, model.py:10, model.py:99, model.py:100, model.py:101."
+    )
+
+
+def test_why_of_a_model_without_modules():
+    _, report = rewritten(torch.nn.RMSNorm(8), torch.randn(4, 8))
+    assert report.why("self").startswith("fused: rms_norm (")
+    with pytest.raises(ValueError, match=r"All of them come from the model itself, .* ask for 'self', or a line, as model.py:12"):
+        report.why("norm")
+
+
+def test_a_line_is_of_the_whole_name_of_its_file(odd):
+    """model.py is no end of my_model.py."""
+    location = next(site.location for site in odd.sites if site.module == "norms.clamped")
+    with pytest.raises(ValueError, match="no node comes from"):
+        odd.why(location.removeprefix("test_"))
 
 
 def test_one_near_miss_a_place(odd):
@@ -440,6 +510,66 @@ def test_what_is_said_of_many_graphs_is_said_once():
     assert len(numbers) == 2
     assert str(report).count("ends at a graph break") == 1, str(report)
     assert f"graphs {numbers[0]}, {numbers[1]}: ends at a graph break" in str(report)
+
+
+def test_numbers_of_graphs_begin_at_0_in_each_report():
+    """And another version of a graph names that one by its number there."""
+
+    def broken(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            torch.compile(silu_mlp, backend=rewriting_backend())(x, w)
+            with fx_fusion.recording() as inner:
+                torch.compile(broken, backend=rewriting_backend())(x)
+        assert [graph.index for graph in report.graphs] == [0, 1, 2]
+        assert [graph.index for graph in inner.graphs] == [0, 1]
+        assert {site.graph for site in report.sites} == {0}
+        assert "graph 0: ends at a graph break" in str(inner)
+        assert "graph 1: ends at a graph break" in str(report)
+
+
+def test_another_version_of_a_graph_of_before():
+    report = fx_fusion.Report()
+    report.record(GraphReport(index=7, compile_id="a"), [])
+    report.record(GraphReport(index=9, instead_of=7, version="while it is read"), [])
+    report.record(GraphReport(index=10, instead_of=3, version="without its assumption"), [])
+    assert [(graph.index, graph.instead_of) for graph in report.graphs] == [(0, None), (1, 0), (2, None)]
+    assert "graph 1: graph 0 while it is read\n" in str(report)
+    assert "graph 2: a graph of before without its assumption\n" in str(report)
+    report.record(GraphReport(index=11, compile_id="a", attempt=1), [])
+    assert [graph.index for graph in report.graphs] == [1, 2, 3], "of the one that was given up nothing is left"
+
+
+def test_a_report_without_sites_says_so():
+    said = str(fx_fusion.explain(torch.tanh, x))
+    assert said.splitlines()[1] == "no place that a fusion is about"
+    assert "modules" not in said
+
+
+def test_modules_break_at_dots():
+    path = "model.layers.{0-23}.post_attention_layernorm"
+    assert in_lines(f"model.norm {path} a.b") == "model.norm model.layers.{0-23}\n.post_attention_layernorm a.b"
+    name = "a_name_that_is_longer_than_a_column_of_the_table"
+    assert in_lines(f"layers.{name}.a") == f"layers\n.{name}\n.a"
+    assert in_lines("model.layers.{1-2}.input_layernorm model.norm") == "model.layers.{1-2}.input_layernorm\nmodel.norm"
+    assert in_lines("") == ""
+
+
+def test_what_all_modules_begin_with_stands_in_the_header():
+    paths = [f"base_model.model.model.layers.{i}.mlp" for i in range(3)]
+    assert shared_prefix(paths) == "base_model.model.model.layers"
+    assert shared_prefix([*paths, "base_model.model.lm_head", ""]) == "base_model.model"
+    assert shared_prefix(["model.layers.0.mlp", "model.norm"]) == "", "one word is no shorter in the header"
+    assert shared_prefix(paths[:1]) == ""
+    said = table([Group("fused", "swiglu", "", "llama.py:9", paths), Group("fused", "rms_norm", "", "llama.py:3", ["base_model.model.norm"])])
+    assert re.split(r"\s{2,}", said.splitlines()[0])[3] == "modules of base_model.model"
+    assert re.search(r"^fused +swiglu +3 +model\.layers\.\{0-2\}\.mlp +llama.py:9", said, re.M)
+    assert re.search(r"^fused +rms_norm +1 +norm +llama.py:3", said, re.M)
 
 
 def test_a_router_is_no_attention():

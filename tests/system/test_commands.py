@@ -124,6 +124,13 @@ WRONG = {
     "explain llama --tiny --html {there}/no/r.html": "there is no folder '{there}/no'",
     "explain llama --tiny --json {there}/no/r.json": "there is no folder '{there}/no'",
     "explain llama --tiny --html {there}": "is a folder",
+    "run {there}/train.py --html {there}/train.py": "must be a file for the report; '{there}/train.py' is a program",
+    "explain {there}/train.py:make --json {there}/other.py": "'{there}/other.py' is a program: name a .html or .json",
+    "run {there}/link --html {there}/train.txt": "--html must be another file than the one that is read; '{there}/train.txt' is",
+    "explain {there}/model --json {there}/model/config.json": "--json must be another file than the one that is read",
+    "explain {there}/model/config.json --html {there}/model/../model/config.json": "--html must be another file than the one that is read",
+    "report {there}/report.json --json {there}/report.json": "--json must be another file than the one that is read",
+    "report {there}/report.json --json {there}/r --html {there}/r": "--html and --json must be two files; both are '{there}/r'",
     "report {there}/report.json --html {there}/no/r.html": "there is no folder",
     "run {there}/train.py --json {there}/no/r.json": "there is no folder",
     "profile {there}/train.py --trace {there}/no/trace": "there is no folder",
@@ -151,6 +158,16 @@ WRONG = {
     "explain {there}/train.py:make --require rop": "Did you mean 'rope'?",
     "run {there}/train.py --require rop": "One of your own: register it in {there}/train.py",
     "report {there}/report.json --fusion rop": "Did you mean 'rope'?",
+    "explain ": "target: must name a model: llama, a folder with config.json, train.py:make; got ''",
+    "verify nothing.py": "'nothing.py' is a script that does not exist: name a function of a script",
+    "verify {there}/train.py": "'{there}/train.py' is a script: name a function of a script, which returns a model and its arguments",
+    "explain nothing.py": "there is no script 'nothing.py'",
+    "explain meta-llama/Llama-3.2-1B": "nothing is downloaded from the Hub: name a type of model, as llama, or a local folder",
+    "verify {there}/no/config.json": "there is no file or folder '{there}/no/config.json'",
+    "report {there}/cut.json": "'{there}/cut.json' can't be read as a report, as --json writes it: ",
+    "report {there}/weights.pt": "can't be read as a report",
+    "report {there}/damaged.json": "the document is damaged (KeyError: 'environment'): write it anew",
+    "report {there}/numbers.json": "the document is damaged (AttributeError: ",
     "explain llama --why ": "--why: must be a module or a line, as layers.0.norm or model.py:12; got ''",
     "explain llama --colour red": "unrecognized arguments: --colour red",
     "explain": "required: target",
@@ -205,12 +222,22 @@ def test_a_field_that_a_config_derives():
     assert shrunk_from(transformers.BambaConfig()).num_hidden_layers <= 4
 
 
+DAMAGED = {
+    "cut.json": b'{"schema": 4, "sites": [', "damaged.json": b'{"schema": 4, "sites": [], "graphs": []}',
+    "numbers.json": b'{"schema": 4, "sites": [1], "graphs": [], "environment": {}}',
+}  # fmt: skip
+
+
 @pytest.fixture
 def inputs(script, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
     whole = (tmp_path / "weights.pt").read_bytes()
-    for name, content in {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "report.json": b"{}"}.items():
+    for name, content in {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "report.json": b"{}", **DAMAGED}.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "train.txt").write_text(SCRIPT)
+    (tmp_path / "link").symlink_to(tmp_path / "train.txt")
     with zipfile.ZipFile(tmp_path / "zip.pt", "w") as file:
         file.writestr("a.txt", "a")
     return tmp_path
@@ -232,8 +259,9 @@ def test_wrong_input_is_one_line(line, inputs, monkeypatch, capsys):
     def works(*given, **named):
         raise AssertionError("it began to work")
 
-    for work in ("_target", "_run", "profile_one", "profile_command"):
-        if not (work == "_target" and "train.py:make" in line):  # what makes the model may register fusions
+    finds = ("train.py:make", "verify", "Llama-3")  # what makes the model may register fusions; what there is, is looked up
+    for work in ("_target", "run_script", "profile_one", "profile_command"):
+        if not (work == "_target" and any(word in line for word in finds)) and not (work == "run_script" and "nothing.py" in line):
             monkeypatch.setattr(f"fx_fusion.commands.{work}", works)
     monkeypatch.setattr("fx_fusion.commands.explain", works)
     code = typed(monkeypatch, *line.format(there=inputs).split(" "))
@@ -286,10 +314,30 @@ def test_a_fusion_that_a_script_registers(tmp_path, monkeypatch, capsys):
     assert "no fusion is called 'mine'" in said.err
 
 
+def test_json_on_stdout_is_all_there_is(script, monkeypatch, capsys):
+    """For a pipe."""
+    assert typed(monkeypatch, "explain", f"{script}:make", "--select", "always", "--json", "-", "--require", "rms_norm=1") == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == {"fused/rms_norm": 1}
+
+
 def test_what_is_required(script):
     assert "rope: 0 fused, 1 required" in run("explain", f"{script}:make", "--require", "rope=1", code=1).stderr
     assert "no fusion is called 'rop'" in run("explain", f"{script}:make", "--require", "rop=1", code=2).stderr
     run("explain", f"{script}:make", "--select", "always", "--require", "rms_norm")
+
+
+def test_verify_where_nothing_is_replaced(script, tmp_path, monkeypatch, capsys):
+    """A warning on stderr, with what to do; a function can't be verified, and that is one line."""
+    assert typed(monkeypatch, "verify", f"{script}:make", "--select", "never") == 0
+    said = capsys.readouterr()
+    assert "fx_fusion: warning: nothing was replaced: 1 site kept with Inductor; options=" in said.err
+    assert "0 sites fused: all right" in said.out
+    other = tmp_path / "other.py"
+    other.write_text("import torch\ndef function():\n    return torch.tanh, torch.randn(2)\n")
+    assert typed(monkeypatch, "verify", f"{other}:function") == 2
+    said = capsys.readouterr().err
+    assert "must return a module (torch.nn.Module) and its arguments" in said
+    assert said.count("\n") == 1
 
 
 def test_verify(script):
@@ -329,6 +377,53 @@ def test_a_report_of_a_script_however_it_ends(script, tmp_path, end, code, sente
     assert sentence in found.stderr
     assert "runpy" not in found.stderr, "the frames are the script's"
     assert "fx_fusion: it broke" not in found.stderr, "it is no error of ours"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("print('it ran')\n", "model.compile(), in this process\n"),
+        ("def make(size=1):\n    pass\n\ndef _own():\n    pass\n\ndef step(x):\n    pass\n", "python -m fx_fusion explain {file}:make\n"),
+        ("def make():\n    pass\n\ndef main():\n    pass\n", "explain {file}:FUNCTION (make, main)\n"),
+    ],
+)
+def test_a_script_that_compiles_nothing(text, sentence, tmp_path, monkeypatch, capsys):
+    """Nobody has to reset Dynamo: the script has to compile."""
+    file, page = tmp_path / "plain.py", tmp_path / "r.html"
+    file.write_text(text)
+    for command in ("run", "explain"):
+        assert typed(monkeypatch, command, str(file)) == 0
+        said = capsys.readouterr()
+        assert "fx_fusion: nothing was compiled: the script has to call torch.compile, or model.compile()" in said.err
+        assert said.err.endswith(sentence.format(file=file))
+        assert "reset" not in said.out + said.err
+    assert typed(monkeypatch, "run", str(file), "--html", str(page), "--require", "rope") == 1
+    assert capsys.readouterr().err.endswith(" (no report is written)\n")
+    assert not page.exists()
+
+
+def test_a_script_that_raises_before_any_graph(tmp_path, monkeypatch, capsys):
+    file, page = tmp_path / "boom.py", tmp_path / "r.html"
+    file.write_text("raise ValueError('no data')\n")
+    assert typed(monkeypatch, "run", str(file), "--html", str(page)) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("ValueError: no data\n")
+    assert "fx_fusion" not in said.err
+    assert not page.exists()
+
+
+@pytest.mark.parametrize("options", ["options={'slect': 'always'}", "backend='fx_fusion', options={'max_autotune': 'yes'}"])
+def test_options_of_a_script_that_are_none(options, tmp_path, monkeypatch, capsys):
+    """One line, with the place in the script, and no frame of torch."""
+    file = tmp_path / "train.py"
+    file.write_text(f"import torch\nmodel = torch.compile(torch.nn.Linear(2, 2), {options})\nmodel(torch.ones(1, 2))\n")
+    assert typed(monkeypatch, "run", str(file)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith(f"fx_fusion: {file}:3: ")
+    assert "Did you mean 'select'" in said.err or "Unexpected type of attr max_autotune" in said.err
 
 
 CHECK = """
@@ -381,6 +476,23 @@ def test_doctor(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "can't be written to" in said
     assert "missing, install g++" in said
+
+
+def test_doctor_of_a_mistake_in_the_environment(monkeypatch, capsys):
+    """Each compilation would raise, or do something else than was asked for."""
+    from fx_fusion import doctor
+
+    monkeypatch.setattr("fx_fusion.options._warned", set())
+    monkeypatch.setenv("FX_FUSION_FUZIONS", "-rope")
+    monkeypatch.setenv("FX_FUSION_MEMORY", "mni")
+    assert doctor.main() == 1
+    said = capsys.readouterr().out
+    assert "no  the variable FX_FUSION_FUZIONS is read by nobody. Did you mean 'FX_FUSION_FUSIONS'?" in said
+    assert "no  options['memory'] = 'mni'. Did you mean 'min'?" in said
+    monkeypatch.delenv("FX_FUSION_FUZIONS")
+    monkeypatch.delenv("FX_FUSION_MEMORY")
+    doctor.main()
+    assert "no  " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

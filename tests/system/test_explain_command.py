@@ -116,6 +116,27 @@ def test_the_class_that_a_config_names(tmp_path):
     assert full.call.config.num_hidden_layers == 3
 
 
+@pytest.mark.parametrize(
+    ("kind", "most", "tiny"),
+    [("gpt2", 1024, False), ("gpt2", 64, True), ("bert", 512, False), ("roberta", 510, False), ("opt", 2048, False), ("gptj", 2048, False)],
+)
+def test_a_length_that_a_model_has_no_positions_for(kind, most, tiny, capsys, monkeypatch):
+    """In one line, before anything is captured: at full size a table without memory would give rows that are not there."""
+    monkeypatch.setattr("fx_fusion.commands.explain", lambda *given, **named: pytest.fail("it began to work"))
+    with pytest.raises(TargetError, match=rf"^--length: must be at most {most} for \w+, .*; got {most + 1}$") as raised:
+        explained(capsys, kind, length=most + 1, layers=1, tiny=tiny)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5", "gptj", "roberta"])
+def test_lengths_that_can_be(kind, capsys):
+    """Angles go on, far tokens share a distance, and RoBERTa takes as many as it has rows behind the padding's."""
+    length = {"roberta": 62}.get(kind, 64)
+    assert explained(capsys, kind, length=length, tiny=True)[0] == 0
+    if kind in ("llama", "t5"):
+        assert explained(capsys, kind, length=100, tiny=True)[0] == 0
+
+
 def test_large_models_say_what_is_quicker(capsys):
     _, said = explained(capsys, "llama", layers=6)
     assert "billion parameters, without memory; --layers 2 is quicker" in said.err

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.profiler import DeviceType
 
-from fx_fusion.commands import _compiling
+from fx_fusion.commands import profile_command
 from fx_fusion.profiling import Measured, Profiled, Steps, kind_of, microseconds_by_kind, side_by_side
+from fx_fusion.scripts import compiling
 
 NAMES = {
     "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "matmul",
@@ -89,12 +90,24 @@ def test_a_script_is_profiled_under_both(tmp_path):
 def test_a_script_that_ends_too_early(tmp_path):
     (tmp_path / "short.py").write_text(SCRIPT.replace('sys.exit("it', '0 and print("it'))
     done = profile(str(tmp_path / "short.py"), "4", folder=tmp_path)
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "ended after 4 step(s) of its optimizer; 7 are needed (--after 3 and twice --steps 2)" in done.stderr
     assert not done.stdout
     done = profile("nowhere.py", folder=tmp_path)
     assert done.returncode == 2
     assert "there is no script 'nowhere.py'" in done.stderr
+
+
+def test_a_script_that_compiles_nothing(tmp_path, monkeypatch, capsys):
+    """There is nothing to compare: as an option that does not exist."""
+
+    def measured(command, **given):
+        Profiled("a backend", 1.0, None).save(command[command.index("--result") + 1])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("fx_fusion.commands.subprocess.run", measured)
+    assert profile_command("train.py", [], after=1, steps=1, trace=None) == 2
+    assert "nothing was compiled: the script has to call torch.compile, or model.compile()" in capsys.readouterr().out
 
 
 def test_only_the_steps_of_the_first_optimizer_count():
@@ -138,7 +151,7 @@ def test_the_table_says_what_differs_first():
 def test_a_script_that_names_either_backend_gets_the_wanted_one(wanted, monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "compile", lambda model=None, **given: seen.append(given))
-    with _compiling(wanted, {}):
+    with compiling(wanted, {}):
         torch.compile(backend="fx_fusion", options={"memory": "min", "max_autotune": True})
         torch.compile(backend="eager")
         torch.compile(mode="max-autotune-no-cudagraphs", dynamic=False)

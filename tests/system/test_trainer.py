@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import fx_fusion
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import slow_but, tiny_llama
 
@@ -102,6 +103,90 @@ def test_what_a_trainer_logs(tmp_path, monkeypatch):
     assert "fx_fusion/fused" in trainer.state.log_history[0]
     assert "rms_norm" in (tmp_path / PAGE).read_text()
     assert not any(report is recorded for recorded in fx_fusion.report.recording.recordings())
+
+
+class Stops(RuntimeError):
+    pass
+
+
+def stopping(rows, after):
+    """Rows of which the last can't be read."""
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10 * rows
+
+        def __getitem__(self, index):
+            self.given = getattr(self, "given", 0) + 1
+            if self.given > after:
+                raise Stops("a file is gone")
+            return texts(rows, 0)[index % rows]
+
+    return Rows()
+
+
+def test_a_trainer_that_raises(tmp_path, monkeypatch):
+    """The page is there, nothing goes on recording, and the error is the user's."""
+    import fx_fusion.accelerate
+    from fx_fusion.trainer import PAGE, watch
+
+    torch._dynamo.list_backends()
+    torch._dynamo.reset()
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), torch_compile=True, torch_compile_backend="fx_fusion", per_device_train_batch_size=2, max_steps=9,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(tiny_llama(), arguments, train_dataset=stopping(4, after=6))
+    report = watch(trainer)
+    assert watch(trainer) is report
+    assert sum(type(callback).__name__ == "_Watching" for callback in trainer.callback_handler.callbacks) == 1
+    with pytest.raises(Stops):
+        trainer.train()
+    assert report.graphs
+    assert not any(report is recorded for recorded in fx_fusion.report.recording.recordings())
+    assert "rms_norm" in (tmp_path / "out" / PAGE).read_text()
+    (tmp_path / "file").write_text("")
+    trainer.args.output_dir = str(tmp_path / "file" / "out")
+    with pytest.warns(UserWarning, match="fx_fusion.html can't be written"), pytest.raises(Stops):
+        trainer.train()
+
+
+@pytest.mark.parametrize("given", [None, "out"])
+def test_what_is_no_trainer(given):
+    from fx_fusion.trainer import watch
+
+    with pytest.raises(TypeError, match=rf"^watch\(\) takes a Trainer of transformers, .*; got {given!r}$"):
+        watch(given)
+
+
+def test_lightning_that_raises(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from fx_fusion.lightning import PAGE, Watch
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.compile(torch.nn.RMSNorm(8), backend=rewriting_backend())
+
+        def training_step(self, batch, index):
+            if index:
+                raise Stops("a file is gone")
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    watching = Watch()
+    trainer = lightning.Trainer(
+        max_steps=3, accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[watching], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(Stops):
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2))
+    assert watching.report.count("rms_norm") == 1
+    assert "rms_norm" in (tmp_path / PAGE).read_text()
+    assert not any(watching.report is recorded for recorded in fx_fusion.report.recording.recordings())
 
 
 def test_watching_makes_the_name_known():

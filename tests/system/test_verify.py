@@ -120,6 +120,45 @@ def test_a_model_that_counts_its_calls():
     assert model.calls == 0
 
 
+def test_where_nothing_was_replaced_it_says_so():
+    """All right, but of Inductor: a bug of a fusion would not be seen."""
+    norm, x = nn.RMSNorm(64), torch.randn(4, 64)
+    said = str(fx_fusion.verify(norm, x, options={"select": "never"}))
+    assert "0 sites fused: all right" in said
+    assert said.splitlines()[-1].startswith("nothing was replaced: 1 site kept with Inductor; options={\"select\": \"always\"}")
+    assert "nothing was replaced" not in str(fx_fusion.verify(norm, x, options=ALWAYS))
+    said = str(fx_fusion.verify(nn.Linear(8, 8), torch.randn(2, 8), options=ALWAYS))
+    assert said.splitlines()[-1].startswith("nothing was replaced, not even by options={\"select\": \"always\"}")
+
+
+def test_one_output_is_one():
+    norm = nn.RMSNorm(64, elementwise_affine=False)
+    assert str(fx_fusion.verify(norm, torch.randn(4, 64), options=ALWAYS)).startswith("1 output, 1 site fused: all right\n")
+
+
+@pytest.mark.parametrize("given", ["llama", torch.tanh], ids=["a name", "a function"])
+def test_what_is_no_module(given):
+    with pytest.raises(TypeError, match=r"^verify\(\) takes a module \(torch.nn.Module\), and what it is called with; got "):
+        fx_fusion.verify(given, torch.randn(2, 2))
+
+
+def test_names_of_a_compiled_model():
+    """As the model has them; and eager's step is eager's."""
+
+    def never(gm, inputs):
+        raise AssertionError("it was compiled as the user does")
+
+    inner = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.RMSNorm(8), backend="eager"))
+    found = fx_fusion.verify(torch.compile(inner, backend=never), torch.randn(4, 8), options=ALWAYS)
+    assert {row.name for row in found.rows} == {"output", "gradient of 0.weight", "gradient of 0.bias", "gradient of 1.weight"}
+
+
+def test_a_wrong_model_without_a_path_is_named(monkeypatch):
+    with sabotaged(monkeypatch, "rms_norm", 1, a_little_more):
+        found = fx_fusion.verify(nn.RMSNorm(64), torch.randn(4, 64), options=ALWAYS)
+    assert "right without rms_norm in the model itself (" in str(found)
+
+
 def test_what_cant_be_compared():
     with pytest.raises(fx_fusion.VerificationError, match=r"draws random numbers: call model.eval\(\)"):
         fx_fusion.verify(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), torch.randn(4, 8))

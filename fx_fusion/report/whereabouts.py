@@ -1,0 +1,68 @@
+"""What a place of the model means that somebody asks a report for, and what there is instead of one that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from fx_fusion.errors import nearest
+
+_LINE = re.compile(r"(.+):(\d+)")
+_SHOWN = 5  # lines that are named instead of another
+EXAMPLE = "a module, as layers.3.norm, or a line, as model.py:12"
+
+
+def checked(place: object) -> str:
+    """The place without ``self.`` in front. Raises TypeError or ValueError where it can be none."""
+    if not isinstance(place, str):
+        raise TypeError(f"why() takes the name of {EXAMPLE}; got {place!r}")
+    place = place.strip()
+    if not place:
+        raise ValueError(f"why() takes the name of {EXAMPLE}; got an empty string. All there is: print(report)")
+    return place.removeprefix("self.")
+
+
+def is_line(place: str) -> bool:
+    """Whether it is a line of source, not a module."""
+    return _LINE.fullmatch(place) is not None
+
+
+def asks_for(place: str) -> Callable[[str, str], bool]:
+    """Whether a module and a location are at a place; ``self`` is the model itself, without the modules in it."""
+    if is_line(place):
+        return lambda module, location: location == place or location.endswith(f"/{place}") or place.endswith(f"/{location}")
+    if place == "self":
+        return lambda module, location: not module
+    return lambda module, location: f".{place}." in f".{module}."
+
+
+def instead_of(place: str, locations: Iterable[str], modules: Iterable[str]) -> str:
+    """The end of a sentence about a place that is not there: what there is."""
+    if is_line(place):
+        return _other_lines(place, locations)
+    if known := sorted({*modules} - {""}, key=_by_number):
+        return nearest(place, known)
+    return "All of them come from the model itself, and no module in it: ask for 'self', or a line, as model.py:12."
+
+
+def nearest_lines(place: str, locations: Iterable[str]) -> list[str]:
+    """The lines of the same file whose numbers are nearest, in their order."""
+    file, number = _parts(place)
+    there = {line for name, line in map(_parts, set(locations) - {""}) if name == file}
+    return [f"{file}:{line}" for line in sorted(sorted(there, key=lambda line: (abs(line - number), line))[:_SHOWN])]
+
+
+def _other_lines(place: str, locations: Iterable[str]) -> str:
+    locations = set(locations) - {""}
+    if lines := nearest_lines(place, locations):
+        return f"The nearest lines of this file: {', '.join(lines)}."
+    return nearest(_parts(place)[0], sorted({_parts(location)[0] for location in locations}))
+
+
+def _parts(location: str) -> tuple[str, int]:
+    found = _LINE.fullmatch(location)
+    return (found[1].rsplit("/", 1)[-1], int(found[2])) if found is not None else (location, 0)
+
+
+def _by_number(path: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]
