@@ -118,7 +118,7 @@ def test_compile_checks_options_at_once():
     (torch.tanh, {"backend": "inductor"}, TypeError, 'compile() is torch.compile with backend="fx_fusion": leave backend= out'),
     (torch.tanh, {"options": ["a"]}, fx_fusion.OptionError, """options must be a dictionary, as {"select": "always"}; got ['a']."""),
     (torch.tanh, {"options": "always"}, fx_fusion.OptionError, """options must be a dictionary, as {"select": "always"}; got 'always'."""),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_compile_says_what_to_write(given, named, error, sentence):
     with pytest.raises(error) as raised:
         fx_fusion.compile(given, **named)
