@@ -44,8 +44,11 @@ class Training:
         cuda = sizes.device == "cuda"
         torch.manual_seed(0)
         model, self.call = MODES[mode]({} if variant == "inductor" else {"backend": "fx_fusion"}, sizes)
-        fused = cuda and mode not in SAME_BATCH
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused, foreach=False)
+        # A fused step takes DTensors or plain tensors, not both.
+        parts = [p for p in model.parameters() if hasattr(p, "placements")]
+        groups = [parts, [p for p in model.parameters() if not hasattr(p, "placements")]]
+        given = [{"params": group} for group in groups if group]
+        self.optimizer = torch.optim.AdamW(given, lr=1e-5, fused=cuda, foreach=False)
         seed = 1 if mode in SAME_BATCH else 1 + dist.get_rank() // (2 if mode == "fsdp2-tensor-parallel" else 1)
         generator = torch.Generator().manual_seed(seed)
         shape = (4, sizes.batch, sizes.length)

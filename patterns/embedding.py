@@ -21,7 +21,7 @@ from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis
 from fx_fusion.kernels.embedding import embedding
-from fx_fusion.ops.shards import rows_of_all_ranks
+from fx_fusion.ops.shards import redistributed, rows_of_all_ranks
 from fx_fusion.patterns.sites.log_probs import one_hot_of
 from fx_fusion.patterns.sites.products import Product, product_of
 from fx_fusion.patterns.sites.table_parts import TableParts, table_parts
@@ -62,7 +62,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             yield NearMiss("embedding", node, node, str(why))
             continue
         lies = {} if parts is None else parts.gradients
-        yield Match("embedding", (node,), frozenset([node]), inputs, statics, parts=lies, reading=parts)
+        root = node if parts is None or parts.summed is None else parts.summed
+        yield Match("embedding", (root,), frozenset([node, root]), inputs, statics, parts=lies, reading=parts)
 
 
 def _indexed(view: View, node: fx.Node) -> Match | None:
@@ -136,7 +137,11 @@ def _of_own_rows(editor: Editor, match: Match, parts: TableParts) -> fx.Node:
     if here is not None:
         looked_up = editor.call(torch.where, (editor.method("unsqueeze", (here, -1), like=root), looked_up, 0.0), like=root)
     given = looked_up, match.inputs["ids"], match.inputs["weight"], parts.rows
-    return editor.call(rows_of_all_ranks, given, like=root)
+    rows = editor.call(rows_of_all_ranks, given, like=root)
+    if parts.summed is None:
+        return rows
+    redistribute = redistributed if root.op == "call_method" else root.target
+    return editor.call(redistribute, (rows, *root.args[1:]), dict(root.kwargs), like=root)
 
 
 def guard(ids, weight, padding_idx):

@@ -38,6 +38,11 @@ def rows_of_all_ranks(part: Tensor, ids: Any, table: Any, placements: Any) -> Te
     )
 
 
+def redistributed(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The DTensor ``x`` in other placements: its method, as a function."""
+    return x.redistribute(*args, **kwargs)
+
+
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):

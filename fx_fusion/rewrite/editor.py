@@ -250,12 +250,6 @@ def differs(old: Any, new: Any) -> str | None:
             for i, (b, a) in enumerate(zip(before, after, strict=True))
         ):
             return f"has {what} {tuple(after)} where the graph has {tuple(before)}"
-    lies, wanted = (getattr(value, "placements", None) for value in (new, old))
-    if (lies is None) != (wanted is None) or not all(map(_lie_alike, lies or (), wanted or ())):
+    if (lies := getattr(new, "placements", None)) != (wanted := getattr(old, "placements", None)):
         return f"lies over the ranks as {lies} where the graph has {wanted}"
     return None
-
-
-def _lie_alike(new: Any, old: Any) -> bool:
-    """Whether two placements are the same, or both a sum that waits: that of an embedding's rows is of a kind of its own."""
-    return new == old or (new.is_partial() and old.is_partial() and new.reduce_op == old.reduce_op)

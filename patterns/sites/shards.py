@@ -53,11 +53,11 @@ def shards_below(node: fx.Node) -> Shards | None:
     DTensor, its columns where they are."""
     if is_tensor(node) and placed(node) == example(node).dim() - 1:
         return _scattered_below(node)
-    if not _is(node, "to_local") or not _takes_nothing_else(node):
+    if not is_call(node, "to_local") or not _takes_nothing_else(node):
         return None
     nodes = []
     below = node.args[0]
-    while isinstance(below, fx.Node) and placed(below) == "replicated" and _is(below, "redistribute"):
+    while isinstance(below, fx.Node) and placed(below) == "replicated" and is_call(below, "redistribute"):
         nodes.append(below)
         below = below.args[0]
     if not nodes or not isinstance(below, fx.Node) or placed(below) != example(below).dim() - 1:
@@ -67,7 +67,7 @@ def shards_below(node: fx.Node) -> Shards | None:
 
 def _scattered_below(node: fx.Node) -> Shards:
     nodes = []
-    while _is(node, "redistribute") and isinstance(node.args[0], fx.Node) and placed(node.args[0]) == placed(node):
+    while is_call(node, "redistribute") and isinstance(node.args[0], fx.Node) and placed(node.args[0]) == placed(node):
         nodes.append(node)
         node = node.args[0]
     return Shards(node, (node, *reversed(nodes)), scattered=True)
@@ -76,7 +76,8 @@ def _scattered_below(node: fx.Node) -> Shards:
 def made_of(x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The tensor from which a DTensor was made, and the calls that made it: ``from_local``, then ``redistribute``."""
     calls: list[fx.Node] = []
-    while hasattr(example(x), "placements") and (_is(x, "from_local") or _is(x, "redistribute")) and is_tensor(x.args[0]):
+    made = ("from_local", "redistribute")
+    while hasattr(example(x), "placements") and any(is_call(x, name) for name in made) and is_tensor(x.args[0]):
         calls.insert(0, x)
         x = x.args[0]  # type: ignore[assignment]
     return x, calls
@@ -102,8 +103,8 @@ def _said(wanted: str | int) -> str:
     return wanted if isinstance(wanted, str) else f"sharded along dim {wanted}"
 
 
-def _is(node: fx.Node, name: str) -> bool:
-    """A call of a DTensor's method or function; up to torch 2.12 Dynamo makes a function of it."""
+def is_call(node: fx.Node, name: str) -> bool:
+    """Whether a node is a call of a DTensor's method or function; up to torch 2.12 Dynamo makes a function of it."""
     return (node.op == "call_method" and node.target == name) or (
         node.op == "call_function" and getattr(node.target, "__name__", "") in (f"prim_{name}", f"prim {name}", name)
     )

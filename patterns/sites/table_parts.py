@@ -9,6 +9,7 @@ from torch import fx
 
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.walk import NotThis
+from fx_fusion.patterns.sites.shards import is_call
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class TableParts:
     Attributes:
         gradients: how the gradients of ``ids`` (none) and of ``weight`` lie over the mesh.
         rows: how the rows that come out lie: sharded as the ids, or along the columns, or a sum that waits.
+        summed: the ``redistribute`` that sums them, where they wait: another op may not read them as they are here, since
+            torch's rows wait in a way of their own, which it turns into whole rows first.
         first: the first of all rows of the table that is this rank's.
         own: how many of them are; None where all are: an id of another rank's row adds nothing to the sum.
     """
@@ -26,6 +29,7 @@ class TableParts:
     rows: tuple[Any, ...]
     first: int = 0
     own: int | None = None
+    summed: fx.Node | None = None
 
 
 def table_parts(node: fx.Node, ids: fx.Node, weight: fx.Node) -> TableParts | None:
@@ -70,4 +74,8 @@ def table_parts(node: fx.Node, ids: fx.Node, weight: fx.Node) -> TableParts | No
     first = min(most * mesh.get_local_rank(cut), total)
     if first == total:
         raise NotThis(node, f"{total} rows leave one of {mesh.size(cut)} ranks without any")
-    return TableParts(gradients, tuple(rows), first, min(most, total - first))
+    readers = list(node.users)
+    if len(readers) != 1 or not is_call(readers[0], "redistribute"):
+        names = ", ".join(reader.name for reader in readers)
+        raise NotThis(node, f"the ranks' rows are not summed yet where {names} reads them; expected one redistribute")
+    return TableParts(gradients, tuple(rows), first, min(most, total - first), readers[0])

@@ -188,3 +188,32 @@ def test_queries_are_fused_where_keys_lie_otherwise():
     for errors, sites in on_ranks(one_key_head_for_two_ranks).values():
         assert max(errors) < 1e-5
         assert sites == ["declined", "fused"]
+
+
+def rows_that_are_read_before_they_are_summed(rank):
+    """As Gemma scales them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import fx_fusion
+    from fx_fusion.testing import rewriting_backend
+
+    mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(1)
+    plain, scale = torch.randn(V, 8, generator=generator), torch.tensor(3.0)
+    table = torch.nn.Parameter(distribute_tensor(plain, mesh, [Shard(0)]))
+    ids = torch.randint(V, (2, 12), generator=generator)
+    spread = distribute_tensor(ids, mesh, [Replicate()])
+
+    def scaled():
+        return (F.embedding(spread, table) * scale).to_local()
+
+    with fx_fusion.recording() as report:
+        rows = torch.compile(scaled, backend=rewriting_backend())()
+    torch.testing.assert_close(rows, F.embedding(ids, plain) * 3)
+    return [(s.fusion, s.status, s.reason) for s in report.sites]
+
+
+def test_rows_that_are_read_before_they_are_summed():
+    for sites in on_ranks(rows_that_are_read_before_they_are_summed).values():
+        assert [(fusion, status) for fusion, status, _ in sites] == [("embedding", "near")]
+        assert "not summed yet where mul reads them" in sites[0][2], sites
