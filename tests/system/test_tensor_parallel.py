@@ -466,7 +466,7 @@ def found_slowly(checkpoints):
 LLAMA = {"embedding": 1, "causal_mask": 2, "rms_norm": 1, "rope": 2, "repeat_kv": 2, "add_rms_norm": 4, "swiglu": 2}
 
 
-def check(setup, result):
+def check(setup, result, ranks=2):
     errors, lazy, sites, fallbacks, fused = result
     fusion = "token_log_probs" if setup == "entropy" else "linear_cross_entropy"
     assert sites == [(fusion, "fused", "")], sites
@@ -474,7 +474,10 @@ def check(setup, result):
     assert max(errors.values()) < (2 if setup == "bfloat16" else 2e-5), errors
     assert lazy
     if setup in ("columns", "transformers", "inductor", "transformers, Inductor"):
-        assert fused == {**LLAMA, fusion: 1}
+        wanted = {**LLAMA, fusion: 1}
+        if ranks == 4:  # as many heads of keys as of queries, for each rank to have one
+            del wanted["repeat_kv"]
+        assert fused == wanted
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -496,7 +499,7 @@ def test_four_ranks():
     setups = ("columns", "odd_vocabulary", "sharded too", "smoothing", "weights", "z_loss", "entropy")
     for of_rank in on_ranks(worker, "", setups, ranks=4).values():
         for setup in setups:
-            check(setup, of_rank[setup])
+            check(setup, of_rank[setup], ranks=4)
 
 
 def test_a_rank_that_reads_alone_is_told_so(found):
