@@ -124,7 +124,7 @@ def emit(editor: Editor, match: Match) -> None:
 
 def _of_own_rows(editor: Editor, match: Match, parts: TableParts) -> fx.Node:
     """What this rank looks up in its part of the table, as the DTensor that ``rows`` says. A row that another rank has is
-    row 0 here, times 0."""
+    looked up as row 0 here, and zeros then."""
     root, padding, here = match.root, match.statics["padding_idx"], None
     ids, weight = own(editor, match, "ids"), own(editor, match, "weight")
     if parts.own is not None:
