@@ -209,7 +209,7 @@ FUSION = Fusion(
     cases=(
         case("one_element", m=1, h=1, v=1, bench=False),
         case("odd", m=37, h=19, v=781, bench=False),
-        case("chunks", m=300, h=16, v=8500, bench=False),
+        case("chunks", m=40, h=16, v=8500, bench=False),
         case("llama_1b", m=16384, h=2048, v=128256),
         case("llama_8b", m=8192, h=4096, v=128256),
         case("llama_2", m=16384, h=4096, v=32000),
