@@ -34,6 +34,15 @@ def _readable(path: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)", "", path).lstrip(".")
 
 
+def named(node: fx.Node) -> str:
+    """The name of a node; of an input of the graph what the model calls it, as ``attention_mask``, or by its place where it
+    came in ``*args``, as ``args[2]``."""
+    if node.op != "placeholder":
+        return node.name
+    name = str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_")
+    return re.sub(r"^args_(\d+)$", r"args[\1]", name)
+
+
 def location_of(node: fx.Node) -> str:
     """``file.py:line`` of the innermost line outside of torch that made the node."""
     frames = frames_of(node)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fx_fusion.graph.places import module_of
+from fx_fusion.graph.places import module_of, named
 
 
 class Norms(nn.Module):
@@ -70,3 +70,16 @@ def test_a_path_is_what_a_user_would_write(called, path):
 
     torch.compile(called, backend=backend)(torch.randn(2, 8))
     assert set(seen) == {path}
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("L_attention_mask_", "attention_mask"), ("L_kwargs_attention_mask_", "attention_mask"), ("L_args_2_", "args[2]"), ("mask", "mask")],
+)
+def test_an_input_is_called_as_the_model_calls_it(target, name):
+    assert named(torch.fx.Graph().placeholder(target)) == name
+
+
+def test_what_is_no_input_has_the_name_of_its_node():
+    graph = torch.fx.Graph()
+    assert named(graph.call_function(torch.relu, (graph.placeholder("L_x_"),))) == "relu"

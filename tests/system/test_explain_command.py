@@ -45,7 +45,7 @@ def test_planned_for_a_gpu_that_is_not_here(capsys, tmp_path):
 
 def test_a_gpu_without_a_table(capsys):
     assert gpu_named("h200") == gpu_named("NVIDIA H200") == gpu_named("nvidia_h200") == "NVIDIA H200"
-    with pytest.raises(OptionError, match="no table of a GPU 'h20'.*Valid: NVIDIA H100 .*, NVIDIA H200"):
+    with pytest.raises(OptionError, match=r"no table of a GPU 'h20'.*Valid: NVIDIA H100 .*, NVIDIA H200"):
         explained(capsys, "llama", gpu="h20")
     with pytest.raises(OptionError, match="one of them"):
         explained(capsys, "llama", gpu="h200", device="cpu")

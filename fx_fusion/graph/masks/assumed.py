@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.masks.expressions import DIMS
+from fx_fusion.graph.places import named
 from fx_fusion.graph.terms import example
 
 ONES = "ones"
@@ -41,7 +42,7 @@ class Assumed:
     kind: str
 
     def __str__(self) -> str:
-        return f"{str(self.node.target).strip('_').removeprefix('L_')} {_SENTENCES[self.kind]}"
+        return f"{named(self.node)} {_SENTENCES[self.kind]}"
 
 
 def in_order(assumed: Iterable[Assumed]) -> tuple[Assumed, ...]:

@@ -27,6 +27,7 @@ from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predic
 from fx_fusion.graph.masks.predicates import is_causal, undecided, visible
 from fx_fusion.graph.masks.shape_rules import RULES
 from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
+from fx_fusion.graph.places import named
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import Outside, View
 
@@ -116,7 +117,7 @@ class MaskProver:
         for applied in left.atoms(sympy.core.function.AppliedUndef):
             raise self._why[applied.func]
         for given in (a.node for a in assumes if a.kind != ONES):  # taken for something else in vain
-            raise Opaque(given, f"depends on the input {_readable_input(given)}")
+            raise Opaque(given, f"depends on the input {named(given)}")
         return MaskProof("unknown", f"visible where {_readable(left, rank)}", mask, assumes, nodes)
 
     def _below(self, mask: fx.Node) -> tuple[fx.Node, ...]:
@@ -191,7 +192,7 @@ class MaskProver:
         is_mask = tensor.dim() == 2 and not tensor.dtype.is_complex
         is_index = any(self.name(u) in ("embedding", "cross_entropy", "pad", "diff") for u in node.users)
         if not (self.may_assume and is_mask and not is_index) or tensor.requires_grad:
-            raise Opaque(node, f"depends on the input {_readable_input(node)}")
+            raise Opaque(node, f"depends on the input {named(node)}")
         self._assumed[node] = {Assumed(node, ONES)}
         return sympy.true if tensor.dtype == torch.bool else sympy.Integer(1)
 
@@ -199,7 +200,7 @@ class MaskProver:
         """A mask of an attention call that comes in, assumed to be of this kind."""
         self._assumed[node] = {Assumed(node, kind)}
         function = sympy.Function(f"{node.name}_keys", integer=True)
-        self._labels[function], self._why[function] = node, Opaque(node, f"depends on the input {_readable_input(node)}")
+        self._labels[function], self._why[function] = node, Opaque(node, f"depends on the input {named(node)}")
         predicate = shown(kind, sympy.Ne(function(DIMS[0], DIMS[3]), 0))
         if example(node).dtype == torch.bool:
             return predicate
@@ -209,7 +210,7 @@ class MaskProver:
         """An input of a checkpointed body is what the graph around it hands in."""
         operand = outside.operands[node]
         if not isinstance(operand, fx.Node) or not is_tensor(operand):
-            raise Opaque(node, f"depends on the input {_readable_input(node)}")
+            raise Opaque(node, f"depends on the input {named(node)}")
         prover = self.outer
         assert prover is not None, "the prover of a body is made with that of the graph around it"
         expression = prover.expression(operand)
@@ -264,7 +265,3 @@ def called(node: fx.Node) -> str:
 def _readable(predicate: Boolean, rank: int) -> str:
     names = ["b", "h", "q", "k"][-rank:] if rank <= 4 else [f"i{n}" for n in range(rank)]
     return str(predicate.subs(dict(zip(DIMS, map(sympy.Symbol, names), strict=False))))
-
-
-def _readable_input(node: fx.Node) -> str:
-    return str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_")

@@ -20,6 +20,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from fx_fusion.graph.masks.expressions import at_most_zero
+from fx_fusion.graph.places import named
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Label:
     row: int | None = None
 
     def __str__(self) -> str:
-        return self.node.name
+        return named(self.node)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Shown:
     value: int
 
     def __str__(self) -> str:
-        return self.label.node.name
+        return str(self.label)
 
 
 @dataclass(frozen=True)
