@@ -14,12 +14,12 @@ help: ## list these commands
 demo: $(VENV)/ready-demo ## train a small Llama under eager, Inductor and fx_fusion: ARGS="--layers 6 --steps 20 --device cpu"
 	$(BIN)/python -m fx_fusion demo $(ARGS)
 
-# Two workers, a file on one of them.
+# Two workers, a file on one of them, in the order of conftest.py.
 test: $(VENV)/ready ## the tests without the slow ones, in minutes; no GPU needed
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: $(VENV)/ready ## all tests, as CI runs them
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/ready ## ruff and mypy
 	$(BIN)/ruff check .

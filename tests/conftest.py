@@ -35,11 +35,22 @@ for function in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh, torc
         function(torch.ones(1, dtype=dtype))
 
 
+# Files that take minutes on two cores, the longest first: begun last, one of them would run alone at the end.
+LONGEST = (
+    "test_every_fusion", "test_examples", "test_commands", "test_float8", "test_generated_code", "test_bench_families",
+    "test_layouts", "test_distributed", "test_float8_distributed", "test_cache", "test_verify", "test_bench",
+    "test_add_a_fusion", "test_tensor_parallel", "test_broken_caches", "test_package", "test_code_for_gpu", "test_logs",
+    "test_moments", "test_soak", "test_training", "test_coverage", "test_fuzz", "test_pages", "test_optimizer",
+)  # fmt: skip
+
+
 def pytest_addoption(parser):
     parser.addoption("--at-most", type=int, help="so many cases of each test, spread over its parameters")
 
 
 def pytest_collection_modifyitems(config, items):
+    place = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
     if (most := config.getoption("--at-most")) is not None:
         cases = {}
         for item in items:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,3 +42,8 @@ def test_chromium_is_installed_where_it_is_missing_and_all_runs_without(tmp_path
 def test_nothing_is_installed_where_it_is_there_or_cannot_be(tmp_path, there):
     calls, _ = run_ci(tmp_path, **there)
     assert calls == ["make test-all", "make lint"]
+
+
+def test_the_longest_files_are_there():
+    stems = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [name for name in LONGEST if name not in stems] == []
