@@ -24,7 +24,7 @@ _LEAST = 1e-4  # of a divisor, which no dtype rounds to 0
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Ops whose elements are elements of their input.
 _MOVES = {
-    "view", "reshape", "expand", "expand_as", "broadcast_to", "permute", "transpose", "t", "mT", "unsqueeze", "squeeze",
+    "view", "reshape", "expand", "expand_as", "broadcast_to", "permute", "transpose", "t", "mT", "T", "unsqueeze", "squeeze",
     "flatten", "unflatten", "getitem", "narrow", "repeat", "repeat_interleave", "roll", "index_select", "gather",
     "take_along_dim", "contiguous", "clone", "detach", "alias", "to", "type", "type_as", "float", "half", "bfloat16",
     "double", "int", "long",

@@ -64,7 +64,7 @@ def _transpose(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     )
 
 
-@RULES.of("mT")
+@RULES.of("mT", "T")
 def _matrix_transpose(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     is_matrix = bound["name"] == "mT" or example(bound["input"]).dim() == 2  # .T turns all dims around
     return Term("transpose", (bound["input"],), (-2, -1), (node,)) if is_matrix else None

@@ -73,7 +73,8 @@ one_hot(input, num_classes=-1)
 broadcast_tensors(*tensors)
 kl_div(input, target, size_average=None, reduce=None, reduction='mean', log_target=False)
 clamp(input, min=None, max=None)
-mT(input, name)
+mT(input, name="mT")
+T(input, name="T")
 dropout(input, p=0.5, training=True, inplace=False)
 scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)
 cat(tensors, dim=0)
@@ -168,6 +169,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "bitwise_and": (operator.and_,),
     "bitwise_or": (operator.or_,),
     "bitwise_not": (operator.invert,),
+    "mT": (torch.ops.aten.mT,),  # as Dynamo has x.mT from torch 2.14 on; up to 2.13 getattr(x, "mT")
+    "T": (torch.ops.aten.numpy_T,),
     **{name: (getattr(operator, name),) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
 }
 _IN_PLACE: dict[str, tuple[Callable[..., Any], ...]] = {
@@ -240,7 +243,7 @@ def names_of(node: fx.Node) -> tuple[str | None, str | None]:
         target = str(node.target)
         return _METHODS.get(target) or _REFLECTED.get(target), _IN_PLACE_NAMES.get(target)
     if node.op == "call_function" and node.target is getattr:
-        return ("mT" if node.args[1:] in (("mT",), ("T",)) else None), None
+        return (str(node.args[1]) if node.args[1] in ("mT", "T") else None), None
     if node.op == "call_function":
         return _lookup(_FUNCTIONS, node.target), _lookup(_IN_PLACE_NAMES, node.target)
     return None, None

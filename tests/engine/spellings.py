@@ -134,6 +134,7 @@ SPELLINGS = {
     "kl_div": [lambda x, y: F.kl_div(x, y), lambda x, y: F.kl_div(input=x, target=y)],
     "clamp": [lambda x: torch.clamp(x, 0.6), lambda x: x.clamp(0.6), lambda x: x.clamp(min=0.6)],
     "mT": [lambda x: x.mT],
+    "T": [lambda x: x[0].T],
     "roll": [lambda x: torch.roll(x, 2, -1), lambda x: x.roll(2, -1), lambda x: x.roll(shifts=2, dims=-1)],
     "repeat": [lambda x: x.repeat(1, 2, 1)],
     "mm": [lambda w: torch.mm(w, w), lambda w: w.mm(w), lambda w: torch.mm(w, mat2=w)],
