@@ -191,7 +191,7 @@ class DeferredOutputs:
         def run(*args: Any) -> tuple[Any, ...]:
             for recipe in waiting():
                 if recipe.graph is self:
-                    recipe.forget_copies()
+                    recipe.forget_copies(args)
             results = compiled(*args)
             call = reads.next_call()
             made = [self._made(d, args, results, call) for d in range(len(self._deferrals))]

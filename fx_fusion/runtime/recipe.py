@@ -79,6 +79,7 @@ class Recipe:
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
         self.kept = False  # whether operands are copies of parameters, made before an optimizer's step
+        self._copied: list[weakref.ref[Tensor]] = []  # those parameters
         self.graph: Any = None  # whose outputs they are: its next call frees the copies
         self.rows_taken = 0  # by losses outside of the graph
         self._gatherings = 0  # how often all ranks have met for it
@@ -237,13 +238,21 @@ class Recipe:
                     if id(operand) not in copies:
                         copies[id(operand)] = Kept.apply(operand)
                     operands[n], self.kept = copies[id(operand)], True
+                    self._copied.append(weakref.ref(operand))
             self.operands = tuple(operands)
             self.versions = self._versions()
 
-    def forget_copies(self) -> None:
-        """Free copies of parameters: the outputs can't be computed any more."""
+    def forget_copies(self, called_with: Sequence[Any]) -> None:
+        """Free copies of parameters where the graph is called with these again, not with those of another model that shares
+        it: the outputs can't be computed any more."""
+        if not self.kept:
+            return
+        given = Spans(a for a in called_with if isinstance(a, Tensor))
+        parameters = [reference() for reference in self._copied]
+        if not any(parameter is None or given.overlap(parameter) for parameter in parameters):
+            return
         with self.reading:
-            if self.kept and self._values is None:
+            if self._values is None:
                 self.operands, self.stepped = tuple(None if isinstance(o, Tensor) else o for o in self.operands), True
                 self.versions = self._versions()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ class _Recipe(Protocol):
     graph: Any
 
     def keep(self, changing: Spans, copies: dict[int, Tensor]) -> None: ...
-    def forget_copies(self) -> None: ...
+    def forget_copies(self, called_with: Sequence[Any]) -> None: ...
 
 
 _WAITING: weakref.WeakSet[_Recipe] = weakref.WeakSet()  # those that nobody has read yet
@@ -49,16 +50,21 @@ def waiting() -> list[_Recipe]:
 
 
 class Spans:
-    """The memory of the parameters that a step of an optimizer changes: of those that have a gradient."""
+    """The memory of some tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self._spans = [_span(p) for p in parameters if p.grad is not None]
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._spans = [_span(tensor) for tensor in tensors]
 
     def overlap(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory in common with them; of subclasses, whether it is one of them."""
         start, end = _span(tensor)
         return any(first < end and start < last for first, last in self._spans)
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> Spans:
+    """The memory of the parameters that a step changes: of those that have a gradient."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return Spans(p for p in parameters if p.grad is not None)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -80,7 +86,7 @@ def _keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     does one without memory for it: a read says so then."""
     if is_compiling() or not (recipes := waiting()):
         return
-    changing, copies = Spans(optimizer), dict[int, Tensor]()
+    changing, copies = _changed_by(optimizer), dict[int, Tensor]()
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         with contextlib.suppress(torch.OutOfMemoryError):
             for recipe in recipes:
@@ -91,7 +97,7 @@ def _keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _notice(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After a step: its closure may have made gradients, and steps."""
     if not is_compiling() and (recipes := waiting()):
-        _mark(recipes, Spans(optimizer))
+        _mark(recipes, _changed_by(optimizer))
 
 
 def _mark(recipes: list[_Recipe], changed: Spans) -> None:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fx_fusion
 from fx_fusion.runtime import steps
@@ -269,6 +270,38 @@ def test_logits_that_are_read_after_a_step_are_those_of_the_model_that_ran(optim
     with pytest.raises(fx_fusion.StaleTensorError, match="the model ran again since"):
         other.logits + 1
     torch.testing.assert_close(unread.logits.detach() + 0, before)
+
+
+class Small(torch.nn.Module):
+    """Its loss and logits. All models of the class share a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(33, 8), torch.nn.Linear(8, 33)
+
+    def forward(self, tokens):
+        logits = self.head(torch.tanh(self.table(tokens)))
+        return F.cross_entropy(logits, tokens), logits
+
+
+def test_another_model_that_runs_is_not_the_one_whose_logits_wait():
+    torch.manual_seed(0)
+    first, second = Small(), Small()
+    tokens = torch.arange(33)
+    expected, steps_of = first(tokens)[1].detach() + 0, torch.optim.SGD(first.parameters(), 0.1)
+    with fx_fusion.recording() as report:
+        backend = rewriting_backend()
+        compiled = [torch.compile(model, backend=backend) for model in (first, second)]
+        loss, read = compiled[0](tokens)
+        _, late = compiled[0](tokens)
+        loss.backward()
+        steps_of.step()
+        compiled[1](tokens)
+        torch.testing.assert_close(read.detach() + 0, expected)
+        compiled[0](tokens)
+        with pytest.raises(fx_fusion.StaleTensorError, match="the model ran again since"):
+            late + 1
+    assert len(report.graphs) == 1, "they share it"
 
 
 def test_a_step_copies_what_somebody_can_still_read(pair, monkeypatch):

@@ -189,7 +189,7 @@ def test_through_inductor(masks):
     first, second = report.graphs
     assert (first.instead_of, second.instead_of) == (None, first.index)
     fast, exact = (first, second) if masks[0] is ones else (second, first)
-    assert fast.assumes == ("kwargs_attention_mask is all ones",)
+    assert fast.assumes == ("attention_mask is all ones",)
     assert not exact.assumes
     assert exact.nodes_after < exact.nodes_before
     assert {s.graph for s in report.sites if s.fusion == "linear_cross_entropy"} == {fast.index, exact.index}
@@ -368,9 +368,9 @@ def test_the_first_batch_says_what_is_compiled_first(order):
     held = sum(mask is ones for mask in masks)
     assert facts(report)["fx_fusion/assumption_held"] == held / len(masks), "each call counts once"
     if order[0] != "o":
-        assert first.unassumed == other.assumes == ("kwargs_attention_mask is all ones",)
+        assert first.unassumed == other.assumes == ("attention_mask is all ones",)
         assert (first.unmet.assumed, first.unmet.otherwise) == (held, len(masks) - held)
-        assert "graph 0: not assumed, as it did not hold in the first call: kwargs_attention_mask is all ones" in str(
+        assert "graph 0: not assumed, as it did not hold in the first call: attention_mask is all ones" in str(
             report
         ).replace(f"graph {first.index}", "graph 0")
 

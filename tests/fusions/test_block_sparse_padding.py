@@ -76,7 +76,7 @@ def test_padding_is_read_when_the_model_runs(name, padding, on_cpu):
     mask_of, structure = MASKS[name]
     report = compared(attend(mask_of), {**tensors(), "ids": padding})
     assert report.count("block_sparse_attention") == 1, str(report)
-    assert structure.replace("mask", "l_ids") in str(report.graphs[0]) + str(report), str(report)
+    assert structure.replace("mask", "ids") in str(report.graphs[0]) + str(report), str(report)
 
 
 def test_boolean_masks_and_masks_made_of_tokens(on_cpu):
