@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fx_fusion.graph.signatures import names_of
 from fx_fusion.graph.terms import example
 from fx_fusion.ops.layouts import copied
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
@@ -18,6 +19,7 @@ _VIEWS = (
     "expand", "expand_as", "contiguous", "to", "neg",
 )  # fmt: skip
 
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 _TORCHS = ("torch", "aten", "_operator", "math", "builtins", "")
 
 
@@ -43,14 +45,30 @@ def keep_results_apart(graph: fx.Graph) -> None:
 
 
 def _value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """A number for each node: that of an earlier one where the same call has the same operands."""
+    """A number for each node: that of an earlier one where the same call has the same operands, or it does nothing to it."""
     numbers: dict[fx.Node, int] = {}
     known: dict[Any, int] = {}
     for node in graph.nodes:
+        if (same := _does_nothing_to(node)) is not None:
+            numbers[node] = numbers[same]
+            continue
         args, kwargs = map_nodes(lambda n: f"#{numbers[n]}", (node.args, node.kwargs))
         own = node.name if node.op == "placeholder" else str(node.target)
         numbers[node] = known.setdefault((node.op, own, str(args), str(kwargs)), len(known))
     return numbers
+
+
+def _does_nothing_to(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node adds 0 to or multiplies by 1, if that is all: Inductor removes it before it looks for equal
+    calls, from torch 2.14 on."""
+    name, _ = names_of(node)
+    if name not in _NEUTRAL or len(node.args) != 2 or node.kwargs:
+        return None
+    commutes = name in ("add", "mul")
+    for tensor, number in (node.args, node.args[::-1]) if commutes else (node.args,):
+        if isinstance(tensor, fx.Node) and isinstance(number, (int, float)) and number == _NEUTRAL[name]:
+            return tensor
+    return None
 
 
 def _origin(item: Any) -> tuple[fx.Node, fx.Node] | None:
