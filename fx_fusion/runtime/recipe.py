@@ -15,7 +15,7 @@ from torch import Tensor
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.runtime.reads import Call
-from fx_fusion.runtime.steps import Kept, Spans, same_bits, sample, wait, wait_no_more
+from fx_fusion.runtime.steps import Kept, Spans, any_is_among, same_bits, sample, wait, wait_no_more
 from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import (
     has_saved_tensor_hooks,
@@ -78,8 +78,7 @@ class Recipe:
         self.family: list[weakref.ref[Any]] = []  # in the order in which they were made
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
-        self.kept = False  # whether operands are copies of parameters, made before an optimizer's step
-        self._copied: list[weakref.ref[Tensor]] = []  # those parameters
+        self._copied: list[weakref.ref[Tensor]] = []  # parameters: operands are copies, made before an optimizer's step
         self.graph: Any = None  # whose outputs they are: its next call frees the copies
         self.rows_taken = 0  # by losses outside of the graph
         self._gatherings = 0  # how often all ranks have met for it
@@ -142,7 +141,7 @@ class Recipe:
         which = "an optimizer step changed one"
         if changed:
             which = f"one of shape {tuple(changed[0].shape)} was changed in place"
-        elif self.kept:
+        elif self._copied:
             which = "an optimizer step changed one, and the model ran again since"
         raise StaleTensorError(
             f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
@@ -237,22 +236,16 @@ class Recipe:
                 if isinstance(operand, Tensor) and changing.overlap(operand):
                     if id(operand) not in copies:
                         copies[id(operand)] = Kept.apply(operand)
-                    operands[n], self.kept = copies[id(operand)], True
+                    operands[n] = copies[id(operand)]
                     self._copied.append(weakref.ref(operand))
             self.operands = tuple(operands)
             self.versions = self._versions()
 
     def forget_copies(self, called_with: Sequence[Any]) -> None:
-        """Free copies of parameters where the graph is called with these again, not with those of another model that shares
-        it: the outputs can't be computed any more."""
-        if not self.kept:
-            return
-        given = Spans(a for a in called_with if isinstance(a, Tensor))
-        parameters = [reference() for reference in self._copied]
-        if not any(parameter is None or given.overlap(parameter) for parameter in parameters):
-            return
+        """Free copies of parameters that the graph is called with again (models may share it): the outputs can't be computed
+        any more."""
         with self.reading:
-            if self._values is None:
+            if self._values is None and any_is_among(self._copied, called_with):
                 self.operands, self.stepped = tuple(None if isinstance(o, Tensor) else o for o in self.operands), True
                 self.versions = self._versions()
 

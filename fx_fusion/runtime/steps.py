@@ -67,6 +67,12 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> Spans:
     return Spans(p for p in parameters if p.grad is not None)
 
 
+def any_is_among(parameters: Sequence[weakref.ref[Tensor]], tensors: Sequence[Any]) -> bool:
+    """Whether one of the tensors has memory of a parameter, or a parameter is gone."""
+    spans = Spans(t for t in tensors if parameters and isinstance(t, Tensor))
+    return any((p := reference()) is None or spans.overlap(p) for reference in parameters)
+
+
 def _is_plain(tensor: Any) -> bool:
     """Whether it is a tensor with memory of its own, all in one piece."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
