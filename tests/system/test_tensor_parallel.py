@@ -59,8 +59,10 @@ def z_loss_of_each_row(logits, labels):
     ).sum() / 7
 
 
-CHECKPOINTS = {"transformers": "llama", "transformers, experts": "qwen3_moe", "transformers, gpt_oss": "gpt_oss"}
-CHECKPOINTS["transformers, gemma3"] = "gemma3"  # rows of its table, which lie on both ranks, are scaled before they are summed
+CHECKPOINTS = {
+    "transformers": "llama", "transformers, experts": "qwen3_moe", "transformers, gpt_oss": "gpt_oss",
+    "transformers, gemma3": "gemma3",  # rows of its table, which lie on both ranks, are scaled before they are summed
+}  # fmt: skip
 OF_ROWS = {
     "sum_of_rows": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
     "each_row": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.linspace(0, 1, len(y))).sum(),
