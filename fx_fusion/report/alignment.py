@@ -107,13 +107,9 @@ def layer_of(module: str) -> str:
 def signature(pairs: Sequence[Pair]) -> tuple[Any, ...]:
     """Equal for rows that do the same: numbers in names count for nothing, but which of these rows an operand is does."""
     place = {pair.row.name: i for i, pair in enumerate(pairs)}
-    found: list[Any] = []
-    for pair in pairs:
-        found.append(pair.sign)
-        for row in (pair.before, pair.after):
-            if row is not None:
-                found += [_unnumbered(row.text), *(place.get(name, -1) for name in row.operands)]
-    return tuple(found)
+    shown = [row for pair in pairs for row in (pair.before, pair.after) if row is not None]
+    operands = [place.get(name, -1) for row in shown for name in (*row.operands, "")]  # "": the end of a row's
+    return "".join(pair.sign for pair in pairs), _unnumbered("\n".join(row.text for row in shown)), tuple(operands)
 
 
 def _unnumbered(text: str) -> str:
