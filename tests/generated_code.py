@@ -15,8 +15,9 @@ from types import ModuleType, SimpleNamespace
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from torch._dynamo.device_interface import CpuInterface
 from torch._inductor.fx_passes import pad_mm
-from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime import triton_compat, triton_heuristics
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 from triton.runtime.interpreter import InterpretedFunction
@@ -55,6 +56,8 @@ def as_on_a_gpu():
     candidates._SMALLEST = 1
     pad_mm.check_device = lambda a, b: True
     pad_mm.has_triton = lambda: True
+    CpuInterface.raise_if_triton_unavailable = lambda device=None: None
+    triton_compat.GPUTarget = lambda *of_this_device: H200().get_current_target()  # torch 2.14 asks what options it has
     triton_heuristics.CachingAutotuner.precompile = lambda self, *args, **options: None
     triton_heuristics.CachingAutotuner.run = launch
     jit.JITFunction.run = launch_of_an_op
