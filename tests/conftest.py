@@ -1,6 +1,7 @@
 """One process runs references and kernels: without a GPU every kernel is made for Triton's interpreter, and a test with the
 marker ``kernel`` runs them; the others run the references, which is faster. TRITON_INTERPRET=1 makes all run the kernels."""
 
+import gc
 import importlib
 import os
 
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_pycollect_makemodule(module_path, parent):
     torch.manual_seed(0)  # the tensors that a test file makes are the same in every run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_collections():
+    """Dynamo's resets collect garbage, twice a test: of what is new since the file began, and not of all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
