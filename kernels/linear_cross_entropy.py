@@ -18,8 +18,8 @@ With ``reduction="none"`` there is one upstream gradient per row, unknown in the
 of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where somebody reads
 the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the least memory, see
 ``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from class ``first``
-on, of ``classes``, target counts from the first of all, and dx is to be summed over the ranks (``logits/class_part``;
-logits are not handed out). ``z_loss`` times the square of each row's logsumexp is added to its loss, for the rows
+on, of ``classes``, target counts from the first of all, and dx is the sum over the ranks (``logits/class_part``; logits
+are not handed out). ``z_loss`` times the square of each row's logsumexp is added to its loss, for the rows
 ``z_over``: those that "count" or "all"; under a mean their squares are divided by the number of rows that count
 ("count"), or by that of all rows ("all", and "masked": the rows that count). Not in fp16, where it would need a bound.
 

@@ -51,7 +51,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def replica(x: Any) -> Tensor:
-    """A replicated DTensor as this rank has it, for a function that every rank computes whole."""
+    """A replicated DTensor as this rank has it, for a function whose gradient every rank has whole."""
     return x.to_local()
 
 
@@ -60,10 +60,3 @@ def replicated_beside(x: Tensor, weight: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(x, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)
-
-
-def whole_here(x: Any) -> Tensor:
-    """A replicated DTensor as this rank has it, for a function whose gradient has to be summed over the ranks."""
-    from torch.distributed.tensor import Partial
-
-    return x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)

@@ -1,4 +1,4 @@
-"""What the ranks of a process group do together: gathering, and waiting for each other."""
+"""What the ranks of a process group do together: gathering, adding up, and waiting for each other."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ def gather(tensor: Tensor, ranks: int, group: str) -> Tensor:
     return torch.ops._c10d_functional.all_gather_into_tensor(tensor, ranks, group)
 
 
+def add_up(tensor: Tensor, group: str) -> None:
+    """Starts to replace a tensor, or a part of one, by its sum over the ranks of a group, by the group's name; not there
+    before ``arrived``. All ranks have to call it. Gone: as ``gather``."""
+    torch.ops._c10d_functional.all_reduce_(tensor, "sum", group)
+
+
 def arrived(tensor: Tensor) -> Tensor:
-    """What ``gather`` returned, once it is there. Gone: as ``gather``."""
+    """What ``gather`` returned, or a tensor whose parts ``add_up`` was given, once it is there. Gone: as ``gather``."""
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 

@@ -25,6 +25,7 @@ from fx_fusion.kernels.lib.integers import cdiv
 from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.kernels.logits.logit_rows import launch_rows
 from fx_fusion.ops.on_cpu import interpreting
+from fx_fusion.torch_internals.collectives import arrived
 
 # Every chunk reads and writes dW: with 4096 rows (1 GiB at 128256 classes) that is some 2 % of the time of its products, 5 %
 # in fp32. A sum rounded to 16 bits four times is off by 1.6 roundings in the mean, a sum rounded once by one.
@@ -119,8 +120,8 @@ def each_chunk(
     """Fill ``loss`` (and ``entropy``, ``all_logits``); return dx, dW, db where ``needs`` says so, else None. dW is
     multiplied by ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there
     were before some were left out; chunks are no larger then than with all of them, and of equal size. ``small``: of the
-    least memory. ``part``: which of all classes lm_head has, if other ranks have the rest (``class_part``); dx is then this
-    rank's share of a sum. ``z_factor`` (m), fp32: of the z-loss."""
+    least memory. ``part``: which of all classes lm_head has, if other ranks have the rest (``class_part``); dx is then the
+    sum over all ranks. ``z_factor`` (m), fp32: of the z-loss."""
     m, v = x.shape[0], lm_head.shape[0]
     columns = v if part is None else part.largest
     needs_dx, needs_dw, needs_db = needs
@@ -160,10 +161,14 @@ def each_chunk(
         fill(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh, z)
         if dx is not None:
             torch.mm(chunk, lm_head, out=dx[rows])
+            if part is not None:
+                part.add_up(dx[rows])
         if needs_dw:
             dw = _accumulate(dw, chunk, x_rows if headroom is None else x_rows * headroom, rounded)
         if db is not None:
             db += chunk[:, :v].sum(0, dtype=torch.float32)
+    if dx is not None and part is not None:
+        dx = arrived(dx)
     return dx, None if dw is None else dw[:v], db
 
 

@@ -15,7 +15,7 @@ from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
 from fx_fusion.graph.size_hints import elements, expected, trained
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
-from fx_fusion.ops.shards import own_part, replica, replicated_beside, whole_here
+from fx_fusion.ops.shards import own_part, replica, replicated_beside
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
@@ -116,7 +116,7 @@ def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any,
     dtype = example(linear).dtype  # under autocast not the dtype of its inputs
     x, weight, bias = head.x, head.lm_head, head.bias
     if head.shards is not None:
-        x = editor.call(whole_here, (x,), like=linear)
+        x = editor.call(replica, (x,), like=linear)
         weight = editor.call(own_part, (weight,), like=linear)
         bias = None if bias is None else editor.call(own_part, (bias,), like=linear)
     for choice in reversed(head.seen.row_slices):
