@@ -91,7 +91,7 @@ class KeyPass(CustomGraphPass):
         return
 
     def uuid(self) -> Any:
-        return self.key
+        return self.key, _donated()
 
 
 class UsersPassAndKey(CustomGraphPass):
@@ -105,7 +105,15 @@ class UsersPassAndKey(CustomGraphPass):
 
     def uuid(self) -> Any:
         theirs = self.users.uuid()
-        return None if theirs is None else (theirs, self.key)
+        return None if theirs is None else (theirs, self.key, _donated())
+
+
+def _donated() -> tuple[int, ...]:
+    """Which of its arguments the backward that is compiled may overwrite. Inductor's key does not have them: code that does
+    would be found for a backward that runs twice (``retain_graph``), and its second gradients were wrong. Gone: none, and so
+    is what Inductor does with them."""
+    context = torch._guards.TracingContext.try_get()
+    return tuple(getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None) or ())
 
 
 def with_key(options: Mapping[str, Any], key: str, functions: Mapping[str, str]) -> dict[str, Any]:

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -94,3 +98,26 @@ def test_misses(checkout):
     assert run(checkout)["hit"] == 0, "another pattern"
     edit(checkout / "fx_fusion" / "__init__.py", '__version__ = "', '__version__ = "9.')
     assert run(checkout)["hit"] == 0, "another version"
+
+
+def test_a_backward_that_runs_twice_is_not_one_that_overwrites_its_arguments():
+    """Where AOTAutograd's cache has nothing, Inductor's key does not tell them apart."""
+
+    def f(x, w):
+        z = (F.layer_norm(x, (64,)) @ w).exp().sin().exp()
+        return (z * z.sum(-1, keepdim=True).sigmoid() @ w).tanh().sum()
+
+    x, w = torch.randn(32, 64, requires_grad=True), (torch.randn(64, 64) / 32).requires_grad_()
+    expected = torch.autograd.grad(f(x, w), (x, w))
+
+    def gradients(times):
+        torch._dynamo.reset()
+        out = torch.compile(f, backend="fx_fusion", options={"strict": True})(x, w)
+        return [torch.autograd.grad(out, (x, w), retain_graph=times > 1) for _ in range(times)]
+
+    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=False):
+        for found in (*gradients(1), *gradients(2)):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        counters.clear()
+        gradients(2)
+        assert counters["inductor"]["fxgraph_cache_hit"] == 2
