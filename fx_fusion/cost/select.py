@@ -63,7 +63,9 @@ def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: 
 def _by_cost(fusion: Fusion, match: Match, view: View, options: Options) -> tuple[Reason, str]:
     """Why Inductor keeps a site as far as it is looked at alone, or None; and what the report says besides."""
     note = ""
-    if options.select == "measure":
+    if options.select == "measure" and (match.sharded or match.parts):
+        note = "not measured: each rank would decide by its own times, and all have to do the same"
+    elif options.select == "measure":
         verdict = measure.ask(fusion, match)
         if verdict.measured:
             return verdict.keep, ""

@@ -114,13 +114,18 @@ def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
         devices.add(tensor.device)
         if parameter in match.sharded or parameter in match.parts:
             continue
-        if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
-            return f"{parameter} is a {type(tensor).__name__}; kernels take plain tensors"
-        if tensor.layout is not torch.strided:
-            return f"{parameter} has the layout {tensor.layout}; kernels take strided tensors"
+        if (reason := why_not_plain(tensor)) is not None:
+            return f"{parameter} {reason}"
     if len(devices) > 1:
         return f"its inputs are on several devices: {', '.join(sorted(map(str, devices)))}"
     return None
+
+
+def why_not_plain(tensor: torch.Tensor) -> Reason:
+    """What a tensor is where it is no ordinary strided one."""
+    if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
+        return f"is a {type(tensor).__name__}; kernels take plain tensors"
+    return None if tensor.layout is torch.strided else f"has the layout {tensor.layout}; kernels take strided tensors"
 
 
 def _is_fake_parameter(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import autocast_of, storages
 from fx_fusion.graph.places import module_of
 from fx_fusion.graph.terms import example, is_tensor, same_shape
+from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.reads import Call, Reads
 from fx_fusion.runtime.recipe import Recipe
@@ -208,7 +209,9 @@ class DeferredOutputs:
             deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, call, values=values,
             of_linear=deferral.of_linear,
         )  # fmt: skip
-        if recipe.is_traced():  # DDP calls what it compiled with fake tensors, to compile the next bucket
+        # DDP calls what it compiled with fake tensors, to compile the next bucket. Of a CUDA graph that the user captures,
+        # each replay has to make what is read behind it.
+        if recipe.is_traced() or is_capturing():
             return recipe.values()
         if recipe.of_linear is not None:
             is_all = all(kind == "argument" for kind, _ in self._sources[d])

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import autocast_dtype, keeps_values
 from fx_fusion.graph.size_hints import elements, expected
@@ -51,10 +52,10 @@ def heads(search: Search) -> list[Head]:
     found = []
     for node in view.graph.nodes:
         bound = view.arguments_of(node, "linear")
-        if bound is None or not is_tensor(node) or not _is_large(example(node)):
+        if bound is None or not is_tensor(node) or why_not_plain(example(node)) or not _is_large(example(node)):
             continue
         operands = [bound[name] for name in ("input", "weight", "bias") if bound[name] is not None]
-        plain = all(is_tensor(o) and getattr(example(o), "placements", None) is None for o in operands)
+        plain = all(is_tensor(o) and why_not_plain(example(o)) is None for o in operands)
         if not plain or not example(node).requires_grad or not view.effects.region[node][0]:
             continue
         outputs, _ = deferrable_outputs(search, [node], set(), operands)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
+from fx_fusion.runtime.computed import without_saved_tensor_hooks
 from fx_fusion.runtime.hook import Hook
-from fx_fusion.runtime.recipe import Recipe, without_saved_tensor_hooks
+from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
 from fx_fusion.torch_internals.containers import tree_map, tree_map_only
 from fx_fusion.torch_internals.dispatch import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +13,18 @@ class Hook:
     output of a module, to gather its parameters before the backward. Also its handle."""
 
     def __init__(self, tensor: Any, function: Callable[[Tensor], Any]):
-        self.tensor, self.function, self.handle = weakref.ref(tensor), function, None
-        tensor._hooks.append(self)
+        self.function, self.handle = function, None
+        self._hooks = tensor._hooks  # which a loss that took the tensor has too, when the tensor itself is gone
+        self._hooks.append(self)
 
     def register(self, value: Tensor) -> None:
         self.handle = value.register_hook(self.function)
 
     def remove(self) -> None:
-        tensor = self.tensor()
         if self.handle is not None:
             self.handle.remove()
-        elif tensor is not None and self in tensor._hooks:
-            tensor._hooks.remove(self)
+        elif self in self._hooks:
+            self._hooks.remove(self)
 
     def __enter__(self) -> Hook:
         return self

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.torch_internals.fakes import FakeTensor
 
 Compiled = Callable[..., Any]
@@ -112,7 +113,7 @@ def follow(deferring: Compiled, reads: Reads, compile_computing: Callable[[], Co
     computing: list[Compiled] = []
 
     def run(*args: Any) -> Any:
-        if reads.in_a_row() < HABIT or any(isinstance(a, FakeTensor) for a in args):
+        if reads.in_a_row() < HABIT or any(isinstance(a, FakeTensor) for a in args) or (not computing and is_capturing()):
             return deferring(*args)
         if not computing:
             computing.append(compile_computing())

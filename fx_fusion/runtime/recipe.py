@@ -14,29 +14,16 @@ from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.runtime.computed import Computed, without_saved_tensor_hooks
 from fx_fusion.runtime.reads import Call
 from fx_fusion.runtime.steps import Kept, Spans, any_is_among, same_bits, sample, wait, wait_no_more
 from fx_fusion.torch_internals.collectives import present_within
-from fx_fusion.torch_internals.dispatch import (
-    has_saved_tensor_hooks,
-    history_of,
-    saved_tensor_hooks_are_enabled,
-    version_of,
-    without_torch_function,
-)
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks, history_of, version_of, without_torch_function
 from fx_fusion.torch_internals.fakes import FakeTensor
 from fx_fusion.torch_internals.fsdp import gathered, is_freed, owner_of
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 _calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
-
-
-def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Keep what is computed inside away from ambient hooks on saved tensors. ``checkpoint`` counts what a function saves;
-    what is computed once, or while a graph is compiled, is not saved again when the function runs again."""
-    if not saved_tensor_hooks_are_enabled():
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 _NOT_DEFERRED = 'compile with options={"defer_outputs": False} (FX_FUSION_DEFER_OUTPUTS=0 where a trainer compiles)'
@@ -158,8 +145,9 @@ class Recipe:
         elif self._values is None:
             assert self._computed is not None
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
-                wanted = self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in self.operands)
-                self._values = _Computed.apply(self, *self.operands) if wanted else self._computed
+                operands = self.as_called()
+                wanted = self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in operands)
+                self._values = Computed.apply(self, *operands) if wanted else self._computed
         return self._values
 
     def as_called(self) -> tuple[Any, ...]:
@@ -257,34 +245,6 @@ class Recipe:
         if not enabled and autocast_dtype(device) is None:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=dtype, enabled=enabled)
-
-
-class _Computed(torch.autograd.Function):
-    """Gives values that a graph computed without gradients the gradients of the module that makes them."""
-
-    @staticmethod
-    def forward(ctx: Any, recipe: Recipe, *operands: Any) -> Any:
-        ctx.recipe, ctx.operands = recipe, operands
-        ctx.set_materialize_grads(False)
-        assert recipe._computed is not None
-        return tuple(value.data for value in recipe._computed)  # no views: autograd refuses to write to a view made here
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
-            leaves = [o.detach() if isinstance(o, Tensor) else o for o in ctx.operands]
-            for n in wanted:
-                leaves[n].requires_grad_()
-            values = ctx.recipe.again(leaves)
-            pairs = [(y, dy) for y, dy in zip(values, dys, strict=True) if dy is not None]
-            found = torch.autograd.grad(
-                [y for y, _ in pairs], [leaves[n] for n in wanted], [dy for _, dy in pairs], allow_unused=True
-            )
-        grads: list[Any] = [None] * len(ctx.operands)
-        for n, gradient in zip(wanted, found, strict=True):
-            grads[n] = gradient
-        return (None, *grads)
 
 
 def _groups_of(operands: Sequence[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
+from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.torch_internals.dynamo import capturing_items
 from fx_fusion.torch_internals.fakes import FakeTensor, unset_fake_temporarily
@@ -58,9 +59,12 @@ def speculate(
         inputs = _inputs_of(checks, args, lambda i: padding[i].is_absent(args[i]))
         calls.assumed += inputs is None
         calls.otherwise += inputs is not None
-        if inputs not in versions:
-            versions[inputs] = compile_version(inputs)
-        return versions[inputs](*args)
+        if inputs in versions:
+            return versions[inputs](*args)
+        version = compile_version(inputs)
+        if not is_capturing():  # else it is the graph as it is
+            versions[inputs] = version
+        return version(*args)
 
     return run
 
@@ -80,7 +84,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 def _inputs_of(checks: Checks, args: Sequence[Any], is_absent: Callable[[int], bool]) -> Inputs:
     """``is_absent``: whether the padding at a position is all ones."""
     on_gpu = any(args[i].is_cuda for i, _ in checks)
-    unknown = on_gpu and torch.cuda.is_current_stream_capturing()  # whoever replays the kernels brings other masks
+    unknown = on_gpu and is_capturing()  # whoever replays the kernels brings other masks
     masks = [(i, kind) for i, kind in checks if kind != ONES]
     ones = not unknown and all(is_absent(i) for i, kind in checks if kind == ONES)
     if ones and all(is_of_kind(args[i], kind) for i, kind in masks):
@@ -96,8 +100,10 @@ def compiled_apart(
     around: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Compiled:
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
-    guards and dynamic shapes of its own. Each call runs inside of ``around()``."""
-
+    guards and dynamic shapes of its own. Each call runs inside of ``around()``. Raises RuntimeError while a CUDA graph is
+    captured."""
+    if is_capturing():
+        raise RuntimeError("nothing is compiled while a CUDA graph is captured: call the model with a padded batch before")
     write_for_dynamo(graph)
 
     def forward(*args: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.torch_internals.dynamo import is_compiling
 
 _SAMPLED = 4096  # elements of an operand
@@ -93,11 +94,24 @@ def _keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_compiling() or not (recipes := waiting()):
         return
     changing, copies = _changed_by(optimizer), dict[int, Tensor]()
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    for recipe in recipes:
+        recipe.stepped = recipe.stepped or _has_lost_memory(recipe)
+    if not is_capturing():
         with contextlib.suppress(torch.OutOfMemoryError):
             for recipe in recipes:
                 recipe.keep(changing, copies)
     _mark(recipes, changing)
+
+
+def _has_lost_memory(recipe: _Recipe) -> bool:
+    """Whether an operand is a result of a CUDA graph that ran again: torch raises where one asks for its address."""
+    try:
+        for operand in recipe.operands:
+            if isinstance(operand, Tensor) and _is_plain(operand):
+                operand.data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _notice(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -126,7 +126,8 @@ def each_chunk(
     columns = v if part is None else part.largest
     needs_dx, needs_dw, needs_db = needs
     gradient = any(needs)
-    small = small or memory_of_device(x) < _SMALL_GPU
+    # All ranks take the same chunks, also where one has a smaller GPU.
+    small = small or (part is None and memory_of_device(x) < _SMALL_GPU)
     sum_bytes = 4 * columns * lm_head.shape[1] if needs_dw and x.element_size() < 4 else 0
     plan = chunk_plan(m if of_rows is None else of_rows, columns, x.element_size(), x.device.type, small, sum_bytes)
     step = plan.rows

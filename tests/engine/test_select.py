@@ -1,6 +1,7 @@
 """Selection by rules: layouts of images, gradients, heads that make logits again."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,3 +212,13 @@ def test_attention_whose_operands_are_grouped_anew(name, select):
             report = fx_fusion.explain(ANEW[name], q, k, v, options={"select": select})
         assert [graph.fallback for graph in report.graphs] == [""]
         assert report.count("attention") == (select != "never")
+
+
+def test_ranks_go_by_rules_and_not_by_times_of_their_own(monkeypatch):
+    """A rank that measures another result than the rest would wait for them in its collectives for ever."""
+    monkeypatch.setattr(select.measure, "ask", None)
+    monkeypatch.setattr(select, "_by_rules", lambda *given: "by rules")
+    match = SimpleNamespace(sharded={"lm_head": 0}, parts={})
+    keep, note = select._by_cost(None, match, None, SimpleNamespace(select="measure"))
+    assert keep == "by rules"
+    assert "not measured" in note

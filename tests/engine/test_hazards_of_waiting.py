@@ -1,0 +1,213 @@
+"""Logits that wait, in programs that would otherwise get other numbers, or errors, than without the backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fx_fusion
+from fx_fusion.kernels.logits import logit_chunks
+from fx_fusion.rewrite import deferral, loss_outside
+from fx_fusion.runtime import reads, speculate, steps
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
+from tests.helpers import rewriting_backend, tiny_llama, tokens
+
+B, H, V = 6, 8, 40
+x = torch.randn(B, H, generator=torch.Generator().manual_seed(0))
+y = torch.randint(0, V, (B,), generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    """A layer, a head and its loss, with the logits beside it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(H, H), nn.Linear(H, V, bias=False)
+
+    def forward(self, x):
+        logits = self.head(torch.tanh(self.layer(x)))
+        return F.cross_entropy(logits, y), logits
+
+
+def compiled_and_read(model):
+    """The compiled model, in the habit of computing the logits beside the loss."""
+    call = torch.compile(model, backend=rewriting_backend())
+    for _ in range(3):
+        call(x)[1].sum()
+    return call
+
+
+def test_a_second_derivative_of_logits_computed_beside_the_loss_raises():
+    model = Model()
+    call = compiled_and_read(model)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(call(x)[1].square().sum(), model.head.weight, create_graph=True)
+    (found,) = torch.autograd.grad(call(x)[1].square().sum(), model.head.weight)
+    torch.testing.assert_close(found, torch.autograd.grad(model(x)[1].square().sum(), model.head.weight)[0])
+
+
+@pytest.mark.parametrize("reads", [0, 3])
+def test_a_parameter_that_was_frozen_when_the_model_ran_has_no_gradient(reads):
+    model = Model()
+    model.head.weight.requires_grad_(False)
+    call = compiled_and_read(model) if reads else torch.compile(model, backend=rewriting_backend())
+    logits = call(x)[1]
+    model.head.weight.requires_grad_(True)
+    logits.square().sum().backward()
+    assert model.head.weight.grad is None
+    assert model.layer.weight.grad is not None
+
+
+class Unread(torch.autograd.Function):
+    """Takes logits without reading them."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * torch.ones(B, V)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_hook_that_was_removed_is_not_called(is_kept):
+    seen = []
+    logits = torch.compile(Model(), backend=rewriting_backend())(x)[1]
+    hook = logits.register_hook(seen.append)
+    loss = Unread.apply(logits)
+    kept = logits if is_kept else None
+    del logits
+    hook.remove()
+    loss.backward()
+    assert not seen
+    del kept
+
+
+def test_nothing_waits_while_a_cuda_graph_is_captured(monkeypatch):
+    """Each replay has to make what is read behind it."""
+    call = torch.compile(Model(), backend=rewriting_backend())
+    assert type(call(x)[1]) is DeferredTensor
+    monkeypatch.setattr(deferral, "is_capturing", lambda: True)
+    logits = call(x)[1]
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(logits, Model()(x)[1])
+
+
+def test_a_step_beside_results_of_a_cuda_graph_that_ran_again():
+    """torch raises where one asks for the address of such a result: nobody does, before somebody reads it."""
+    model = Model()
+    call = torch.compile(model, backend=rewriting_backend())
+    with torch.no_grad():
+        kept = call(x)[1]
+    waiting = steps.waiting()[0]
+    hidden = next(o for o in waiting.operands if o is not model.head.weight)
+    torch._C._set_throw_on_mutable_data_ptr(hidden)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        hidden.data_ptr()
+    model(x)[0].backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert waiting.stepped
+    with pytest.raises(RuntimeError, match="data pointer"):
+        kept.sum()
+
+
+def test_nothing_is_compiled_while_a_cuda_graph_is_captured(monkeypatch):
+    """The version for padding, not compiled before, runs as it is, with a warning; so it is the next call that compiles it."""
+    model, ids = tiny_llama(), tokens()
+    mask = torch.ones_like(ids)
+    call = torch.compile(model, backend=rewriting_backend(strict=False))
+    padded = {"input_ids": ids, "labels": ids, "attention_mask": mask.clone()}
+    padded["attention_mask"][0, 5:] = 0
+    call(**{**padded, "attention_mask": mask})
+    expected = model(**padded).loss
+    with fx_fusion.recording() as report:
+        for module in (deferral, reads, speculate):
+            monkeypatch.setattr(module, "is_capturing", lambda: True)
+        with pytest.warns(UserWarning, match="call the model with a padded batch before; .* it runs uncompiled"):
+            torch.testing.assert_close(call(**padded).loss, expected)
+        assert not report.graphs
+        for module in (deferral, reads, speculate):
+            monkeypatch.setattr(module, "is_capturing", lambda: False)
+        torch.testing.assert_close(call(**padded).loss, expected)
+        assert len(report.graphs) == 1
+
+
+def test_a_habit_of_reading_compiles_nothing_while_a_cuda_graph_is_captured(monkeypatch):
+    call = torch.compile(Model(), backend=rewriting_backend())
+    with fx_fusion.recording() as report:
+        for _ in range(2):
+            call(x)[1].sum()
+        for module in (deferral, reads):
+            monkeypatch.setattr(module, "is_capturing", lambda: True)
+        torch.testing.assert_close(call(x)[1], Model()(x)[1])
+        assert len(report.graphs) == 1
+
+
+class OfEightBits(torch.Tensor):
+    """A weight as packages for quantization make them: products are all that it is for."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=scale.dtype)
+        made.values, made.scale = values, scale
+        return made
+
+    def __tensor_flatten__(self):
+        return ["values", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size, stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            return cls(func(args[0].values), args[0].scale)
+        if func is torch.ops.aten.mm.default:
+            return func(*(a.values * a.scale if isinstance(a, cls) else a for a in args))
+        return NotImplemented
+
+
+def test_a_head_of_another_kind_of_tensor_does_not_wait(monkeypatch):
+    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    layer, weight = nn.Linear(H, H), OfEightBits(torch.randint(-127, 127, (V, H), dtype=torch.int8), torch.tensor(0.01))
+
+    def run(given):
+        return F.linear(torch.tanh(layer(given)), weight)
+
+    with fx_fusion.recording() as report:
+        logits = torch.compile(run, backend=rewriting_backend())(x)
+    assert type(logits) is torch.Tensor, str(report)
+    F.cross_entropy(logits, y).backward()
+    found, layer.weight.grad = layer.weight.grad, None
+    F.cross_entropy(run(x), y).backward()
+    torch.testing.assert_close(found, layer.weight.grad)
+
+
+def test_all_ranks_take_the_same_chunks(monkeypatch):
+    """Also where one has a GPU so small that its chunks would be smaller."""
+    rows = []
+    plan = logit_chunks.chunk_plan
+    monkeypatch.setattr(logit_chunks, "chunk_plan", lambda *given: rows.append(given[4]) or plan(*given))
+    monkeypatch.setattr(logit_chunks, "memory_of_device", lambda tensor: 24 << 30)
+
+    class Part:
+        largest = V
+
+        def rows(self, *given):
+            return logit_chunks._rows(*given)
+
+        def add_up(self, dx):
+            return
+
+    monkeypatch.setattr(logit_chunks, "arrived", lambda dx: dx)
+    for part in (None, Part()):
+        given = x, torch.randn(V, H), None, y, None, (-100, 0.0, 0.0, 1.0), None, (True, False, False), torch.empty(B)
+        logit_chunks.each_chunk(*given, part=part)
+    assert rows == [True, False]
