@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fx_fusion.torch_internals.dispatch import saved_tensor_hooks_are_enabled, without_torch_function
-
-
-def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Keep what is computed inside away from ambient hooks on saved tensors. ``checkpoint`` counts what a function saves;
-    what is computed once, or while a graph is compiled, is not saved again when the function runs again."""
-    if not saved_tensor_hooks_are_enabled():
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+from fx_fusion.torch_internals.dispatch import without_saved_tensor_hooks, without_torch_function
 
 
 class Computed(torch.autograd.Function):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
-from fx_fusion.runtime.computed import without_saved_tensor_hooks
 from fx_fusion.runtime.hook import Hook
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
@@ -24,6 +23,7 @@ from fx_fusion.torch_internals.dispatch import (
     has_backward_hooks,
     history_of,
     throw_on_data_ptr,
+    without_saved_tensor_hooks,
     without_torch_function,
     wrapper,
 )

@@ -14,11 +14,17 @@ from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
-from fx_fusion.runtime.computed import Computed, without_saved_tensor_hooks
+from fx_fusion.runtime.computed import Computed
 from fx_fusion.runtime.reads import Call
 from fx_fusion.runtime.steps import Kept, Spans, any_is_among, same_bits, sample, wait, wait_no_more
 from fx_fusion.torch_internals.collectives import present_within
-from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks, history_of, version_of, without_torch_function
+from fx_fusion.torch_internals.dispatch import (
+    has_saved_tensor_hooks,
+    history_of,
+    version_of,
+    without_saved_tensor_hooks,
+    without_torch_function,
+)
 from fx_fusion.torch_internals.fakes import FakeTensor
 from fx_fusion.torch_internals.fsdp import gathered, is_freed, owner_of
 

@@ -128,6 +128,14 @@ def saved_tensor_hooks_are_enabled() -> bool:
     return True if enabled is None else enabled()
 
 
+def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Keep what is computed inside away from ambient hooks on saved tensors. ``checkpoint`` counts what a function saves;
+    what is computed once, or while a graph is compiled, is not saved again when the function runs again."""
+    if not saved_tensor_hooks_are_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks are set on what autograd saves, as ``checkpoint`` sets them. Gone: True."""
     top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
