@@ -159,6 +159,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, IN_PLACE_OPERATORS) or _asks_for_it(node)
     if in_place:
         written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
+    if name == "_register_hook_trampoline":  # of compiled autograd: what it returns may be another gradient
+        written.extend(node.args[:1])
     if name in _RUNNING_STATISTICS:
         first = 1 if getattr(target, "__module__", "").startswith("torch.nn") else 3  # torch.batch_norm: behind the weights
         written.extend(node.args[first : first + 2])

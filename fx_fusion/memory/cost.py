@@ -70,7 +70,7 @@ def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
         capability, processors = (properties.major, properties.minor), properties.multi_processor_count
     peak = _PEAKS.get(capability, _PEAK_OF_GRAPHICS)
     if dtype.itemsize > 2:
-        peak = peak / 2 if torch.backends.cuda.matmul.allow_tf32 else _PEAK_IN_FLOAT32
+        peak = peak / 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else _PEAK_IN_FLOAT32
     return peak * processors
 
 

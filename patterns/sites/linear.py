@@ -47,7 +47,7 @@ def _product(view: View, x: Any, other: Any, bias: Any = None) -> Linear | None:
         return None
     term = view.term(other)
     swaps = (term.op, term.attrs) in (("transpose", (-2, -1)), ("permute", (-1, -2))) or view.name(other) == "t"
-    weight = source_of(other) if swaps else None
+    weight = source_of(other) if swaps and not view.hides_gradient(other) else None
     return None if weight is None or not is_tensor(weight) else Linear(x, weight, bias)
 
 

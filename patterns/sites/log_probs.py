@@ -119,6 +119,8 @@ def _one_class_a_row(view: View, index: fx.Node, source: fx.Node) -> tuple[fx.No
         target = term.operands[0]
     elif view.name(base) in ("view", "reshape"):  # y.view(-1, 1)
         target = source_of(base)
+        if is_tensor(target) and view.effects.written_after(view.order[base], [base, target]) is not None:
+            return None  # reshape may have copied what is written to afterwards
     else:
         return None
     return (target, nodes) if is_tensor(target) and example(target).dtype == torch.int64 else None

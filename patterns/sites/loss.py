@@ -139,10 +139,11 @@ def _reduced(view: View, site: LossSite) -> LossSite:
     path: list[fx.Node] = []
     sign, above = site.sign, site.root
     while len(above.users) == 1:
-        above = next(iter(above.users))
+        below, above = above, next(iter(above.users))
         path.append(above)
         term = view.term(above)
-        if term.op == "neg" or view.name(above) in ("view", "reshape", "flatten", "squeeze"):
+        is_view = view.name(above) in ("view", "reshape", "flatten", "squeeze") and source_of(above) is below
+        if term.op == "neg" or is_view:  # other.view_as(below) is none of it
             sign = -sign if term.op == "neg" else sign
             continue
         if term.op in ("mean", "sum") and example(above).dim() == 0:

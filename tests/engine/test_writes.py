@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import rewritten
+from tests.helpers import rewriting_backend, rewritten
 from tests.hostile import S, h3, head, k4, q4, rms, same, t3, u, w8, x
 
 
@@ -79,6 +79,34 @@ def test_targets_changed_after_a_copy():
         return F.linear(h, head).log_softmax(-1).gather(-1, index).mean()
 
     same(function, h3, t3)
+
+
+def test_targets_changed_behind_a_reshape_that_copies_them():
+    def function(h, t):
+        labels = t.clone()
+        index = labels[:, 1:].reshape(-1, 1)
+        labels.zero_()
+        return F.linear(h[:, 1:].flatten(0, 1), head).log_softmax(-1).gather(-1, index).mean()
+
+    same(function, h3, t3)
+
+
+def test_a_gradient_that_a_hook_of_compiled_autograd_changes():
+    def step(backend):
+        x = torch.ones(3, 8, requires_grad=True)
+
+        def loss():
+            h = x + r
+            h.register_hook(lambda gradient: gradient * 2)
+            (F.rms_norm(h, (8,), w, 1e-6) + h).sum().backward()
+
+        torch._dynamo.reset()
+        torch.compile(loss, backend=backend)()
+        return x.grad
+
+    r, w = torch.randn(3, 8), torch.rand(8) + 0.5
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.testing.assert_close(step(rewriting_backend()), step("aot_eager"))
 
 
 def test_a_padding_mask_written_to_in_the_graph():

@@ -292,3 +292,28 @@ def test_what_kernels_would_compute_otherwise_is_eagers_to_the_bit(name):
     assert ours.isfinite()
     found, expected = (torch.autograd.grad(t, leaf)[0] for t, leaf in zip((ours, theirs), leaves, strict=True))
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_a_head_transposed_without_gradients_has_none():
+    """The output projection is frozen; its table is trained elsewhere."""
+    def function(x, w):
+        with torch.no_grad():
+            turned = w.t()
+        return F.cross_entropy(x @ turned, target)
+
+    x, w, target = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True), torch.arange(6)
+    loss, report = rewritten(function, x, w)
+    assert report.count("linear_cross_entropy") == 0, str(report)
+    found = torch.autograd.grad(loss, (x, w), allow_unused=True)
+    expected = torch.autograd.grad(function(x, w), (x, w), allow_unused=True)
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1] is expected[1] is None
+
+
+def test_another_tensor_in_the_shape_of_the_log_probabilities():
+    def function(x, w):
+        logp = F.linear(x, w).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+        return x[:, 0].view_as(logp).mean()
+
+    x, w, target = torch.randn(6, 8), torch.randn(20, 8), torch.arange(6)
+    torch.testing.assert_close(rewritten(function, x, w)[0], function(x, w))
