@@ -21,6 +21,7 @@ from fx_fusion.torch_internals.nodes import (
     EXIT,
     IN_PLACE_OPERATORS,
     SET_GRAD,
+    SETS_A_HOOK,
     is_higher_order,
     may_write_to_operands,
     region_change,
@@ -157,10 +158,9 @@ def _written(node: fx.Node) -> list[fx.Node]:
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
     in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, IN_PLACE_OPERATORS) or _asks_for_it(node)
+    in_place = in_place or name in SETS_A_HOOK
     if in_place:
         written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
-    if name == "_register_hook_trampoline":  # of compiled autograd: what it returns may be another gradient
-        written.extend(node.args[:1])
     if name in _RUNNING_STATISTICS:
         first = 1 if getattr(target, "__module__", "").startswith("torch.nn") else 3  # torch.batch_norm: behind the weights
         written.extend(node.args[first : first + 2])

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from fx_fusion.graph.dtypes import on_tensor_cores
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.memory.candidates import Candidate
 from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of, users
@@ -70,7 +71,7 @@ def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
         capability, processors = (properties.major, properties.minor), properties.multi_processor_count
     peak = _PEAKS.get(capability, _PEAK_OF_GRAPHICS)
     if dtype.itemsize > 2:
-        peak = peak / 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else _PEAK_IN_FLOAT32
+        peak = peak / 2 if on_tensor_cores(dtype) else _PEAK_IN_FLOAT32
     return peak * processors
 
 

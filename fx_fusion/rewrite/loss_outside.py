@@ -52,11 +52,11 @@ def heads(search: Search) -> list[Head]:
     found = []
     for node in view.graph.nodes:
         bound = view.arguments_of(node, "linear")
-        if bound is None or not is_tensor(node) or why_not_plain(example(node)) or not _is_large(example(node)):
+        if bound is None:
             continue
         operands = [bound[name] for name in ("input", "weight", "bias") if bound[name] is not None]
-        plain = all(is_tensor(o) and why_not_plain(example(o)) is None for o in operands)
-        if not plain or not example(node).requires_grad or not view.effects.region[node][0]:
+        plain = all(is_tensor(n) and why_not_plain(example(n)) is None for n in (node, *operands))
+        if not plain or not _is_large(example(node)) or not example(node).requires_grad or not view.effects.region[node][0]:
             continue
         outputs, _ = deferrable_outputs(search, [node], set(), operands)
         if len(outputs) == 1 and view.source(outputs[0]).base is node:  # it, or a cast of it that keeps its values

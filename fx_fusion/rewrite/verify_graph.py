@@ -19,6 +19,7 @@ from fx_fusion.errors import VerificationError
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.terms import example
 from fx_fusion.rewrite.verify_site import NotComparable, SiteCheck, compared, complaint, reproducer
+from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.torch_internals.fakes import FakeTensor
 from fx_fusion.torch_internals.nodes import checkpointed_body
 
@@ -216,7 +217,7 @@ def can_compare(tensors: Sequence[Tensor]) -> bool:
     """Whether a call has real inputs and is not captured into a CUDA graph."""
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return False
-    return not (gpus(tensors) and torch.cuda.is_current_stream_capturing())
+    return not (gpus(tensors) and is_capturing())
 
 
 def gpus(tensors: Sequence[Tensor]) -> list[int]:

@@ -21,6 +21,11 @@ IN_PLACE_OPERATORS = frozenset(
 )  # fmt: skip
 
 
+# How compiled autograd sets a hook on the first operand. What it returns takes the place of the gradient, and no rewrite may
+# step over that: it is a write. Gone: Dynamo writes another node, which is not seen as one.
+SETS_A_HOOK = frozenset({"_register_hook_trampoline"})
+
+
 def is_erased(node: fx.Node) -> bool:
     """Whether a node was erased from its graph. Gone: looked for in the graph, which is slower."""
     erased = getattr(node, "_erased", None)

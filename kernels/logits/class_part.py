@@ -31,7 +31,7 @@ from fx_fusion.kernels.lib.integers import cdiv
 from fx_fusion.kernels.logits.class_sums import launch_class_sums
 from fx_fusion.kernels.logits.logit_rows import Elsewhere, launch_rows
 from fx_fusion.ops.on_cpu import interpreting
-from fx_fusion.torch_internals.collectives import add_up, arrived, gather
+from fx_fusion.torch_internals.collectives import arrived, gather
 
 _WORTH_HALVES = 1 << 26  # logits of a rank: to read half of them takes an H200 16 µs and more, about what a collective takes
 
@@ -66,10 +66,6 @@ class ClassPart:
             if dlogits is not None:
                 given = logits[part], v, target[part], weights, options, stats
                 self._backward(*given, upstream, dlogits[part], h, dh, z)
-
-    def add_up(self, dx_rows) -> None:
-        """Start to add the gradient of a chunk's input up over all ranks, while the chunk behind it is computed."""
-        add_up(dx_rows, self.group)
 
     def forward(self, logits, v, target, weight, options, with_entropy=False, z_factor=None):
         """Returns the loss (m), top and total over all ranks (2, m), and the entropy (m) or None."""

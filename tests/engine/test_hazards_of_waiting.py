@@ -85,11 +85,16 @@ def test_a_hook_that_was_removed_is_not_called(is_kept):
     del kept
 
 
+def capture(monkeypatch, is_on=True):
+    for module in (deferral, reads, speculate):
+        monkeypatch.setattr(module, "is_capturing", lambda: is_on)
+
+
 def test_nothing_waits_while_a_cuda_graph_is_captured(monkeypatch):
     """Each replay has to make what is read behind it."""
     call = torch.compile(Model(), backend=rewriting_backend())
     assert type(call(x)[1]) is DeferredTensor
-    monkeypatch.setattr(deferral, "is_capturing", lambda: True)
+    capture(monkeypatch)
     logits = call(x)[1]
     assert type(logits) is torch.Tensor
     torch.testing.assert_close(logits, Model()(x)[1])
@@ -124,13 +129,11 @@ def test_nothing_is_compiled_while_a_cuda_graph_is_captured(monkeypatch):
     call(**{**padded, "attention_mask": mask})
     expected = model(**padded).loss
     with fx_fusion.recording() as report:
-        for module in (deferral, reads, speculate):
-            monkeypatch.setattr(module, "is_capturing", lambda: True)
+        capture(monkeypatch)
         with pytest.warns(UserWarning, match="call the model with a padded batch before; .* it runs uncompiled"):
             torch.testing.assert_close(call(**padded).loss, expected)
         assert not report.graphs
-        for module in (deferral, reads, speculate):
-            monkeypatch.setattr(module, "is_capturing", lambda: False)
+        capture(monkeypatch, False)
         torch.testing.assert_close(call(**padded).loss, expected)
         assert len(report.graphs) == 1
 
@@ -140,8 +143,7 @@ def test_a_habit_of_reading_compiles_nothing_while_a_cuda_graph_is_captured(monk
     with fx_fusion.recording() as report:
         for _ in range(2):
             call(x)[1].sum()
-        for module in (deferral, reads):
-            monkeypatch.setattr(module, "is_capturing", lambda: True)
+        capture(monkeypatch)
         torch.testing.assert_close(call(x)[1], Model()(x)[1])
         assert len(report.graphs) == 1
 
@@ -198,14 +200,12 @@ def test_all_ranks_take_the_same_chunks(monkeypatch):
     monkeypatch.setattr(logit_chunks, "memory_of_device", lambda tensor: 24 << 30)
 
     class Part:
-        largest = V
+        largest, group = V, ""
 
         def rows(self, *given):
             return logit_chunks._rows(*given)
 
-        def add_up(self, dx):
-            return
-
+    monkeypatch.setattr(logit_chunks, "add_up", lambda rows, group: None)
     monkeypatch.setattr(logit_chunks, "arrived", lambda dx: dx)
     for part in (None, Part()):
         given = x, torch.randn(V, H), None, y, None, (-100, 0.0, 0.0, 1.0), None, (True, False, False), torch.empty(B)

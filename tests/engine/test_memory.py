@@ -423,6 +423,18 @@ def test_the_peak_of_a_gpu(monkeypatch):
         assert 0.9 * peak <= ours <= 1.1 * peak, (major, minor)
 
 
+def test_the_peak_in_float32_by_torchs_new_setting_of_tf32():
+    """Behind it torch raises where the old one is asked."""
+    gpu = torch.device("cuda")
+    assert cost.flops_per_second(gpu, torch.float32) < cost.flops_per_second(gpu, torch.bfloat16) / 2
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert cost.flops_per_second(gpu, torch.float32) == cost.flops_per_second(gpu, torch.bfloat16) / 2
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize("memory", recompute.MEMORY)
 def test_small_chunks_of_logits(memory):
     """Are asked for with min alone."""

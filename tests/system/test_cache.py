@@ -98,6 +98,7 @@ def test_misses(checkout):
     assert run(checkout)["hit"] == 0, "another pattern"
     edit(checkout / "fx_fusion" / "__init__.py", '__version__ = "', '__version__ = "9.')
     assert run(checkout)["hit"] == 0, "another version"
+    assert run(checkout)["hit"] == 1
 
 
 def test_a_backward_that_runs_twice_is_not_one_that_overwrites_its_arguments():

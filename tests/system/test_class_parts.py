@@ -16,11 +16,11 @@ def worker(rank, way):
     """By name, how far gradients are from float64's, and how many chunks were added up."""
     from fx_fusion.kernels import linear_cross_entropy as loss
     from fx_fusion.kernels import token_log_probs as logp
-    from fx_fusion.kernels.logits import class_part, logit_chunks
+    from fx_fusion.kernels.logits import logit_chunks
 
     logit_chunks.chunk_plan = lambda m, *rest: logit_chunks.Plan(rows=CHUNK, rounded_chunks=0)
     sent = []
-    class_part.add_up = lambda rows, group, add_up=class_part.add_up: (sent.append(rows.shape[0]), add_up(rows, group))
+    logit_chunks.add_up = lambda rows, group, add_up=logit_chunks.add_up: (sent.append(rows.shape[0]), add_up(rows, group))
     torch.manual_seed(0)
     x, w, b = torch.randn(M, H), torch.randn(V, H) / 4, torch.randn(V)
     target, upstream = torch.randint(0, V, (M,)), torch.randn(M)
