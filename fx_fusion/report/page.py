@@ -64,6 +64,7 @@ def page(
     data = {
         "verdict": verdict,
         "environment": environment,
+        "whole": bool(whole),
         "options": {graph.index: graph.options for graph in whole},
         "statuses": STATUSES,
         "sites": [_site(site, names, references) for site in sites],

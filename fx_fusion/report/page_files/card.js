@@ -15,7 +15,7 @@ function pickSite(i) {
   const site = data.sites[i];
   const g = graphAt(site.graph);
   drawSite(i);
-  const name = [...site.nodes, ...site.made].find((one) => place.has(`${g}/${one}`));
+  const name = [...site.nodes, ...site.made].find((one) => place(`${g}/${one}`));
   if (name !== undefined) show(`${g}/${name}`);
   draw();
   mark();
@@ -80,7 +80,7 @@ function sources(site) { // the lines of the model, those that were replaced and
   const g = graphAt(site.graph);
   const replaced = new Set();
   for (const name of site.nodes) {
-    const known = place.get(`${g}/${name}`);
+    const known = place(`${g}/${name}`);
     if (known) replaced.add(data.names[known.row[5]]);
   }
   const stopped = data.names[site.stopped];

@@ -1,6 +1,6 @@
 // -- lines: what the middle shows, one after the other ----------------------------------------------------------------
 let lines = [];
-const place = new Map(); // "graph/row name" -> its row, and where it stands
+let places = null; // "graph/row name" -> its row and where it stands; made when first asked, the first rows need none of it
 
 function build() {
   lines = [];
@@ -19,12 +19,8 @@ function build() {
         : `${first || "outside of layers"}${end - b > 1 ? ` to ${last}` : ""}: ${end - b} × the same as ${same || "above"}`;
       lines.push({ kind: "block", text: `${folded ? "▸" : "▾"} ${text}`, key: block.like >= 0 ? key : null });
       for (let at = b; at < end; at++) {
-        g.blocks[at].rows.forEach((row, n) => {
-          const known = place.get(`${i}/${row[1]}`) || { row, graph: i, block: key };
-          known.line = folded ? -1 : lines.length;
-          if (row[1]) place.set(`${i}/${row[1]}`, known);
-          if (!folded) lines.push({ kind: "row", row, graph: i });
-        });
+        Object.assign(g.blocks[at], { line: folded ? -1 : lines.length, key });
+        if (!folded) for (const row of g.blocks[at].rows) lines.push({ kind: "row", row, graph: i });
       }
       b = end;
     }
@@ -33,6 +29,16 @@ function build() {
   const widest = lines.reduce((most, line) => Math.max(most, line.kind === "row" ? textOf(line.row).length : 0), 0);
   space.style.width = `${widest + 4}ch`;
   draw();
+}
+
+function place(key) { // the row called "graph/name", the block it is in and its number there
+  if (!places) {
+    places = new Map();
+    data.graphs.forEach((g, i) => g.blocks.forEach((block) => block.rows.forEach((row, n) => {
+      if (row[1]) places.set(`${i}/${row[1]}`, { row, block, n });
+    })));
+  }
+  return places.get(key);
 }
 
 const KINDS = { "-": "minus", "+": "plus", "~": "changed", "=": "" };
@@ -103,9 +109,9 @@ function toggle(key) {
 }
 
 function show(key) { // scroll to a row by "graph/name", unfolding what it is in
-  let known = place.get(key);
+  const known = place(key);
   if (!known) return;
-  if (known.line < 0) { state.open.add(known.block); build(); known = place.get(key); }
-  graph.scrollTop = Math.max(0, known.line * HEIGHT - graph.clientHeight / 3);
+  if (known.block.line < 0) { state.open.add(known.block.key); build(); }
+  graph.scrollTop = Math.max(0, (known.block.line + known.n) * HEIGHT - graph.clientHeight / 3);
   draw();
 }

@@ -53,7 +53,7 @@ function drawRest() {
   const items = data.unsaid.map((one) => element("button", {
     class: "item", title: `${one.module} ${one.at}`,
     on: () => { const g = graphAt(one.graph); show(`${g}/${one.row}`);
-      const known = place.get(`${g}/${one.row}`); if (known) pickRow({ row: known.row, graph: g }); },
+      const known = place(`${g}/${one.row}`); if (known) pickRow({ row: known.row, graph: g }); },
   }, `${one.op} `, element("span", { class: "dim" }, one.module || one.at)));
   if (items.length) document.getElementById("unsaid").replaceChildren(element("h2", {}, "nothing said of"), ...items);
 }
@@ -150,7 +150,7 @@ function drawDiff() {
 function drawTools() {
   const tools = [element("button", { class: "action", on: drawAbout }, data.options && Object.keys(data.options).length ? "options" : "about"),
     element("button", { class: "action", on: drawDiff }, "diff")];
-  if (document.getElementById("document").textContent)
+  if (data.whole)
     tools.push(element("button", { class: "action",
       on: async () => download("fx_fusion.json", "application/json", await unpacked("document")) }, "JSON"));
   document.getElementById("tools").replaceChildren(...tools);
