@@ -77,6 +77,8 @@ def repeated(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
     expanded = source_of(node)
     if expanded is None or view.name(expanded) != "expand" or example(expanded).dim() != 5:
         return None
+    if view.hides_gradient(expanded) or view.hides_gradient(expanded.args[0]):
+        return None
     inner = view.term(expanded.args[0])
     if inner.op != "unsqueeze" or inner.attrs != (-3,) or not is_tensor(inner.operands[0]):
         return None

@@ -20,6 +20,7 @@ from fx_fusion.torch_internals.nodes import (
     ENTER_OTHER,
     EXIT,
     IN_PLACE_OPERATORS,
+    NUMPY_CALL,
     SET_GRAD,
     SETS_A_HOOK,
     is_higher_order,
@@ -155,6 +156,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes) if may_write_to_operands(target) or _body_writes(node) else []
     written: list[Any] = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name.startswith(NUMPY_CALL):
+        return list(node.all_input_nodes)
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
     in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, IN_PLACE_OPERATORS) or _asks_for_it(node)

@@ -21,6 +21,10 @@ IN_PLACE_OPERATORS = frozenset(
 )  # fmt: skip
 
 
+# How Dynamo names the calls of NumPy that it traces: of functions, methods and operators alike, ``a[i] = x`` among them.
+# Which of them write is not told. Gone: their writes are not seen.
+NUMPY_CALL = "wrapped_"
+
 # How compiled autograd sets a hook on the first operand. What it returns takes the place of the gradient, and no rewrite may
 # step over that: it is a write. Gone: Dynamo writes another node, which is not seen as one.
 SETS_A_HOOK = frozenset({"_register_hook_trampoline"})

@@ -84,7 +84,7 @@ def _shown(editor: Editor, positions: fx.Node, shown: Shown, root: fx.Node) -> f
 
 def _by_position(editor: Editor, positions: fx.Node, label: Label, root: fx.Node) -> fx.Node:
     if example(label.node).dim() == 4:
-        return _shown_by(editor, label.node, root)
+        return _shown_by(editor, positions, label, root)
     given, (b, _, s, _) = example(label.node).shape, example(positions).shape
     rows = () if label.row is not None or len(given) == 1 else (b,)
     if not all(statically_known_true(n == m) for n, m in zip(given[-1 - len(rows) :], (*rows, s), strict=True)):
@@ -93,8 +93,11 @@ def _by_position(editor: Editor, positions: fx.Node, label: Label, root: fx.Node
     return node if label.row is None else editor.call(operator.getitem, (node, label.row), like=root)
 
 
-def _shown_by(editor: Editor, mask: fx.Node, root: fx.Node) -> fx.Node:
-    """Which keys a mask (batch or 1, 1, queries, keys) shows to any query: (batch, keys), or (keys)."""
-    of_rows = editor.call(torch.any, (mask, 2), like=root)
-    first = 0 if statically_known_true(example(mask).shape[0] == 1) else slice(None)
-    return editor.call(operator.getitem, (of_rows, (first, 0)), like=root)
+def _shown_by(editor: Editor, positions: fx.Node, label: Label, root: fx.Node) -> fx.Node:
+    """Which keys a mask (batch or 1, 1, queries, keys) shows to any query: (batch, keys), or (keys) for one row of it."""
+    (masks, _, _, length), (b, _, s, _) = example(label.node).shape, example(positions).shape
+    row = 0 if statically_known_true(masks == 1) else label.row
+    if not statically_known_true(length == s) or (row is None and not statically_known_true(masks == b)):
+        raise Mismatch(f"{label} has shape {tuple(example(label.node).shape)}, the mask reads a part of it")
+    shown = editor.call(torch.any, (carried_in(editor.view, label.node), 2), like=root)
+    return editor.call(operator.getitem, (shown, (slice(None) if row is None else row, 0)), like=root)

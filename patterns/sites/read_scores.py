@@ -108,8 +108,9 @@ def _with_sink(view: View, node: fx.Node, scores: Scores) -> Any:
     inside, sink = bound["tensors"] if last and len(bound["tensors"]) == 2 else (None, None)
     if not is_tensor(inside) or not is_tensor(sink) or not statically_known_true(example(sink).shape[-1] == 1):
         raise NotThis(node, f"{node.name} is between the product and the softmax")
-    if scores.sink is not None or scores.scale != 1 or scores.factors or scores.proofs or scores.biases:
-        raise NotThis(node, f"the sink of {node.name} is scaled, or masked, with the scores")
+    untouched = scores.sink is None and scores.softcap is None and scores.scale == 1
+    if not untouched or scores.factors or scores.proofs or scores.biases:
+        raise NotThis(node, f"the sink of {node.name} is scaled, capped or masked with the scores")
     if view.effects.written_after(view.order[sink], [sink]) is not None:
         raise NotThis(node, "the sink is written to")
     scores.sink = sink

@@ -133,11 +133,12 @@ def _read(view: View, softmax: fx.Node, bound: Mapping[str, Any], scores: Scores
     others.update({f"factor_{i}": factor for i, (_, factor) in enumerate(scores.factors)})
     for name, node, as_it_is in (("q", q, as_they_are[0]), ("v", v, as_they_are[2])):
         (inputs if as_it_is else others)[name if as_it_is else f"{name}_otherwise"] = node
-    if as_they_are[1] and view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1):
+    turned = view.term(keys).op == "transpose" and view.term(keys).attrs == (-2, -1) and not view.hides_gradient(keys)
+    if as_they_are[1] and turned:
         inputs["k"] = view.term(keys).operands[0]
     else:
         others["keys"] = keys
-    if {"q", "k"} <= inputs.keys():
+    if {"q", "k"} <= inputs.keys() and not scores.factors:  # queries times a factor would be rounded to 16 bits
         casts: set[fx.Node] = set()
         below = [_before_it_was_widened(view, inputs[name], example(v).dtype, casts) for name in ("q", "k")]
         if None not in below and casts:  # products of 16 bits are added in float32 anyway

@@ -86,13 +86,34 @@ def one_of_them_in_float32(query, key, value):
     return torch.softmax(query.float() @ (key.float() + 1e-6).mT, -1).to(value.dtype) @ value
 
 
-@pytest.mark.parametrize("function", [written_after_it_was_widened, one_of_them_in_float32])
+def at_a_temperature(query, key, value):
+    """The queries times it in 16 bits would be rounded once more than these scores."""
+    scores = query.float() @ key.float().mT * torch.full((), 83.3).exp().log()
+    return torch.softmax(scores, -1).to(value.dtype) @ value
+
+
+@pytest.mark.parametrize("function", [written_after_it_was_widened, one_of_them_in_float32, at_a_temperature])
 def test_what_was_not_only_widened(function):
     qkv = tensors(torch.bfloat16)
     ours, report = rewritten(function, *qkv)
     assert report.count("attention") == 0
     assert "takes one dtype" in reasons(report, "attention")
     close(ours, function(*qkv), qkv, torch.bfloat16)
+
+
+def test_keys_transposed_without_a_gradient():
+    def attention(q, k, v):
+        with torch.no_grad():
+            turned = k.transpose(-1, -2)
+        return torch.softmax(q @ turned * 0.3, -1) @ v
+
+    qkv = tensors()
+    found, report = rewritten(attention, *qkv)
+    assert report.count("attention") == 1
+    for result in (found, attention(*qkv)):
+        grads = torch.autograd.grad(result.sum(), qkv, allow_unused=True)
+        assert [g is None for g in grads] == [False, True, False]
+    torch.testing.assert_close(found, attention(*qkv), rtol=1e-4, atol=1e-5)
 
 
 def test_a_learned_bias_is_handed_on_and_learns():

@@ -165,6 +165,13 @@ def a_part(ids):
     return ids[:, :S].bool()[:, None, None, :]
 
 
+def fewer_keys_than_queries(query, key, value, ids):
+    """The last queries see no key: the lowest number added to all of them shows all."""
+    return attend(lambda ids: torch.zeros(S, S).masked_fill(~windowed(ids)[0, 0], torch.finfo(torch.float32).min)[:, :90])(
+        query, key[:, :, :90], value[:, :, :90], torch.ones_like(ids)
+    )
+
+
 LONGER = torch.cat([RIGHT, RIGHT], 1)
 
 
@@ -173,11 +180,12 @@ LONGER = torch.cat([RIGHT, RIGHT], 1)
     [
         (attend(additive(torch.finfo(torch.float32).min)), LEFT, "may hide a row entirely"),
         (attend(additive(float("-inf"))), RIGHT, "may hide a row entirely"),
+        (fewer_keys_than_queries, RIGHT, "may hide a row entirely"),
         (changed_later, RIGHT, "written"),
         (attend(two_in_one), RIGHT, "depends on the input ids"),
         (attend(a_part), LONGER, "reads a part of it"),
     ],
-    ids=["lowest", "infinity", "changed_later", "either", "a_part"],
+    ids=["lowest", "infinity", "fewer_keys", "changed_later", "either", "a_part"],
 )
 def test_what_must_not_fire(function, padding, reason, on_cpu):
     with fx_fusion.recording() as report:

@@ -194,3 +194,16 @@ def test_keys_of_other_heads_and_batches(kv):
     found, report = rewritten(function, q, k)
     torch.testing.assert_close(found, function(q, k))
     report.assert_fused(causal_mask=1)
+
+
+def test_a_mask_that_is_written_to_through_numpy():
+    """Dynamo traces NumPy; the array and the mask share memory."""
+
+    def function(q, k, v):
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+        array = mask.numpy()
+        array[3, 1] = False
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    qkv = [torch.randn(2, 2, 5, 16) for _ in range(3)]
+    check_rewritten(function, *qkv, causal_mask=0)

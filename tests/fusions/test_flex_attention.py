@@ -7,7 +7,7 @@ import transformers
 import fx_fusion
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
-from tests.helpers import reasons
+from tests.helpers import reasons, rewritten
 from tests.structured_masks import IDS, S, documents, structures_on_cpu, tensors, window
 
 LOWEST = torch.finfo(torch.float32).min
@@ -78,6 +78,18 @@ def test_with_a_sink_that_learns(how, on_cpu):
         return WITH_SINK[how](query=query, key=key, value=value, sink=sink)
 
     check(function, {**tensors(), "sink": SINKS.clone()})
+
+
+def test_a_sink_that_is_capped_with_the_scores(on_cpu):
+    def function(query, key, value, sink):
+        scores = torch.cat([query @ key.mT * 0.05, sink.view(1, -1, 1, 1).expand(2, 4, S, 1)], -1)
+        return torch.softmax(5.0 * torch.tanh(scores), -1)[..., :-1] @ value
+
+    inputs = {**tensors(h=4), "sink": torch.tensor([1.0, 2.0, -3.0, 0.5])}
+    found, report = rewritten(function, *inputs.values())
+    assert report.count("flex_attention") == 0
+    assert "capped or masked with the scores" in reasons(report, "attention")
+    torch.testing.assert_close(found, function(**inputs), rtol=1e-4, atol=1e-5)
 
 
 def test_the_operator_itself_in_the_graph():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.graph.masks.assumed import KINDS
@@ -105,6 +106,38 @@ def test_one_program_many_masks(on_cpu):
     assert len(report.graphs) == 5  # causal; padded causal; none; keys; neither
     assert (report.graphs[0].calls.assumed, report.graphs[0].calls.otherwise) == (3, 7)
     assert "mask hides what comes later; held in 3 of 10 calls" in str(report)
+
+
+def each_of_the_batch(q, k, v, mask):
+    return torch.cat([attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask[i : i + 1]) for i in range(2)])
+
+
+def in_checkpointed_bodies(q, k, v, mask):
+    for _ in range(2):
+        q = checkpoint(lambda q: attend(q.sin(), k, v, mask), q, use_reentrant=False)
+    return q
+
+
+READS = {  # and how many of its calls read the padding of the mask
+    "the first row for all": (lambda q, k, v, mask: attend(q, k, v, mask[0]), 1),
+    "the second row for all": (lambda q, k, v, mask: attend(q, k, v, mask[1]), 1),
+    "a row each": (each_of_the_batch, 2),
+    "a part of it": (lambda q, k, v, mask: attend(q[:, :, :90], k[:, :, :90], v[:, :, :90], mask[:, :, :90, :90]), 0),
+    "in checkpointed bodies": (in_checkpointed_bodies, 2),
+}
+
+
+@pytest.mark.parametrize("of", [SHOWN.expand(2, 1, S, S), CAUSAL & SHOWN], ids=["keys", "causal_keys"])
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_of_a_padded_mask(name, of, on_cpu):
+    function, calls = READS[name]
+    inputs, mask = tensors(), of.clone()
+    with fx_fusion.recording() as report:
+        compiled = torch.compile(function, backend=rewriting_backend(), dynamic=False)
+        found = with_gradients(compiled, inputs, mask)
+    torch.testing.assert_close(found, with_gradients(function, inputs, mask), rtol=1e-4, atol=1e-5)
+    assert report.count("block_sparse_attention") == calls, str(report)
+    assert not any(g.fallback for g in report.graphs), str(report)
 
 
 class Layered(torch.nn.Module):

@@ -28,6 +28,19 @@ def test_repeated_heads(dynamic):
         torch._dynamo.reset()
 
 
+def test_heads_that_are_expanded_without_a_gradient():
+    few = k[:, :1]
+
+    def function(q, k, v):
+        with torch.no_grad():
+            k, v = (x[:, :, None].expand(2, 1, 3, S, 8) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k.reshape(2, 3, S, 8), v.reshape(2, 3, S, 8))
+
+    result, report = rewritten(function, q.clone().requires_grad_(), few.clone().requires_grad_(), few)
+    report.assert_fused(repeat_kv=0)
+    torch.testing.assert_close(result, function(q, few, few))
+
+
 def test_heads_in_another_order_are_not_grouped_heads():
     few = k[:, :3]
     wide = q.repeat(1, 2, 1, 1)
