@@ -1,8 +1,8 @@
 """Keys and values repeated for grouped-query attention -> ``enable_gqa=True``: no copy of K and V.
 
 The kernels behind ``enable_gqa`` on a GPU exist for bfloat16 and float16; in float32 the call would fall to the unfused
-path, so there the copy stays. So it does under a mask that is not proved, unless torch's own selection of kernels says that
-a fused one takes both.
+path, so there the copy stays. So it does under a mask that is not proved, and where FlashAttention is switched off or is not
+made for the GPU, unless torch's own selection of kernels says that a fused one takes such a call.
 """
 
 from __future__ import annotations
@@ -143,13 +143,15 @@ def chain(view: View, node: fx.Node) -> list[fx.Node]:
 def emit(editor: Editor, match: Match) -> None:
     call = signatures.bind("scaled_dot_product_attention", match.root)  # as it is now: causal_mask may have changed it
     assert call is not None
-    if call["attn_mask"] is not None and on_a_gpu(example(match.root)):
+    mask = call["attn_mask"]
+    if on_a_gpu(example(match.root)) and not (mask is None and flash_runs(example(match.root))):
         query, key, value = (example(match.inputs[name]) for name in ("query", "key", "value"))
         options = call["dropout_p"], call["is_causal"], call["scale"]
         dtype = example(match.root).dtype  # under autocast the operands may have another
         # Kernels of a GPU that is not here can't be asked.
-        if planned_gpu() or not takes_grouped_heads(query, key, value, example(call["attn_mask"]), *options, dtype):
-            raise Mismatch("the mask stays, and no fused kernel of this device is known to take grouped heads with it")
+        if planned_gpu() or not takes_grouped_heads(query, key, value, example(mask), *options, dtype):
+            reason = "FlashAttention does not run here" if mask is None else "the mask stays"
+            raise Mismatch(f"{reason}, and no fused kernel of this device is known to take grouped heads then")
     editor.change_call(match.root, key=match.inputs["key"], value=match.inputs["value"], enable_gqa=True)
     editor.erase(match.crossed)
 
@@ -157,6 +159,13 @@ def emit(editor: Editor, match: Match) -> None:
 def on_a_gpu(tensor: torch.Tensor) -> bool:
     """Whether kernels with grouped heads are few. (CPU's takes any mask.)"""
     return device_type(tensor) == "cuda"
+
+
+def flash_runs(tensor: torch.Tensor) -> bool:
+    """Whether FlashAttention, which takes grouped heads without a mask, is made for the GPU and is not switched off."""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    return bool(planned_gpu()) or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def guard(query, key, value):

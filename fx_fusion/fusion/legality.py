@@ -18,6 +18,7 @@ from fx_fusion.graph.effects import entered
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.torch_internals.fakes import FakeTensor, hint_of
+from fx_fusion.torch_internals.nodes import sets_a_hook
 
 
 def why_not(fusion: Fusion, match: Match, view: View) -> Reason:
@@ -61,6 +62,15 @@ def escapes(fusion: Fusion, match: Match, view: View) -> Reason:
                 return f"{node.name} is also returned by the graph"
             if user not in match.nodes:
                 return f"{node.name} is also used outside the pattern, by {user.name}"
+    return None
+
+
+def takes_a_hooked_gradient(fusion: Fusion, match: Match, view: View) -> Reason:
+    """Which value that the match steps over has a hook: its gradient is not computed by itself any more."""
+    for node in match.crossed:
+        hook = next((user for user in node.users if sets_a_hook(user)), None)
+        if hook is not None:
+            return f"{hook.name} sets a hook on {node.name}, whose gradient would not be computed"
     return None
 
 
@@ -192,6 +202,7 @@ _CHECKS: tuple[Callable[[Fusion, Match, View], Reason], ...] = (
     differs_from_the_kernel,
     crosses_a_rounding,
     escapes,
+    takes_a_hooked_gradient,
     crosses_regions,
     is_written_between,
     is_overwritten_later,

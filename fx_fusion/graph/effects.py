@@ -22,11 +22,11 @@ from fx_fusion.torch_internals.nodes import (
     IN_PLACE_OPERATORS,
     NUMPY_CALL,
     SET_GRAD,
-    SETS_A_HOOK,
     is_higher_order,
     may_write_to_operands,
     region_change,
     schemas_of,
+    sets_a_hook,
     takes_inplace,
     written_parameters,
 )
@@ -161,7 +161,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
     in_place = in_place or name in _IN_PLACE_DUNDERS or _in(target, IN_PLACE_OPERATORS) or _asks_for_it(node)
-    in_place = in_place or name in SETS_A_HOOK
+    in_place = in_place or sets_a_hook(node)
     if in_place:
         written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
     if name in _RUNNING_STATISTICS:

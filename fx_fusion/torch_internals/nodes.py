@@ -25,9 +25,14 @@ IN_PLACE_OPERATORS = frozenset(
 # Which of them write is not told. Gone: their writes are not seen.
 NUMPY_CALL = "wrapped_"
 
-# How compiled autograd sets a hook on the first operand. What it returns takes the place of the gradient, and no rewrite may
-# step over that: it is a write. Gone: Dynamo writes another node, which is not seen as one.
-SETS_A_HOOK = frozenset({"_register_hook_trampoline"})
+_HOOKS = frozenset({"register_hook", "_register_hook_trampoline"})  # the second is compiled autograd's
+
+
+def sets_a_hook(node: fx.Node) -> bool:
+    """Whether a node sets a hook on its first operand. What the hook returns takes the place of the gradient, and no rewrite
+    may step over that: it is a write. Gone: Dynamo writes another node, which is not seen as one."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _HOOKS
 
 
 def is_erased(node: fx.Node) -> bool:

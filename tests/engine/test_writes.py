@@ -109,6 +109,42 @@ def test_a_gradient_that_a_hook_of_compiled_autograd_changes():
         torch.testing.assert_close(step(rewriting_backend()), step("aot_eager"))
 
 
+def hooked(node):
+    node.register_hook(lambda gradient: gradient * 3)
+
+
+def heads_hooked(x):
+    q, k = x.view(1, 3, -1, 8), x[:1].view(1, 1, 1, 8)
+    keys = k.repeat_interleave(3, 1)
+    y = F.scaled_dot_product_attention(q, keys, k.repeat_interleave(3, 1))
+    hooked(keys)
+    return y
+
+
+def a_cast_hooked(x):
+    wide = (x * 1.5).float()
+    y = F.rms_norm(wide, (8,), w8, 1e-6)
+    hooked(wide)
+    return y
+
+
+def an_input_hooked(x):
+    h = x * 1.5
+    y = rms(h)
+    hooked(h)
+    return y
+
+
+@pytest.mark.parametrize("function", [heads_hooked, a_cast_hooked, an_input_hooked])
+def test_a_hook_that_is_set_behind_the_pattern(function):
+    """On what a rewrite would step over, or read."""
+    given = torch.randn(9, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    found, report = rewritten(function, given)
+    assert not [site for site in report.sites if site.status == "fused"], str(report)
+    expected = function(given)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), given) for y in (found, expected)))
+
+
 def test_a_padding_mask_written_to_in_the_graph():
     def function(q, k, mask):
         mask[:, :2] = 0

@@ -66,17 +66,20 @@ def test_only_keys_repeated():
     torch.testing.assert_close(result, function(q, k[:, :1], v))
 
 
+@pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("takes", [True, False])
-def test_under_a_mask_that_stays_only_where_torch_has_a_kernel(takes, monkeypatch):
-    """On a CPU its fused kernel takes both; the graph is told to be a GPU's, and torch's answer is given."""
+def test_only_where_torch_has_a_kernel(takes, flash, monkeypatch):
+    """A call under a mask that stays and one without: the graph is told to be a GPU's, with FlashAttention (which takes grouped
+    heads without a mask) or not, and torch's answer is given."""
     asked = []
 
     def answer(query, key, value, mask, *rest):
-        asked.append((query.shape[1], key.shape[1], tuple(mask.shape), rest[-1]))
+        asked.append((query.shape[1], key.shape[1], mask if mask is None else tuple(mask.shape), rest[-1]))
         return takes
 
     monkeypatch.setattr(pattern, "takes_grouped_heads", answer)
     monkeypatch.setattr(pattern, "on_a_gpu", lambda tensor: True)
+    monkeypatch.setattr(pattern, "flash_runs", lambda tensor: flash)
 
     def function(q, k, v, bias):
         k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
@@ -84,8 +87,9 @@ def test_under_a_mask_that_stays_only_where_torch_has_a_kernel(takes, monkeypatc
 
     few, bias = k[:, :1], torch.randn(1, 3, S, S)
     result, report = rewritten(function, q, few, few, bias, options={"speculate": False})
-    report.assert_fused(repeat_kv=1 + takes)
-    assert asked == [(3, 1, (1, 3, S, S), torch.float32)]
+    report.assert_fused(repeat_kv=2 if takes else int(flash))
+    assert asked == [(3, 1, (1, 3, S, S), torch.float32)] + ([] if flash else [(3, 1, None, torch.float32)])
     if not takes:
         assert "the mask stays" in reasons(report, "repeat_kv")
+        assert ("FlashAttention does not run here" in reasons(report, "repeat_kv")) is not flash
     torch.testing.assert_close(result, function(q, few, few, bias), rtol=1e-5, atol=1e-5)
