@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch as python_dispatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,14 @@ def autograd_inside_an_op() -> Iterator[None]:
     exclude = torch._C._dispatch_tls_local_exclude_set() - keys
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
+
+
+def is_freed_after_this_backward(saved: Tensor) -> bool:
+    """Whether a tensor that a forward saved is a plain one, nobody traces, and the backward that runs frees its graph (no
+    ``retain_graph=True``). Gone: False."""
+    is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    modes = getattr(python_dispatch, "_get_current_dispatch_mode_stack", None)
+    return is_kept is not None and modes is not None and type(saved) is Tensor and not modes() and not is_kept()
 
 
 @contextlib.contextmanager

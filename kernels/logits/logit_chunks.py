@@ -144,7 +144,8 @@ def each_chunk(
     if of_rows is not None and m > 0:
         step = min(step, cdiv(cdiv(m, cdiv(m, step)), _ROW_MULTIPLE) * _ROW_MULTIPLE)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
-    dw = torch.zeros(lm_head.shape, dtype=torch.float32, device=x.device) if needs_dw and m == 0 else None
+    dw_dtype = x.dtype if rounded and x.is_cuda else torch.float32
+    dw = (torch.empty if m else torch.zeros)(lm_head.shape, dtype=dw_dtype, device=x.device) if needs_dw else None
     db = torch.zeros(v, dtype=torch.float32, device=x.device) if needs_db else None
     for start in range(0, m, step):
         rows = slice(start, min(m, start + step))
@@ -164,8 +165,12 @@ def each_chunk(
             torch.mm(chunk, lm_head, out=dx[rows])
             if part is not None:
                 add_up(dx[rows], part.group)  # while dW and the next chunk are computed
-        if needs_dw:
-            dw = _accumulate(dw, chunk, x_rows if headroom is None else x_rows * headroom, rounded)
+        if dw is not None:
+            # What adds dx up gets processors only where a kernel of ours ends: behind the last chunk it would run alone.
+            in_two = part is not None and dx is not None and rows.stop == m
+            width = cdiv(cdiv(v, 2), _CLASS_MULTIPLE) * _CLASS_MULTIPLE if in_two else max(1, lm_head.shape[0])
+            for some, dlogits_of_some in zip(dw.split(width), chunk.split(width, 1), strict=True):
+                _add_product(some, dlogits_of_some, x_rows if headroom is None else x_rows * headroom, first=start == 0)
         if db is not None:
             db += chunk[:, :v].sum(0, dtype=torch.float32)
     if dx is not None and part is not None:
@@ -184,18 +189,16 @@ def _padded(classes):
     return torch.nn.functional.pad(classes, (0, 0, 0, more) if classes.dim() == 2 else (0, more))
 
 
-def _accumulate(dw, dlogits, x, rounded: bool):
-    """Returns dw + dlogitsᵀ · x, in place, in fp32 or ``rounded`` to the dtype of the operands."""
-    if dlogits.dtype == torch.float32:
-        return torch.mm(dlogits.t(), x) if dw is None else dw.addmm_(dlogits.t(), x)
-    if dlogits.is_cuda and rounded:
-        return torch.mm(dlogits.t(), x) if dw is None else dw.addmm_(dlogits.t(), x)
-    if dlogits.is_cuda:
-        if dw is None:
-            return torch.mm(dlogits.t(), x, out_dtype=torch.float32)
-        return torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)
-    product = torch.mm(dlogits.t().float(), x.float())
-    return product if dw is None else dw.add_(product)
+def _add_product(dw, dlogits, x, *, first: bool) -> None:
+    """dw += dlogitsᵀ · x, in dw's dtype; ``first``: dw is not there yet."""
+    if not dlogits.is_cuda:
+        dlogits, x = dlogits.float(), x.float()
+    if dw.dtype == dlogits.dtype:
+        torch.mm(dlogits.t(), x, out=dw) if first else dw.addmm_(dlogits.t(), x)
+    elif first:
+        torch.mm(dlogits.t(), x, out_dtype=torch.float32, out=dw)
+    else:
+        torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)
 
 
 def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, dentropy, z_factor):

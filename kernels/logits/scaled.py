@@ -2,18 +2,22 @@
 
     y = round(x · factor)
 
-A loss whose backward is called at once has an upstream gradient of 1. Inductor lets the kernel write to x's own memory where
-nothing else has it, as what a forward saved for its backward alone: then a factor of 1 costs a read of one number.
+A loss whose backward is called at once has an upstream gradient of 1. The kernel writes to x's own memory where nothing else
+has it, as what a forward saved for its backward alone: then a factor of 1 costs a read of one number. Inductor knows where
+that is so; outside of compiled graphs autograd does.
 
 Shapes     x: any, contiguous; factor: one number.
 Dtypes     x, y: bf16 | fp16 | fp32; factor: fp32.
-Traffic    2·n elements in place where the factor is not 1; 2·n as a product of Inductor's.
+Traffic    2·n elements in place where the factor is not 1; 2·n as a product of Inductor's; 4·n in a copy.
 """
 
 import triton
 import triton.language as tl
 
-from fx_fusion.ops.library import plain_op, register_autograd
+from fx_fusion.ops.launch import launch
+from fx_fusion.ops.library import on_its_device, plain_op, register_autograd
+from fx_fusion.ops.on_cpu import interpreting
+from fx_fusion.torch_internals.dispatch import is_freed_after_this_backward
 from fx_fusion.torch_internals.lowerings import scaled_in_place
 
 _PROGRAMS, _BLOCK = 1056, 4096  # eight programs for each multiprocessor of an H200
@@ -34,6 +38,25 @@ def _scaled(x, factor):
     return (x.float() * factor).to(x.dtype)
 
 
+def _scaled_in_a_copy(x, factor):
+    return _in_place(x.clone(), factor) if x.is_cuda else _scaled(x, factor)
+
+
+@on_its_device
+def _in_place(x, factor):
+    if not (x.is_cuda or interpreting()):
+        return x if factor == 1 else x.copy_(_scaled(x, factor))
+    if x.numel():
+        launch(scale_kernel, (_PROGRAMS,), x, factor, x.numel(), BLOCK=_BLOCK)
+    return x
+
+
+def scaled_for_good(saved, factor):
+    """``scaled`` of a tensor that the forward saved for the backward that runs, and that nothing else reads: overwritten and
+    returned where no backward comes after this one."""
+    return _in_place(saved, factor) if is_freed_after_this_backward(saved) else scaled(saved, factor)
+
+
 def _lowering(x, factor):
     return scaled_in_place(x, factor, scale_kernel, _PROGRAMS, _BLOCK)
 
@@ -47,5 +70,5 @@ def _backward(ctx, dy):
     return scaled(dy, factor), (dy.float() * x.float()).sum().to(factor.dtype)
 
 
-scaled = plain_op("scaled", "(Tensor x, Tensor factor) -> Tensor", _scaled, _scaled, lowering=_lowering)
+scaled = plain_op("scaled", "(Tensor x, Tensor factor) -> Tensor", _scaled_in_a_copy, _scaled, lowering=_lowering)
 register_autograd("scaled", _backward, _setup_context, twice=True)

@@ -260,6 +260,30 @@ def test_dispatch():
     assert dispatch.foreach("no_such_op") is None
 
 
+def test_a_backward_knows_whether_another_comes(monkeypatch):
+    said = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            said.append(dispatch.is_freed_after_this_backward(*ctx.saved_tensors))
+            return dy
+
+    y = Saves.apply(torch.ones(3, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    with dispatch.calls_of("fx_fusion"):  # somebody looks at every op
+        y.backward(retain_graph=True)
+    y.backward()
+    assert said == [False, False, True]
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert not dispatch.is_freed_after_this_backward(torch.ones(3))
+
+
 def test_a_tensor_without_memory():
     class Waiting(torch.Tensor):
         @classmethod
