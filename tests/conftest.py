@@ -65,6 +65,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(no_gpu)
 
 
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--at-most") is not None:
+        session.exitstatus = pytest.ExitCode.OK  # a file whose tests are all slow is no finding of make sanitize
+
+
 def pytest_pycollect_makemodule(module_path, parent):
     torch.manual_seed(0)  # the tensors that a test file makes are the same in every run
 
