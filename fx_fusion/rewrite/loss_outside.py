@@ -105,11 +105,11 @@ def _cross_entropy(
     recipe, x, lm_head, bias = found
     if recipe.rows_taken:  # a loss again: there was a backward, perhaps, and a step by hand
         recipe.check_samples()
-    needs = [t is not None and t.requires_grad for t in (x, lm_head, bias)]
-    rows = x.reshape(-1, x.shape[-1])
-    x, lm_head, bias = (None if t is None else t.to(recipe.of_linear) for t in (rows, lm_head, bias))
-    options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
-    with torch.autocast(input.device.type, enabled=False):
+    with torch.autocast(input.device.type, enabled=False), recipe.unfrozen():
+        needs = [t is not None and t.requires_grad for t in (x, lm_head, bias)]
+        rows = x.reshape(-1, x.shape[-1])
+        x, lm_head, bias = (None if t is None else t.to(recipe.of_linear) for t in (rows, lm_head, bias))
+        options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
         loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
     recipe.rows_taken += len(rows)
     made = _linear(recipe)[0]

@@ -57,9 +57,12 @@ class _Step:
         self.inference = torch.is_inference_mode_enabled()
 
     def is_lazy(self) -> bool:
-        """No operand is another tensor or array, and it stays on its device."""
+        """No operand is another tensor or array, which may change, and it stays on its device."""
         flat = [*self.args, *self.kwargs.values()]
         flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
+        flat += [bound for item in flat if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
+        if self.func is torch.Tensor.to and any(type(item) is int for item in flat):  # a GPU by its number
+            return False
         if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
             return False
         return not any(isinstance(item, (torch.device, str)) or hasattr(item, "__array__") for item in flat)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,15 +146,34 @@ class Recipe:
         if self._values is None and self._computed is None:
             self.check()
             self.check_samples()
-            with self._gathered(), torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self._autocast():
+            with self._gathered(), self._in_its_modes(), self._autocast():
                 self._values = self.module(*self.as_called())
         elif self._values is None:
             assert self._computed is not None
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+            with self._in_its_modes():
                 operands = self.as_called()
                 wanted = self.grad and any(isinstance(o, Tensor) and o.requires_grad for o in operands)
                 self._values = Computed.apply(self, *operands) if wanted else self._computed
         return self._values
+
+    @contextlib.contextmanager
+    def unfrozen(self) -> Iterator[None]:
+        """Inside, parameters that needed a gradient when the model ran need one, though they may be frozen now."""
+        pairs = zip(self.operands, self._constant, strict=True)
+        frozen = [o for o, constant in pairs if isinstance(o, Tensor) and not (constant or o.requires_grad)]
+        for operand in frozen:
+            operand.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for operand in frozen:
+                operand.requires_grad_(False)
+
+    @contextlib.contextmanager
+    def _in_its_modes(self) -> Iterator[None]:
+        """Inside, gradients are recorded, or not, as when the model ran."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.unfrozen():
+            yield
 
     def as_called(self) -> tuple[Any, ...]:
         """The operands; those that needed no gradient when the model ran need none."""
@@ -250,7 +269,8 @@ class Recipe:
         device, dtype, enabled = self.autocast
         if not enabled and autocast_dtype(device) is None:
             return contextlib.nullcontext()
-        return torch.autocast(device, dtype=dtype, enabled=enabled)
+        # A cast that stayed in the cache of the autocast around the reader would be read there after an optimizer's step.
+        return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def _groups_of(operands: Sequence[Any]) -> list[Any]:

@@ -59,6 +59,71 @@ def test_a_parameter_that_was_frozen_when_the_model_ran_has_no_gradient(reads):
     assert model.layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("reads", [0, 3])
+def test_a_parameter_that_is_frozen_while_logits_are_read_has_its_gradient(reads):
+    """A discriminator is switched off for a moment: what the model computed before is differentiated as it was."""
+
+    def grads(model, call):
+        logits = call(x)[1]
+        model.requires_grad_(False)
+        loss = logits.square().mean()
+        model.requires_grad_(True)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    model = Model()
+    call = compiled_and_read(model) if reads else torch.compile(model, backend=rewriting_backend())
+    torch.testing.assert_close(grads(model, call), grads(model, model))
+
+
+def test_a_parameter_that_is_frozen_while_the_loss_is_taken_has_its_gradient(monkeypatch):
+    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    model = nn.Sequential(nn.Linear(H, H), nn.Linear(H, V, bias=False))
+
+    def grads(call):
+        logits = call(x)
+        model.requires_grad_(False)
+        loss = F.cross_entropy(logits, y)
+        model.requires_grad_(True)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    torch.testing.assert_close(grads(torch.compile(model, backend=rewriting_backend())), grads(model))
+
+
+def test_a_slice_by_tensors_that_change():
+    logits = torch.compile(Model(), backend=rewriting_backend())(x)[1]
+    first, last = torch.tensor(0), torch.tensor(2)
+    part = logits[first:last]
+    first += 2
+    last += 3
+    torch.testing.assert_close(part + 0, Model()(x)[1][0:2])
+
+
+@pytest.mark.parametrize("function", [lambda t: t.to(0), lambda t: t.to(device=0), lambda t: t.to(0, torch.float64)])
+def test_a_gpu_by_its_number_is_no_cast(function):
+    """There is none here: PyTorch's own error, of the logits themselves."""
+    logits = torch.compile(Model(), backend=rewriting_backend())(x)[1]
+    with pytest.raises((RuntimeError, AssertionError)) as found:
+        function(logits)
+    with pytest.raises((RuntimeError, AssertionError)) as expected:
+        function(x)
+    assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+def test_logits_read_under_an_autocast_around_several_steps():
+    """Its cache of casts is that of the reader: what is cast for a deferred tensor is not left there."""
+
+    model = Model()
+    call, optimizer = torch.compile(model, backend=rewriting_backend()), torch.optim.SGD(model.parameters(), lr=5.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            loss, logits = call(x)
+            torch.testing.assert_close(F.cross_entropy(logits.float(), y), loss, rtol=2e-2, atol=2e-2)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
 class Unread(torch.autograd.Function):
     """Takes logits without reading them."""
 

@@ -50,8 +50,9 @@ def test_a_backward_that_may_run_again_overwrites_nothing(upstream, dtype, devic
 
 
 def test_the_last_backward_copies_nothing(device):
-    loss, x, lm_head = a_loss(torch.bfloat16, device)
-    saved = {t.data_ptr() for t in loss.grad_fn.saved_tensors}
-    loss.backward()
+    for _ in range(2):  # in the first, a kernel that is compiled keeps what it is given for a while
+        loss, x, lm_head = a_loss(torch.bfloat16, device)
+        saved = {t.data_ptr() for t in loss.grad_fn.saved_tensors}
+        loss.backward()
     assert lm_head.grad.data_ptr() in saved
     assert x.grad.data_ptr() in saved
