@@ -191,7 +191,7 @@ def of_nothing(fusion: Fusion, dim: str, device: str) -> Iterator[str]:
 def calls_of(
     fusion: Fusion, variant: int, device: str, dtype: torch.dtype = torch.float32, **sizes: int
 ) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The ops that a variant calls, forward and backward, with their arguments."""
+    """The ops that a variant calls, forward and backward, with their arguments: from all outputs, then from each alone."""
     torch.compiler.reset()
     function, inputs = setting(fusion, device, variant, dtype, **sizes)
     captured = []
@@ -209,7 +209,8 @@ def calls_of(
     ((graph, args),) = captured
     with dispatch.calls_of(NAMESPACE) as seen:  # Dynamo compiles nothing in there
         outs = [out for out in graph(*args) if out.requires_grad]
-        torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
+        for some in [outs, *([out] for out in outs if len(outs) > 1)]:
+            torch.autograd.backward(some, [torch.randn_like(out) for out in some], retain_graph=True)
     return seen
 
 

@@ -31,7 +31,7 @@ def _bwd_reference(dy, dh, weight, bias, h, stats, eps, round_first, needs):
             torch.zeros_like(t) if t is not None and n else dh.new_empty(0)
             for t, n in zip((weight, bias), needs[1:], strict=True)
         )
-        return dh.contiguous(), *zeros
+        return torch.empty_like(h).copy_(dh), *zeros
     bwd = torch.ops.fx_fusion.layer_norm_bwd.default
     dx, dweight, dbias = bwd(dy, h, weight, bias, stats, eps, round_first, [True, *needs[1:]])
     return dx if dh is None else dx + dh, dweight, dbias

@@ -27,7 +27,8 @@ def _fake(x, residual, weight, eps, offset, round_first):
 def _bwd_reference(dy, dh, weight, h, rstd, eps, offset, round_first, needs):
     """Returns the gradients of the norm alone at h, with dh added to that of h."""
     if dy is None:
-        return dh.contiguous(), torch.zeros_like(weight) if weight is not None and needs[1] else dh.new_empty(0)
+        dweight = torch.zeros_like(weight) if weight is not None and needs[1] else dh.new_empty(0)
+        return torch.empty_like(h).copy_(dh), dweight  # never dh itself: a result is new memory
     bwd = torch.ops.fx_fusion.rms_norm_bwd.default
     dx, dweight = bwd(dy, h, weight, rstd, eps, offset, round_first, [True, needs[1]])
     return dx if dh is None else dx + dh, dweight

@@ -76,12 +76,12 @@ def row_norm_bwd_plan(n: int, bytes_per_element: int, center: bool, x) -> Plan:
 def norm_fwd(x, residual, weight, bias, eps: float, offset: float, round_first: bool, *, center: bool):
     """Returns y, h and stats; y and h in the layout of x, and ``h`` is ``x`` itself without a residual."""
     dtype = sum_dtype(x, residual)
-    order = row_order(x)
+    h = x if residual is None else torch.empty_like(x, dtype=dtype)
+    order = row_order(h)  # the backward's, which has no x: one that is expanded lies in another order than its sum
     rows = as_rows(x.permute(order))
     m, n = rows.shape
     refuse_symbols(n, rows.stride(0))
     y = torch.empty_like(x, dtype=result_dtype(dtype, weight, round_first))
-    h = x if residual is None else torch.empty_like(x, dtype=dtype)
     stats = empty_stats(x, center)
     if m and n:
         y_rows = as_rows(y.permute(order))

@@ -57,9 +57,12 @@ def test_every_op_is_checked_here():
     assert OPS - of_fusions == {*REST, *elsewhere}, "an op that no fusion is named as goes into REST"
 
 
+@pytest.mark.parametrize("by_kernels", [True, False], ids=["kernels", "reference"])  # ``kernels`` is a fixture
 @pytest.mark.parametrize("fusion", WITH_OPS, ids=lambda fusion: fusion.name)
-def test_ops_of_a_fusion(fusion, device):
-    """The forward and the backward of every variant, each way of calling them once."""
+def test_ops_of_a_fusion(fusion, by_kernels, device):
+    """The forward and the backward of every variant, each way of calling them once; by what a CPU runs, too."""
+    if device != "cpu" and not by_kernels:
+        pytest.skip("on a GPU kernels run")
     rows = {"m": 3} if "m" in fusion.dims else {}
     seen = {}
     for variant in range(len(fusion.variants)):
@@ -68,15 +71,16 @@ def test_ops_of_a_fusion(fusion, device):
             seen.setdefault((op, how), args)
     expected = {name for name in (fusion.name, f"{fusion.name}_bwd") if name in OPS}
     assert {op._opname for op, _ in seen} >= expected
-    for (op, _), args in seen.items():
-        keeps_its_promises(op, args)
+    with kernels_on_cpu(by_kernels and interpreting()):
+        for (op, _), args in seen.items():
+            keeps_its_promises(op, args)
 
 
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
+@pytest.mark.parametrize("by_kernels", [True, False], ids=["kernels", "reference"])  # ``kernels`` is a fixture
 @pytest.mark.parametrize("name", REST)
-def test_ops_of_no_fusion(name, kernels):
+def test_ops_of_no_fusion(name, by_kernels):
     """The reference is what a CPU runs, the kernels what CI checks in Triton's interpreter."""
-    with kernels_on_cpu(kernels and interpreting()):
+    with kernels_on_cpu(by_kernels and interpreting()):
         keeps_its_promises(*REST[name]())
 
 

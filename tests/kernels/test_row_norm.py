@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fx_fusion.kernels.add_layer_norm import add_layer_norm
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.norms import row_norm
 from fx_fusion.kernels.norms.row_norm_kernels import row_norm_fwd_kernel
@@ -26,6 +27,7 @@ LAYOUTS = {
     "columns_in_the_middle": lambda d: torch.randn(3, 24, 4, device=d).transpose(1, 2),
     "rows_apart": lambda d: torch.randn(8, 24, device=d)[::2],
     "expanded": lambda d: torch.randn(1, 24, device=d).expand(5, 24),
+    "expanded_over_a_batch": lambda d: torch.randn(1, 5, 24, device=d).expand(3, 5, 24),  # latents of a resampler
     "one_row": lambda d: torch.randn(24, device=d),
     "strided_columns": lambda d: torch.randn(4, 48, device=d)[:, ::2],
     "empty": lambda d: torch.randn(0, 24, device=d),
@@ -50,6 +52,31 @@ def test_layouts_of_inputs_and_gradients(name, device):
     gated = swiglu(x, x * 2)
     torch.testing.assert_close(gated, torch.nn.functional.silu(x) * x * 2, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(swish(x), torch.nn.functional.silu(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_summands(name, center, device):
+    """The backward knows the sum alone, not how each of its summands lies."""
+    a = LAYOUTS[name](device)
+    b = torch.randn(a.shape, device=device)
+    b = b * torch.arange(1, a[..., 0].numel() + 1, device=device).view(*a.shape[:-1], 1)  # each row has another deviation
+    weight, upstream = torch.randn(24, device=device), torch.randn(a.shape, device=device)
+
+    def gradients(function, x, r):
+        leaves = [t.detach().requires_grad_() for t in (x, r, weight)]
+        return torch.autograd.grad((function(*leaves) * upstream).sum(), leaves)
+
+    def ours(x, r, w):
+        return (add_layer_norm(x, r, w, None, 1e-6, False) if center else add_rms_norm(x, r, w, 1e-6, 0.0, False))[0]
+
+    def reference(x, r, w):
+        h = x + r
+        return torch.nn.functional.layer_norm(h, (24,), w, None, 1e-6) if center else reference_norm(h, w)
+
+    for x, r in ((a, b), (b, a)):
+        for found, expected in zip(gradients(ours, x, r), gradients(reference, x, r), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_only_one_gradient_comes_back(device):
