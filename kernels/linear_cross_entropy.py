@@ -11,8 +11,8 @@ dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers 
 host, and 0 where no target counts. ``count``: one number that a sum of losses is divided by (Trainer's tokens of all
 micro-batches); it is in dx₁ and dW₁ as the mean's is, so that a dloss of 1 is usual. dW₁ is multiplied in place where it
 may be (``logits/scaled``). In fp16 the gradients of a mean over many rows would underflow, so its 1/count is in the factors;
-dl and the sums of dW could overflow: ``shrink`` multiplies dl (large class weights or scales) and ``headroom`` x, powers of
-two that rule it out.
+dl could overflow or underflow (class weights, scales), the sums of dW overflow: ``shrink`` multiplies dl and ``headroom`` x,
+powers of two that rule it out.
 
 With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be inside the sum
 of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where somebody reads
@@ -95,7 +95,7 @@ def _fwd(
     upstream = (counts / divisor).expand(x.shape[0]) if any(needs_now) and divided else None
     if any(needs_now) and x.dtype == torch.float16 and x.numel() > 0:
         bounds = _dl_bounds(target, weight, options)
-        shrink = _power_below(bounds.amax())
+        shrink = _power_below(bounds.amax(), most=64)
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
         upstream, dx_factor = shrink.expand(x.shape[0]), counts / (divisor * shrink)
     z_factor = _z_factor(target, divisor, reduction, ignore_index, z_loss, z_over)
@@ -132,10 +132,10 @@ def _dl_bounds(target, weight, options) -> Tensor:
     return torch.where(counts, w_target + (smoothing * weights.amax() if smoothing else 0), 0) * abs(scale)
 
 
-def _power_below(bound: Tensor) -> Tensor:
-    """Returns the largest power of two p <= 1 (products with it are exact) with p · bound <= 1, at least 2^-24, the smallest
-    that fp16 holds."""
-    return torch.exp2(-torch.log2(bound).ceil().clamp(0, 24))
+def _power_below(bound: Tensor, most: int = 0) -> Tensor:
+    """Returns the largest power of two p <= 2^most (products with it are exact) with p · bound <= 1, at least 2^-24, the
+    smallest that fp16 holds."""
+    return torch.exp2(-torch.log2(bound).ceil().clamp(-most, 24))
 
 
 def _headroom(x, dl_bounds: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ def _class_sums_kernel(
         at = found_ptr + rank * k * m + row
         own_top = tl.load(at, live, 0.0)
         own_total = tl.load(at + m, live, 1.0)
-        # where, not a product: a rank whose classes are all masked has a total of NaN.
-        share = tl.where(own_top == -float("inf"), 0.0, own_total * tl.exp(own_top - top))
+        # where, not a product: 0 of a rank whose classes are all masked, NaN of one whose logits are.
+        share = tl.where(own_top == -float("inf"), own_total, own_total * tl.exp(own_top - top))
         total += share
         z_target += tl.load(at + 2 * m, live, 0.0)
         if SMOOTH:

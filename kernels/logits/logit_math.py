@@ -8,10 +8,13 @@ from fx_fusion.kernels.lib.fast_math import exp
 
 @triton.jit
 def tanh(x):
-    """Returns tanh x, through exp of negative numbers only: it overflows for no x."""
+    """Returns tanh x, through exp of negative numbers only: it overflows for no x. Near 0, where 1 − e would lose its
+    digits, the first terms of its Taylor series."""
     e = exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -y, y)
+    s = x * x
+    series = x * (1.0 - s * (1.0 / 3.0 - s * (2.0 / 15.0 - s * (17.0 / 315.0))))
+    return tl.where(s < 0.01, series, tl.where(x < 0, -y, y))
 
 
 @triton.jit

@@ -143,7 +143,10 @@ def _cross_entropy_rows_kernel(
                     else:
                         tops, sums = add_exp(tops, sums, z, LANES, EACH)
                 top = tl.max(tops, 0)
-                total = tl.sum(sums * exp(tops - top), 0)  # NaN for a row of -inf only, as in PyTorch
+                of_lanes = sums * exp(tops - top)
+                if ELSEWHERE:  # 0 of a row of -inf only, which other ranks may have classes for
+                    of_lanes = tl.where(sums == 0.0, 0.0, of_lanes)
+                total = tl.sum(of_lanes, 0)  # else NaN there, as in PyTorch
                 if SMOOTH:
                     wz += tl.sum(wz_sums, 0)
                 if ENTROPY:  # each lane's Σ exp(z - top) · (z - top)

@@ -126,10 +126,10 @@ def test_no_classes_are_an_error(device):
     assert cross_entropy(torch.randn(0, 0, device=device), torch.zeros(0, dtype=torch.long, device=device), None, -100, 0.0, 0.0, 1.0).shape == (0,)
 
 
-@pytest.mark.parametrize(("weights", "scale", "smoothing"), [(1e5, 1.0, 0.0), (1e5, 1.0, 0.1), (1.0, 1e5, 0.0), (None, 1e5, 0.1), (1e-3, 1.0, 0.0)])
+@pytest.mark.parametrize(("weights", "scale", "smoothing"), [(1e5, 1.0, 0.0), (1e5, 1.0, 0.1), (1.0, 1e5, 0.0), (None, 1e5, 0.1), (1e-3, 1.0, 0.0), (1e-7, 1.0, 0.0), (1.0, 1e-7, 0.1)])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_float16_and_large_weights_of_classes_or_scales(weights, scale, smoothing, reduction, device):
-    """Inverse frequencies as weights: the chunk of dl would overflow, dx and dW of eager are finite for a mean."""
+def test_float16_and_weights_of_classes_or_scales(weights, scale, smoothing, reduction, device):
+    """Inverse frequencies as weights: the chunk of dl would overflow, or, where they add up to 1, underflow; not in eager."""
     torch.manual_seed(0)
     x, w = torch.randn(20, 16, device=device) * 1e-2, torch.randn(40, 16, device=device) * 1e-2
     t = torch.randint(0, 40, (20,), device=device)
@@ -228,6 +228,37 @@ def test_classes_on_several_ranks(kernel, softcap, scale, padded, smoothing, wei
         gradient = torch.where(wrong[:, None], float("nan"), exact.grad[:, first:last])
         torch.testing.assert_close(own[:, : last - first].double(), gradient, equal_nan=True, rtol=1e-4, atol=1e-6)
         assert not padded or not own[:, last - first :].nan_to_num().any()
+
+
+def test_logits_of_a_rank_that_are_no_numbers(device, monkeypatch):
+    """A part of lm_head has diverged: nobody's loss is a number. (A part that is masked has no share in it.)"""
+    m, target = 3, torch.tensor([40, 50, 33], device=device)
+    logits = torch.randn(m, 64, device=device)
+    logits[:2, :32] = torch.tensor([[float("nan")], [float("-inf")]], device=device)
+
+    def computed(first, last):
+        loss = torch.empty(m, device=device)
+        part = class_part.ClassPart(str(first), first, 64, 2)
+        part.rows(logits[:, first:last].clone(), 32, target, None, (-100, 0.0, 0.0, 1.0), loss, None, None)
+        return loss
+
+    expected = F.cross_entropy(logits, target, reduction="none")
+    assert expected.isnan().tolist() == [True, False, False]
+    for loss in in_parts(monkeypatch, [(0, 32), (32, 64)], computed):
+        torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("cap", [5.0, 30.0, 1000.0])
+def test_a_softcap_far_above_the_logits(cap, device):
+    """tanh of small numbers, whose error the cap multiplies."""
+    logits = torch.randn(16, 512, device=device).requires_grad_()
+    target = torch.randint(0, 512, (16,), device=device)
+    exact = logits.detach().double().requires_grad_()
+    loss = cross_entropy(logits, target, None, -100, 0.0, cap, 1.0)
+    expected = F.cross_entropy(cap * torch.tanh(exact / cap), target, reduction="none")
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=3e-6)
+    found, wanted = (torch.autograd.grad(y.sum(), x)[0] for y, x in ((loss, logits), (expected, exact)))
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("m", [1, 2, 9])
