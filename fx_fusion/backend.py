@@ -53,7 +53,7 @@ from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import Checks, Inputs, compiled_apart, first_inputs, speculate
 from fx_fusion.torch_internals import bisector, loggers
 from fx_fusion.torch_internals import inductor as inductor_itself
-from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is
+from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, when_dynamo_is_reset
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 bisector.make_known()
@@ -90,7 +90,7 @@ def fx_fusion(
     return compile_graph(gm, example_inputs, parsed)
 
 
-fx_fusion.reset = inductor_itself.reset  # type: ignore[attr-defined]
+fx_fusion.reset = when_dynamo_is_reset  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

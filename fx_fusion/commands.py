@@ -110,6 +110,7 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
     if anything was compiled. The exit code is the script's, or 1 where a requirement does not hold."""
     check_files(output, reads=script)
     check_fusions(output, before=script)
+    where = Path(script).absolute()
     with recording() as report, compiling("fx_fusion", options):
         code = run_script(script, arguments)
     if report.graphs:
@@ -119,7 +120,7 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
         return code
     check_fusions(output)
     unwritten = " (no report is written)" * bool(output["html"] or output["json"])
-    print(f"fx_fusion: {why_nothing(script)}{unwritten}", file=sys.stderr)
+    print(f"fx_fusion: {why_nothing(script, where)}{unwritten}", file=sys.stderr)
     return 1 if output["require"] else 0
 
 
@@ -132,7 +133,7 @@ def profile_command(script: str, arguments: Sequence[str], *, after: int, steps:
             file = str(Path(folder) / backend)
             traced = [] if trace is None else ["--trace", f"{trace}_{backend}.json"]
             command = [sys.executable, "-m", "fx_fusion", "profile", "--backend", backend, "--result", file, *traced]
-            command += ["--after", str(after), "--steps", str(steps), script, *arguments]
+            command += ["--after", str(after), "--steps", str(steps), script, "--", *arguments]
             code = subprocess.run(command, check=False, stdout=sys.stderr).returncode
             if code:
                 return code
@@ -173,7 +174,7 @@ def bisect_command(command: Sequence[str]) -> int:
         if fuel is not None:
             environment["FX_FUSION_FUEL"] = str(fuel)
         try:
-            done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+            done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, errors="replace")
         except OSError as error:
             raise ValueError(f"{command[0]!r} can't be run: {error.strerror}. Name a program and its arguments, as python "
                              "check.py") from error  # fmt: skip

@@ -86,7 +86,7 @@ class Options:
         chosen = [name for name in known if name in self.fusions]
         left_out = [f"-{name}" for name in known if name not in self.fusions]
         ours = {name: getattr(self, name) for name in _OURS}
-        ours["fusions"] = min(chosen, left_out, key=len)
+        ours["fusions"] = min(chosen, left_out, key=len) if chosen else left_out  # an empty list means all
         ours["float8_keep"] = list(self.float8_keep)
         plain = (str, int, float, bool, type(None))
         return {**ours, **{name: v if isinstance(v, plain) else repr(v) for name, v in self.inductor.items()}}

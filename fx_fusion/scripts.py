@@ -28,9 +28,10 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}")
     known, sys.argv = sys.argv, [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    where, beside = str(Path(script).absolute()), str(Path(script).resolve().parent)  # it may change the folder it runs in
+    sys.path.insert(0, beside)
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(where, run_name="__main__")
     except Measured:
         raise
     except SystemExit as end:
@@ -39,7 +40,7 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except OptionError as error:  # the frames of torch below it say nothing
-        line = next((f":{frame.lineno}" for frame in reversed(_frames(error)) if frame.filename == script), "")
+        line = next((f":{frame.lineno}" for frame in reversed(_frames(error)) if frame.filename == where), "")
         print(f"fx_fusion: {script}{line}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BaseException as error:  # whatever it raises is the script's, and there is a report to show
@@ -47,7 +48,8 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     finally:
         sys.argv = known
-        sys.path.remove(str(Path(script).parent))
+        if beside in sys.path:
+            sys.path.remove(beside)
     return 0
 
 
@@ -55,10 +57,10 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return list(traceback.extract_tb(error.__traceback__))
 
 
-def why_nothing(script: str) -> str:
+def why_nothing(script: str, where: Path) -> str:
     """Returns what to do about a script that compiled nothing: what it has to call, or which of its functions may be asked
-    for instead."""
-    body = ast.parse(Path(script).read_text()).body
+    for instead. ``where``: it is, wherever we are."""
+    body = ast.parse(where.read_bytes()).body
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and _takes_nothing(node)]
     if not functions:
         return f"{NOTHING_COMPILED}, in this process"

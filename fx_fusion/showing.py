@@ -36,8 +36,6 @@ def show(
 ) -> int:
     """Print a report, write its files, check what is required; the exit code."""
     shown = report if fusion is None else report.only(fusion)
-    said = shown.why(why) if why is not None else shown.diff() if diff else str(shown)
-    print(shown.to_json() if json == "-" else said)  # a program reads the one, people the other
     try:
         if json not in (None, "-"):
             Path(json).write_text(shown.to_json())
@@ -46,6 +44,8 @@ def show(
             print(f"written: {html}", file=sys.stderr)
     except OSError as error:
         raise ValueError(f"the report can't be written: {error}") from error
+    said = shown.why(why) if why is not None else shown.diff() if diff else str(shown)
+    print(shown.to_json() if json == "-" else said)  # a program reads the one, people the other
     for wanted in require:
         name, _, number = wanted.partition("=")
         found = report.count(name)

@@ -21,6 +21,7 @@ from fx_fusion.fusion.declaration import Case, Fusion
 from fx_fusion.fusion.dims import Dim
 from fx_fusion.ops.on_cpu import kernels_on_cpu
 from fx_fusion.options import Options, parse
+from fx_fusion.torch_internals.dynamo import when_dynamo_is_reset
 
 __all__ = [
     "Run", "eager_nearby", "eager_rest", "gradients_for", "kernels_on_cpu", "make_inputs", "nudged", "rewriting_backend",
@@ -36,7 +37,9 @@ def eager_rest(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Optio
 def rewriting_backend(**options: Any) -> Callable[..., Any]:
     """A torch.compile backend that rewrites and then runs eagerly: seconds faster than Inductor, the same rewrites."""
     parsed = parse(None, {"select": "always", "strict": True, **options})
-    return functools.partial(compile_graph, options=parsed, rest=eager_rest)
+    backend = functools.partial(compile_graph, options=parsed, rest=eager_rest)
+    backend.reset = when_dynamo_is_reset  # type: ignore[attr-defined]
+    return backend
 
 
 def make_inputs(

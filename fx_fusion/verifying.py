@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -156,6 +157,9 @@ def _tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, Mapping):
         for key, value in output.items():
             yield from _tensors(str(key) if name == "output" else f"{name}.{key}", value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(field.name if name == "output" else f"{name}.{field.name}", getattr(output, field.name))
     elif isinstance(output, (tuple, list)):
         for i, value in enumerate(output):
             yield from _tensors(f"{name}.{i}", value)

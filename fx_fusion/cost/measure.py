@@ -165,9 +165,10 @@ def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
 
 
 def _environment_of(module: str) -> dict[str, str]:
-    """Where a plug-in was found here, it is found by the process that measures."""
+    """Where a plug-in was found here, it is found by the process that measures. Options of this process are not its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FX_FUSION_")}
     more = {} if module.startswith("fx_fusion.") else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return {**os.environ, **more}
+    return {**kept, **more}
 
 
 def measure(site: dict[str, Any]) -> dict[str, float]:

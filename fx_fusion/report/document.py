@@ -24,6 +24,7 @@ from fx_fusion.runtime.speculate import Calls
 SCHEMA = 4  # of the document; another number where a program that reads it would go wrong
 # 1: graphs have no options; 1 and 2: products of linears are no gradient of an input, or one; to 3: without seconds.
 _READ = (1, 2, 3, SCHEMA)
+_INFINITE = "infinite"
 _WRITTEN_APART = ("rows_before", "rows_after", "calls", "unmet", "reads", "memory", "linears", "verified")
 
 
@@ -70,7 +71,8 @@ def _of_graph(graph: GraphReport) -> dict[str, Any]:
             "calls": graph.reads.calls, "read": graph.reads.calls_read, "taken": graph.reads.calls_taken,
             "at_once": graph.reads.calls_at_once,
         },
-        "memory": asdict(graph.memory), "linears": asdict(graph.linears), "verified": asdict(graph.verified),
+        "memory": asdict(graph.memory), "linears": asdict(graph.linears),
+        "verified": {name: _number(value) for name, value in asdict(graph.verified).items()},
         "before": [list(row) for row in graph.rows_before],
         "after": [list(row) for row in graph.rows_after],
     }
@@ -88,13 +90,20 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     graph.rows_before, graph.rows_after = before, after
     graph.calls, graph.unmet = Calls(**given["calls"]), Calls(**given.get("unmet", {}))
     graph.reads, graph.memory = reads, Decisions(**memory)
-    graph.verified = Verified(**given.get("verified", {}))  # files of before have none
+    verified: Any = given.get("verified", {})  # files of before have none
+    verified = {name: float("inf") if value == _INFINITE else value for name, value in verified.items()}
+    graph.verified = Verified(**verified)
     linears = dict(given.get("linears", {}))
     kinds = {False: FORWARD, True: OF_INPUT}
     listed = ((*product, 0.0)[:4] for product in linears.get("products", []))
     linears["products"] = [(module, kinds.get(kind, kind), why, seconds) for module, kind, why, seconds in listed]
     graph.linears = Linears(**linears)
     return graph
+
+
+def _number(value: Any) -> Any:
+    """JSON has no infinity, which is what an error is where NaN was found."""
+    return _INFINITE if value == float("inf") else value
 
 
 def _frozen(value: Any) -> Any:

@@ -230,7 +230,7 @@ def _tree(graphs: Sequence[Shown], sites: Sequence[Site]) -> dict[str, Any]:
 
 
 def _in_order(path: str) -> list[Any]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in path.split(".")]
 
 
 def _at(root: dict[str, Any], path: str) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _folded(node: dict[str, Any], sites: Sequence[Site]) -> dict[str, Any]:
     children: list[dict[str, Any]] = []
     for child in (_folded(child, sites) for child in node["children"].values()):
         last = children[-1] if children else None
-        if last is not None and child["name"].isdigit() and last["name"][:1].isdigit() and last["like"] == child["like"]:
+        if last is not None and child["name"].isdecimal() and last["name"][:1].isdecimal() and last["like"] == child["like"]:
             last["name"] = f"{last['name'].split('-')[0]}-{child['name']}"
             _merge(last, child)
         else:

@@ -200,7 +200,7 @@ class Report:
         made = page(verdict(self.graphs, self.sites), shown, self.sites, self.environment, self.graphs)
         if path is None:
             return made
-        Path(path).write_text(made, encoding="utf-8")
+        Path(path).write_text(made, encoding="utf-8", errors="backslashreplace")  # names of files may be no UTF-8
         return Path(path)
 
     def _repr_html_(self) -> str:

@@ -37,9 +37,13 @@ def write(graph: GraphReport, sites: list[Site]) -> None:
         print(report)
         rank = f"rank_{os.environ['RANK']}_" if "RANK" in os.environ else ""  # as torchrun and its like say it
         file = Path("fx_fusion_debug", f"{rank}process_{os.getpid()}", f"graph_{graph.index}.diff").absolute()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(report.diff())
-        print(f"fx_fusion: written: {file}", file=sys.stderr)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(report.diff())
+        except OSError as error:  # a disk that is full is no reason to compile the graph anew
+            print(f"fx_fusion: the diff of graph {graph.index} is not written: {error}", file=sys.stderr)
+        else:
+            print(f"fx_fusion: written: {file}", file=sys.stderr)
 
 
 def log_fallback(error: BaseException, instead: str) -> None:

@@ -74,6 +74,8 @@ def _taken(node: fx.Node) -> tuple[fx.Node, Any, torch.dtype] | None:
     number, tensors = (node.args[1], node.args[0]) if name is None else (node.kwargs.get(name), node.args[1])
     if not isinstance(number, fx.Node) or not isinstance(example(number), torch.SymFloat):
         return None
+    if is_tensor(tensors):
+        return None  # one for all of a list
     examples = example(tensors) if isinstance(tensors, fx.Node) else [example(t) for t in tensors]
     if len(node.kwargs) != (name is not None) or not all(is_tensor(t) and t.dtype.is_floating_point for t in examples):
         return None

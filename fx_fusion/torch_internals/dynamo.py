@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from fx_fusion.torch_internals import inductor
+
 _Function = TypeVar("_Function", bound=Any)
 
 try:
@@ -33,11 +35,24 @@ def as_it_is(error: Exception, frame: FrameType | None) -> Exception:
 
 
 def current_compile_id() -> tuple[str, int]:
-    """The id of the code that is being compiled, and Dynamo's attempt at it. Gone: ``("", 0)``, and the report keeps graphs
-    of attempts that were given up."""
+    """The id of the code that is being compiled, with how often Dynamo was reset before (its ids begin anew then), and its
+    attempt at it. Gone: ``("", 0)``, and the report keeps graphs of attempts that were given up."""
     context: Any = getattr(getattr(torch, "_guards", None), "CompileContext", None)
     trace = context.current_trace_id() if hasattr(context, "current_trace_id") else None
-    return ("", 0) if trace is None else (str(trace.compile_id), trace.attempt)
+    if trace is None:
+        return "", 0
+    return f"{trace.compile_id}{f' after reset {_resets}' if _resets else ''}", trace.attempt
+
+
+_resets = 0
+
+
+def when_dynamo_is_reset() -> None:
+    """What ``torch._dynamo.reset()`` calls of a backend: Inductor's part of it, and the ids of code begin anew. Gone, or not
+    called: a report that is recorded over a reset may lose graphs."""
+    global _resets
+    _resets += 1
+    inductor.reset()
 
 
 def is_compiling() -> bool:

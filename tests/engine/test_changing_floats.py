@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fx_fusion
 from fx_fusion.backend import compile_graph
 from fx_fusion.options import parse
+from fx_fusion.testing import rewriting_backend
 from tests.helpers import slow_but
 
 VALUES = (0.5, 0.25, 0.7, 0.9)
@@ -101,3 +102,14 @@ def test_after_a_fallback_the_report_claims_nothing():
             torch.testing.assert_close(compiled(0.25), X * 0.25)
     assert "no such op" in report.graphs[-1].fallback
     assert "changing float" not in str(report)
+
+
+def test_one_tensor_for_all_of_a_list():
+    """``alpha`` scales it, and no list."""
+
+    def function(alpha):
+        return torch._foreach_add([X, X * 2], torch.tensor(2.0), alpha=alpha)
+
+    compiled = torch.compile(function, backend=rewriting_backend())
+    for alpha in (0.5, 0.25, 0.125):
+        torch.testing.assert_close(compiled(alpha), function(alpha))

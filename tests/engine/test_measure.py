@@ -137,3 +137,9 @@ def test_what_could_not_be_measured_is_said(monkeypatch):
     assert site.status == "kept"
     assert "on CPU Inductor compiles this as well" in site.reason
     assert "not measured: measuring failed: no memory" in site.reason
+
+
+def test_the_process_that_measures_has_no_options_of_this_one(monkeypatch):
+    for name in ("FX_FUSION_VERIFY", "FX_FUSION_FUEL", "FX_FUSION_MEMORY"):
+        monkeypatch.setenv(name, "1")
+    assert not [name for name in measure._environment_of("fx_fusion.kernels.x") if name.startswith("FX_FUSION_")]

@@ -6,16 +6,21 @@ import logging
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from fx_fusion.fusion import registry
 from fx_fusion.graph import places
+from fx_fusion.options import parse
 from fx_fusion.report import trace as debug
 from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.report import Report
 from fx_fusion.report.table import Group, in_lines, shared_prefix, table
+from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
 
@@ -69,6 +74,53 @@ def test_debug_prints_and_writes(monkeypatch, tmp_path, capsys):
     assert "swiglu" in capsys.readouterr().out
     (file,) = (tmp_path / "fx_fusion_debug" / f"rank_3_process_{os.getpid()}").glob("*.diff")
     assert "fx_fusion.swiglu" in file.read_text()
+
+
+def test_debug_where_nothing_can_be_written(monkeypatch, tmp_path, capsys):
+    (tmp_path / "fx_fusion_debug").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FX_FUSION_DEBUG", "1")
+    _, report = rewritten(silu_mlp, x, w)
+    assert "the diff of graph" in capsys.readouterr().err
+    assert report.count("swiglu") == 1
+    assert [g.fallback for g in report.graphs] == [""]
+
+
+def test_a_report_over_a_reset_of_dynamo():
+    """Its ids of code begin anew, and another function is no second attempt at the first."""
+
+    def broken(x):
+        y = torch.nn.functional.rms_norm(x, (8,))
+        torch._dynamo.graph_break()
+        return torch.nn.functional.rms_norm(y, (8,))
+
+    with fx_fusion.recording() as report:
+        torch.compile(lambda x: torch.nn.functional.rms_norm(x, (8,)), backend=rewriting_backend())(torch.randn(4, 8))
+        torch._dynamo.reset()
+        torch.compile(broken, backend=rewriting_backend())(torch.randn(4, 8))
+    assert report.count("rms_norm") == len(report.graphs) == 3, str(report)
+
+
+def test_names_that_are_no_text(tmp_path):
+    """Of a file whose name is no UTF-8; and modules called by what only looks like a number."""
+    _, report = rewritten(silu_mlp, x, w)
+    site = replace(report.sites[0], location="\udcff.py:3", module="layers.\u00b2")
+    report.sites = [site, replace(site, module="layers.3")]
+    assert "\\udcff.py" in report.to_html(tmp_path / "r.html").read_text()
+
+
+def test_json_knows_no_infinity():
+    _, report = rewritten(silu_mlp, x, w)
+    report.graphs[0].verified = Verified(calls=1, used=float("inf"), step=float("inf"))
+    text = report.to_json()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert Report.from_json(text).graphs[0].verified == report.graphs[0].verified
+
+
+def test_options_that_leave_everything_out():
+    """An empty list of fusions would mean all."""
+    every = [f"-{fusion.name}" for fusion in registry.all_fusions()]
+    assert sorted(parse(None, {"fusions": every}).given()["fusions"]) == sorted(every)
 
 
 def test_artifacts_reach_the_structured_trace(monkeypatch):

@@ -356,6 +356,34 @@ def test_a_script_as_it_is(script, tmp_path):
     assert "there is no script" in run("run", "nowhere.py", code=2).stderr
 
 
+def test_a_script_that_changes_where_it_is(tmp_path, monkeypatch, capsys):
+    """As hydra does; and one that tidies up sys.path."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "helper_of_a_script.py").write_text("word = 'helped'\n")
+    file = tmp_path / "scripts" / "train.py"
+    file.write_text("import os, sys\nos.chdir('/')\nimport helper_of_a_script as h\nprint(h.word, __file__)\nsys.path.pop(0)\n")
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, "run", "scripts/train.py") == 0
+    said = capsys.readouterr()
+    assert said.out == f"helped {file}\n"
+    assert "fx_fusion: nothing was compiled" in said.err
+
+
+@pytest.mark.parametrize("head", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\n# \xe9\n"], ids=["mark", "latin-1"])
+def test_a_script_in_another_encoding(head, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "train.py"
+    file.write_bytes(head + b"print('it ran')\n")
+    assert typed(monkeypatch, "run", str(file)) == 0
+    assert "fx_fusion: nothing was compiled" in capsys.readouterr().err
+
+
+def test_a_question_that_is_none_costs_no_report(script, tmp_path, monkeypatch, capsys):
+    page, document = tmp_path / "r.html", tmp_path / "r.json"
+    assert typed(monkeypatch, "run", script, "--html", str(page), "--json", str(document), "--why", "no such module") == 2
+    assert page.exists()
+    assert json.loads(document.read_text())["graphs"]
+
+
 @pytest.mark.parametrize(
     ("end", "code", "sentence"),
     [

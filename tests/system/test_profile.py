@@ -161,3 +161,13 @@ def test_a_script_that_names_either_backend_gets_the_wanted_one(wanted, monkeypa
     assert seen[2]["backend"] == wanted
     assert seen[2]["dynamic"] is False
     assert seen[2]["options"].get("mode", seen[2]["options"].get("max_autotune"))
+
+
+def test_the_arguments_of_a_script_are_its_own(tmp_path):
+    """Also those that are called as ours."""
+    file = tmp_path / "train.py"
+    file.write_text("import sys\nprint('ARGUMENTS', sys.argv[1:])\n")
+    command = [sys.executable, "-m", "fx_fusion", "profile", str(file), "--", "--steps", "3", "--name", "a"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ARGUMENTS ['--steps', '3', '--name', 'a']" in said.stderr
+    assert "--steps 5" in said.stderr, "ours is as it was"

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -129,6 +130,24 @@ def test_where_nothing_was_replaced_it_says_so():
     assert "nothing was replaced" not in str(fx_fusion.verify(norm, x, options=ALWAYS))
     said = str(fx_fusion.verify(nn.Linear(8, 8), torch.randn(2, 8), options=ALWAYS))
     assert said.splitlines()[-1].startswith("nothing was replaced, not even by options={\"select\": \"always\"}")
+
+
+def test_outputs_in_a_dataclass():
+    @dataclass
+    class Out:
+        loss: torch.Tensor
+        logits: torch.Tensor
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(64)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return Out(y.mean(), y)
+
+    assert str(fx_fusion.verify(Model(), torch.randn(4, 64), options=ALWAYS)).startswith("3 outputs and gradients, 1 site fused: all right")
 
 
 def test_one_output_is_one():
