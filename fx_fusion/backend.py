@@ -44,6 +44,7 @@ from fx_fusion.rewrite.deferral import (
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
+from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
@@ -218,6 +219,7 @@ def rewrite(
 
     layers: list[Callable[[Compiled], Compiled]] = [
         read_anew(gm, replayed=options.cuda_graphs),
+        hand_masks_on(untouched),
         verifying(gm, untouched, sites_of, options.verify, report.verified),
         lambda compiled: deferred.wrap(compiled, report.reads),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),

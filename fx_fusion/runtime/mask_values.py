@@ -34,6 +34,12 @@ def is_of_kind(mask: Tensor, kind: str) -> bool:
     return verdicts[kind]
 
 
+def note_kind(mask: Tensor, kind: str) -> None:
+    """Note that a mask hides nothing ("none"), or is "causal", as who made it knows; it is both where there is one key."""
+    if mask.numel():
+        _remembered(mask).update({"none": mask.shape[-1] == 1, "causal": mask.shape[-1] == 1, kind: True})
+
+
 def read_anew(gm: fx.GraphModule, *, replayed: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A layer around a compiled graph, ``replayed`` as a CUDA graph or not, whose outputs may be masks: a replay writes into
     the same tensors, and PyTorch is not told. So each call of it ends what is known of them."""

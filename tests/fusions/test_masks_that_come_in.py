@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.graph.masks.assumed import KINDS
+from fx_fusion.runtime import mask_values
 from fx_fusion.runtime.mask_values import is_of_kind
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.fuzz.judge import ours
@@ -178,6 +179,46 @@ def test_a_model_with_a_break_before_each_layer(padding, on_cpu):
     fired = {s.fusion for g in layers for s in report.sites if s.graph == g.index and s.status == "fused"}
     wanted = "block_sparse_attention" if padding == "right" else "causal_mask"
     assert wanted in fired, str(report)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The masks whose values are read, as on a GPU, where the host has to wait for them."""
+    masks, holds = [], mask_values._holds
+    monkeypatch.setattr(mask_values, "reading_waits", lambda mask: True)
+    monkeypatch.setattr(mask_values, "_holds", lambda mask, kind: masks.append(mask) or holds(mask, kind))
+    return masks
+
+
+BUILT = {
+    "causal": lambda padding, q, k: k <= q,
+    "of the padding too": lambda padding, q, k: (k <= q) & padding[:, None, None, :].bool(),
+    "returned and written to": lambda padding, q, k: k <= q,
+    "none": lambda padding, q, k: k >= 0,
+    "window": lambda padding, q, k: (k <= q) & (k > q - 9),
+    "later": lambda padding, q, k: k > q,
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_what_a_graph_hands_on_is_eagers(name, read, on_cpu):
+    """A mask whose formula the graph that builds it has is not read where it is used, in a bucket of DDP or behind a break."""
+
+    def function(query, key, value, padding):
+        length = torch.arange(S)
+        mask = BUILT[name](padding, length[:, None], length[None]).expand(2, 1, S, S).contiguous()
+        torch._dynamo.graph_break()
+        if name == "returned and written to":
+            mask[1, :, :, 100:200] = False
+        torch._dynamo.graph_break()
+        return attend(query, key, value, mask)
+
+    compiled = torch.compile(function, backend=rewriting_backend(), dynamic=False)
+    for lengths in ([S, S], [S, 317], [S, S]):
+        padding = (torch.arange(S) < torch.tensor(lengths)[:, None]).long()
+        given = *tensors().values(), padding
+        torch.testing.assert_close(compiled(*given), function(*given), rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert bool(read) is (name not in ("causal", "none"))
 
 
 def test_nothing_is_assumed_where_it_is_switched_off():
