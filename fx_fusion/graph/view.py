@@ -86,6 +86,8 @@ class View:
     def name(self, node: fx.Node) -> str | None:
         """The op's canonical name; None for placeholders, unknown callables and in-place ops on values still alive."""
         functional, in_place = signatures.names_of(node)
+        if functional == "view" and any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):
+            return None  # the same bytes as other numbers
         if functional and not self.effects.mutated(node):
             return functional
         name = functional or in_place
@@ -117,7 +119,13 @@ class View:
     def is_pure(self, node: fx.Node) -> bool:
         """Whether the node may be computed later, or not at all: a known op that writes nothing and draws nothing. (A
         detached tensor shares memory with one that has a gradient.)"""
-        return self.name(node) not in (None, "dropout", "detach", "alias") and not self.effects.mutated(node)
+        known = self.name(node) not in (None, "detach", "alias")
+        return known and not self.draws(node) and not self.effects.mutated(node)
+
+    def draws(self, node: fx.Node) -> bool:
+        """Whether a known op draws random numbers."""
+        attention = self.arguments_of(node, "scaled_dot_product_attention")
+        return self.name(node) == "dropout" or (attention is not None and attention["dropout_p"] != 0)
 
     # -- operands ------------------------------------------------------------------------------------------------
     def edge(self, operand: Any) -> Edge:
@@ -156,13 +164,17 @@ class View:
 
     def same_value(self, a: Any, b: Any) -> bool:
         """Whether two nodes hold the same values, roundings included: one node, casts of one node that round alike, or the
-        same pure term of the same operands with no write that tells them apart (``cos[:, None]`` written twice)."""
+        same pure term of the same operands with no write that tells them apart (``cos[:, None]`` written twice), both with
+        their gradient or both without."""
         if self.same_source(a, b):
             return True
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and type(a) is type(b) and a == b
         one, other = self.term(a), self.term(b)
-        if one.op in ("opaque", "dropout") or (one.op, one.attrs) != (other.op, other.attrs):
+        if one.op == "opaque" or self.draws(a) or (one.op, one.attrs) != (other.op, other.attrs):
+            return False
+        # By the grad mode: what Dynamo's fake tensors say of views under no_grad is not what eager's do.
+        if example(a).is_floating_point() and self.effects.region[a][0] != self.effects.region[b][0]:
             return False
         if len(one.operands) != len(other.operands):
             return False

@@ -287,7 +287,8 @@ def _bias_step(view: View, node: fx.Node, term: Term, seen: Logits) -> tuple[fx.
         if not is_tensor(tensor) or not is_tensor(bias) or linear_of(view, view.edge(tensor).base) is None:
             continue
         shape = example(bias).shape
-        if example(tensor).dtype != example(node).dtype:
+        product = example(view.edge(tensor).base).dtype
+        if example(tensor).dtype != example(node).dtype or not keeps_values(example(bias).dtype, product):
             seen.stopped = f"{node.name} adds a bias in {example(node).dtype}"
             continue
         if shape and shape[-1] == example(node).shape[-1] and all(s == 1 for s in shape[:-1]):

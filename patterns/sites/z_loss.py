@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fx_fusion.graph.terms import Term, example, is_tensor, over_last_dim, same_shape
@@ -192,6 +193,8 @@ def _is_of_its_logits(view: View, lse: fx.Node, site: LossSite, steps: _Steps) -
     """Whether a node is the logsumexp of each row of the site's logits, cast and laid out in any way."""
     bound = view.arguments_of(lse, "logsumexp")
     if bound is None or not is_tensor(bound["input"]) or not over_last_dim(bound["dim"], bound["input"]):
+        return False
+    if example(lse).dtype == torch.float64:  # the kernels compute in float32
         return False
     steps.squares.add(lse)
     logits, above = _uncast_rows(view, bound["input"])
