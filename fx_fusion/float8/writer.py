@@ -220,7 +220,10 @@ def into_dy(of_dy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
     """c / c_i, the scales of the rows of dy's copy, and c, by which the product is multiplied: no zero, also without a
     gradient at all."""
     each = of_dy * of_x
-    largest = each.amax().clamp(min=_LEAST)
+    some = each
+    if not isinstance(each.shape[0], int) or not each.numel():  # rows that are chosen in the graph may be none
+        some = torch.cat((each.reshape(-1), each.new_full((1,), _LEAST)))
+    largest = some.amax().clamp(min=_LEAST)
     return largest / each, largest
 
 

@@ -75,6 +75,7 @@ class Recipe:
         self.graph: Any = None  # whose outputs they are: its next call frees the copies
         self.rows_taken = 0  # by losses outside of the graph
         self._gatherings = 0  # how often all ranks have met for it
+        self._met = False  # whether there were others to meet
         self.call, self._computed, self.of_linear = call, values, of_linear
         self._values: tuple[Tensor, ...] | None = None
         self._samples: list[Tensor | None] = [None] * len(self.operands)
@@ -82,6 +83,8 @@ class Recipe:
     def wait(self) -> None:
         """From now on the operands may change before they are needed."""
         pairs = zip(self.operands, self.owners, strict=True)
+        if self._computed is not None and self.is_sharded():
+            self.call.read_beside_the_loss = True  # for good: whether another rank reads is not known here
         self._samples = [sample(o) if owner is None and self._computed is None else None for o, owner in pairs]
         wait(self)
 
@@ -208,6 +211,7 @@ class Recipe:
         """Wait until all ranks of the groups read this tensor. Raises RuntimeError if they do not."""
         name = self.names[0]
         for group in {group.group_name: group for group in groups}.values():
+            self._met = True
             occasion = f"{group.group_name}/{name}/{self._occasions[group.group_name]}/{self._gatherings}"
             present, ranks = present_within(_PATIENCE, group, occasion), group.size()
             if present < ranks:
@@ -222,7 +226,8 @@ class Recipe:
         """Compute every tensor of the family that is alive."""
         with self.reading, without_torch_function(), without_saved_tensor_hooks():
             self.values()  # it may be refused on one rank: to count that as read would change what only this rank runs
-            self.call.was_read(for_a_loss_outside=self.of_linear is not None)
+            if self._met or not self.is_sharded():  # nor may what one rank reads alone, while FSDP has not freed the head
+                self.call.was_read(for_a_loss_outside=self.of_linear is not None)
             for member in self._members():
                 if member._value is None:
                     value = member.source.compute()

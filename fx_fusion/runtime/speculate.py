@@ -22,7 +22,7 @@ from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
-from fx_fusion.torch_internals.dynamo import capturing_items
+from fx_fusion.torch_internals.dynamo import capturing_items, compiling_alone
 from fx_fusion.torch_internals.fakes import FakeTensor, unset_fake_temporarily
 from fx_fusion.torch_internals.nodes import write_for_dynamo
 
@@ -121,7 +121,7 @@ def compiled_apart(
     called: list[bool] = []
 
     def call(*args: Any) -> Any:
-        with around(), capturing_items() if takes_numbers else contextlib.nullcontext():
+        with around(), compiling_alone(), capturing_items() if takes_numbers else contextlib.nullcontext():
             return compiled(*args)
 
     def run(*args: Any) -> Any:

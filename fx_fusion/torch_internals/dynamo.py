@@ -44,6 +44,14 @@ def current_compile_id() -> tuple[str, int]:
     return f"{trace.compile_id}{f' after reset {_resets}' if _resets else ''}", trace.attempt
 
 
+def compiling_alone() -> contextlib.AbstractContextManager[Any]:
+    """Inside, Dynamo does not talk to other ranks while it compiles (``enable_compiler_collectives``): they need not
+    compile. Gone: nothing."""
+    config = torch._dynamo.config
+    on = getattr(config, "enable_compiler_collectives", False)
+    return config.patch(enable_compiler_collectives=False) if on else contextlib.nullcontext()
+
+
 _resets = 0
 
 

@@ -519,3 +519,11 @@ def test_nothing_is_said_where_nobody_asked():
     model, ids = tiny_llama(num_hidden_layers=1).bfloat16(), tokens()
     _, _, report = run(model, {"input_ids": ids, "labels": ids}, options={"float8": "off"})
     assert "float8" not in str(report)
+
+
+def test_the_scales_of_no_rows():
+    """Rows that are chosen in the graph may be none: it is traced for any number."""
+    for rows in (0, 3):
+        scales, largest = writer.into_dy(torch.ones(rows, 1), torch.ones(rows, 1))
+        assert scales.shape == (rows, 1)
+        assert largest > 0

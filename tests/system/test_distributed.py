@@ -327,7 +327,53 @@ def reads(rank):
             except (fx_fusion.StaleTensorError, RuntimeError) as error:
                 found[when, freed] = str(error)
             dist.barrier()
+    torch._dynamo.reset()
+    call = torch.compile(fsdp2(tiny_llama(num_hidden_layers=1), None), backend=rewriting_backend())
+    for step in range(5):
+        out = call(input_ids=ids, labels=ids)
+        if rank == 0 and step < 4:
+            out.logits.argmax(-1)  # lm_head is whole: one rank may log its accuracy, and is in no habit for that
+        out.loss.backward()
+    found["after one rank has logged", None] = out.logits.sum().item()
     return found
+
+
+def padded_on_one_rank(rank):
+    """How many collectives Dynamo runs; a version that one rank alone compiles has none to wait for."""
+    from torch._dynamo import exc, output_graph, symbolic_convert
+
+    from fx_fusion.testing import rewriting_backend
+
+    collectives, ids = [], tokens()
+
+    def collective(self, *_):
+        """Dynamo's own asks for the GPU of the rank."""
+        tx = getattr(self, "root_tx", self)
+        state = tx.distributed_state
+        if state is not None and state.all_states is None:
+            collectives.append(rank)
+            state.all_states = [None] * state.compile_pg.size()
+            dist.all_gather_object(state.all_states, state.local_state, group=state.compile_pg)
+            tx.speculation_log.clear()
+            raise exc.CompileCollectiveRestartAnalysis
+
+    owners = output_graph.OutputGraph, symbolic_convert.InstructionTranslator  # by torch's version
+    owner = next(owner for owner in owners if hasattr(owner, "run_compiler_collective"))
+    owner.run_compiler_collective = collective
+    with torch._dynamo.config.patch(enable_compiler_collectives=True):
+        call = torch.compile(tiny_llama(num_hidden_layers=1), backend=rewriting_backend())
+        for step in range(3):
+            mask = torch.ones_like(ids)
+            if step and rank:
+                mask[0, 10:] = 0
+            call(input_ids=ids, attention_mask=mask, labels=ids)
+    return len(collectives)
+
+
+def test_a_version_that_one_rank_compiles_waits_for_no_other():
+    found = on_ranks(padded_on_one_rank)
+    assert found[0] == found[1]
+    assert found[0] >= 1, "Dynamo asks in another way"
 
 
 def test_logits_of_a_head_that_fsdp_has_freed():
