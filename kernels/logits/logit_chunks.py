@@ -145,7 +145,7 @@ def each_chunk(
         step = min(step, cdiv(cdiv(m, cdiv(m, step)), _ROW_MULTIPLE) * _ROW_MULTIPLE)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     dw_dtype = x.dtype if rounded and x.is_cuda else torch.float32
-    dw = (torch.empty if m else torch.zeros)(lm_head.shape, dtype=dw_dtype, device=x.device) if needs_dw else None
+    dw = torch.zeros(lm_head.shape, dtype=dw_dtype, device=x.device) if needs_dw and m == 0 else None
     db = torch.zeros(v, dtype=torch.float32, device=x.device) if needs_db else None
     for start in range(0, m, step):
         rows = slice(start, min(m, start + step))
@@ -165,7 +165,9 @@ def each_chunk(
             torch.mm(chunk, lm_head, out=dx[rows])
             if part is not None:
                 add_up(dx[rows], part.group)  # while dW and the next chunk are computed
-        if dw is not None:
+        if needs_dw:
+            if dw is None:  # not before: a chunk's loss needs memory, too
+                dw = torch.empty(lm_head.shape, dtype=dw_dtype, device=x.device)
             # What adds dx up gets processors only where a kernel of ours ends: behind the last chunk it would run alone.
             in_two = part is not None and dx is not None and rows.stop == m
             width = cdiv(cdiv(v, 2), _CLASS_MULTIPLE) * _CLASS_MULTIPLE if in_two else max(1, lm_head.shape[0])
