@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.masks.prover import MaskProof
+from fx_fusion.graph.masks.prover import MaskProof, has_a_key_for_each_query
 from fx_fusion.graph.masks.structure import Structure
 from fx_fusion.graph.ranges import bounds_of
 from fx_fusion.graph.terms import example, is_tensor
@@ -116,8 +115,7 @@ def _mask(proof: MaskProof, mask: fx.Node, scores: Scores) -> None:
     if scores.sink is not None:
         structure = structure or proof.or_hides_rows
     if structure is not None:
-        as_many_keys = statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
-        if scores.sink is None and not (structure.shows_every_query_itself and as_many_keys):
+        if scores.sink is None and not (structure.shows_every_query_itself and has_a_key_for_each_query(mask)):
             raise NotThis(
                 proof.node or mask,
                 f"the mask is {proof.reason}, and may hide a row entirely: that is read in calls of "

@@ -108,7 +108,7 @@ class MaskProver:
         if q is not None:
             batch = sympy.Integer(0) if rank < 4 or sizes[DIMS[0]] == 1 else DIMS[0]
             structure = structure_of(within_runs(left, self._runs), batch, q, k, self._labels)
-            sees_itself = structure is not None and structure.shows_every_query_itself and _as_many_keys(mask)
+            sees_itself = structure is not None and structure.shows_every_query_itself and has_a_key_for_each_query(mask)
             if structure is not None and not sees_itself and example(mask).is_floating_point():
                 # Where a number hides a whole row, SDPA shows all of it (or NaN, for -inf); FlexAttention gives zeros.
                 reason = f"{structure}: {mask.name} may hide a row entirely by adding a number to it"
@@ -257,8 +257,8 @@ _KEYWORDS = {
 }  # fmt: skip
 
 
-def _as_many_keys(mask: fx.Node) -> bool:
-    """Whether a mask (.., queries, keys) has a key for each query."""
+def has_a_key_for_each_query(mask: fx.Node) -> bool:
+    """Whether a mask (.., queries, keys) has at least as many keys as queries."""
     return statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
 
 
