@@ -82,6 +82,15 @@ def fsdp2(compiled: dict[str, Any], sizes: Sizes) -> Model:
     return model, torch.compile(model, **compiled)
 
 
+def fsdp2_embedding(compiled: dict[str, Any], sizes: Sizes) -> Model:
+    """The same, and embed_tokens compiled too: Dynamo leaves calls of torch's own layers in eager."""
+    import torch
+
+    model, call = fsdp2(compiled, sizes)
+    model.model.embed_tokens.forward = torch.compile(model.model.embed_tokens.forward, **compiled)
+    return model, call
+
+
 def fsdp2_layers(compiled: dict[str, Any], sizes: Sizes) -> Model:
     """Layers compiled one by one, before they are sharded."""
     model = llama(sizes)
@@ -151,7 +160,8 @@ def experts(compiled: dict[str, Any], sizes: Sizes) -> Model:
 
 
 MODES = {
-    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-layers": fsdp2_layers, "fsdp2-layers-head": fsdp2_layers_and_head,
-    "tensor-parallel": tensor_parallel, "experts": experts, "fsdp2-tensor-parallel": fsdp2_tensor_parallel,
+    "ddp": ddp, "fsdp2": fsdp2, "fsdp2-embedding": fsdp2_embedding, "fsdp2-layers": fsdp2_layers,
+    "fsdp2-layers-head": fsdp2_layers_and_head, "tensor-parallel": tensor_parallel, "experts": experts,
+    "fsdp2-tensor-parallel": fsdp2_tensor_parallel,
 }  # fmt: skip
 SAME_BATCH = {"tensor-parallel", "experts"}  # on every rank

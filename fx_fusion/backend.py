@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +17,14 @@ from typing import Any
 from torch import fx
 
 from fx_fusion import pipeline
-from fx_fusion.errors import FusionError, OptionError, where_raised
+from fx_fusion.errors import OptionError
+from fx_fusion.fallback import Rest, as_dynamo_wrote_it, tell
 from fx_fusion.float8.linears import Linears
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
-from fx_fusion.inductor.compile import DECISIONS, LINEARS, Compiled, OursFailed, inductor, plain_inductor
+from fx_fusion.inductor.compile import DECISIONS, LINEARS, Compiled, OursFailed, inductor
 from fx_fusion.memory.recompute import Decisions, describe_inputs
 from fx_fusion.options import Options, inductors_own, parse
 from fx_fusion.report import trace
@@ -32,7 +32,7 @@ from fx_fusion.report.diff import rows
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.recording import publish, recording_in, recordings
 from fx_fusion.report.site import Site
-from fx_fusion.report.version import Version, graph_numbers, new_report
+from fx_fusion.report.version import Version, new_report
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import (
     DeferredOutputs,
@@ -43,6 +43,7 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
+from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
 from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.results_apart import keep_results_apart
@@ -56,7 +57,6 @@ from fx_fusion.torch_internals import bisector, loggers
 from fx_fusion.torch_internals import inductor as inductor_itself
 from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, when_dynamo_is_reset
 
-Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 bisector.make_known()
 loggers.warn_while_compiling()
 
@@ -85,7 +85,7 @@ def fx_fusion(
     except OptionError as error:
         raise as_it_is(error, inspect.currentframe()) from None
     except Exception as error:
-        _tell(error, strict=bool((options or {}).get("strict")))
+        tell(error, strict=bool((options or {}).get("strict")))
         mode = mode or (options or {}).get("mode")
         return inductor_itself.compile_with(mode, inductors_own(options), gm, example_inputs)
     return compile_graph(gm, example_inputs, parsed)
@@ -137,24 +137,24 @@ def compile_graph(
             untouched = snapshot(gm)
             rewritten = rewrite(gm, untouched, example_inputs, options, rest, version)
     except Exception as error:
-        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
+        return as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     try:
         compiled = rest(rewritten.gm, rewritten.example_inputs, options)
     except CONTROL_FLOW:  # Dynamo starts again, which is no failure
         raise
     except OursFailed as failed:
-        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, failed.__cause__ or failed, rewritten)
+        return as_dynamo_wrote_it(untouched, example_inputs, options, rest, failed.__cause__ or failed, rewritten.report)
     except Exception as error:
         if not rewritten.changed:
             raise  # it would fail without us too
-        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error, rewritten)
+        return as_dynamo_wrote_it(untouched, example_inputs, options, rest, error, rewritten.report)
     try:
         for layer in rewritten.layers:
             compiled = layer(compiled)
         publish(rewritten.report, rewritten.sites)
         trace.write(rewritten.report, rewritten.sites)
     except Exception as error:
-        return _as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
+        return as_dynamo_wrote_it(untouched, example_inputs, options, rest, error)
     return compiled
 
 
@@ -173,7 +173,7 @@ def rewrite(
     report = new_report(gm, version, options) if unmet is None else unmet.report
     gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
     activations = activation_positions(gm)
-    example_inputs = read_deferred_examples(gm, example_inputs)
+    given, example_inputs = example_inputs, read_deferred_examples(gm, example_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
@@ -182,21 +182,21 @@ def rewrite(
     if inputs is not None:
         anew = replace(report, memory=Decisions(), linears=Linears(), seconds=time.perf_counter() - started)
         unmet = Unmet(anew, options, assumptions.sentences(), checks, inputs)
-        return rewrite(snapshot(untouched), untouched, example_inputs, options.for_inputs(inputs), rest, version, unmet)
+        return rewrite(snapshot(untouched), untouched, given, options.for_inputs(inputs), rest, version, unmet)
     sites = [site for found in sites_of.values() for site in found]
     report.deferred, report.computed = deferred.waiting, deferred.computed
     report.assumes = (report.assumes or assumptions.sentences()) if checks else ()
     report.unassumed = tuple(s for s in unmet.sentences if s not in report.assumes) if unmet is not None else ()
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
-    def another(version: Version, options: Options) -> Compiled:
+    def another(version: Version, options: Options, graph: fx.GraphModule = untouched) -> Compiled:
         backend = functools.partial(compile_graph, options=options, rest=rest, version=version)
         around = lambda: recording_in([r for reference in listening if (r := reference()) is not None])  # noqa: E731
         try:
-            return compiled_apart(untouched, backend, around)
+            return compiled_apart(graph, backend, around)
         except Exception as error:  # in the middle of a run
-            _tell(error, strict=options.strict, instead=f"graph {version.of} {version.sentence}: it runs uncompiled")
-            return untouched
+            tell(error, strict=options.strict, instead=f"graph {version.of} {version.sentence}: it runs uncompiled")
+            return graph
 
     def without_assumption(inputs: Inputs) -> Compiled:
         sentence = "without its assumption, compiled when it first did not hold"
@@ -217,6 +217,9 @@ def rewrite(
         sentence = "while its deferred outputs are read in call after call"
         return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
 
+    def with_lm_head(graph: fx.GraphModule) -> Compiled:
+        return another(Version(report.index, "with the lm_head of the graph that made its logits"), options, graph)
+
     layers: list[Callable[[Compiled], Compiled]] = [
         read_anew(gm, replayed=options.cuda_graphs),
         hand_masks_on(untouched),
@@ -226,6 +229,7 @@ def rewrite(
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         speculating,
         read_deferred_inputs(activations),
+        beginning_with_lm_head(only_losses_read(untouched, given, sites), untouched, with_lm_head),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds += time.perf_counter() - started
@@ -255,7 +259,7 @@ def rewrite_graphs(
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
         asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
         editor = Editor(view, assumptions, **asked)
-        found = heads(searches[view]) if module is gm and not report.broke else []  # what is behind a break reads them
+        found = heads(searches[view]) if module is gm else []
         sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, report.index))
         if module is gm:
             defer_for_a_loss_outside(found, editor)
@@ -265,36 +269,3 @@ def rewrite_graphs(
         module.recompile()
     assert deferred is not None
     return sites, deferred
-
-
-def _as_dynamo_wrote_it(
-    untouched: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    rest: Rest,
-    error: BaseException,
-    rewritten: Rewritten | None = None,
-) -> Compiled:
-    """Say what of ours raised, and compile the untouched graph with nothing of ours around it but what makes deferred
-    tensors of other graphs plain ones. Raises FusionError under ``strict``."""
-    _tell(error, strict=options.strict)
-    layer: Callable[[Compiled], Compiled] = lambda compiled: compiled  # noqa: E731
-    try:
-        layer = read_deferred_inputs(activation_positions(untouched))
-        example_inputs = read_deferred_examples(untouched, example_inputs)
-        report = rewritten.report if rewritten is not None else GraphReport(next(graph_numbers), rows(untouched))
-        report.options = options.given()
-        report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
-        report.floats, report.deferred, report.computed, report.assumes, report.unassumed = 0, *((),) * 4
-        publish(report, [])
-    except Exception as another:
-        _tell(another, strict=False)
-    return layer((plain_inductor if rest is inductor else rest)(untouched, example_inputs, options))
-
-
-def _tell(error: BaseException, *, strict: bool, instead: str = "the graph goes to Inductor unchanged") -> None:
-    """Raise under ``strict``, else warn, and log where it was raised."""
-    if strict:
-        raise FusionError(where_raised(error)) from error
-    trace.log_fallback(error, instead)
-    warnings.warn(f"fx_fusion: {where_raised(error).rstrip('.')}; {instead}.", stacklevel=4)

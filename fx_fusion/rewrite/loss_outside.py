@@ -99,21 +99,17 @@ def _cross_entropy(
         return None
     if not logits.is_cuda and not ((target == ignore_index) | ((target >= 0) & (target < logits.shape[-1]))).all():
         return None  # PyTorch's error
-    found = None if input.has_hooks() else _operands(logits)
+    found = None if input.has_hooks() else operands_of(logits)
     if found is None:
         return None
-    recipe, x, lm_head, bias = found
-    if recipe.rows_taken:  # a loss again: there was a backward, perhaps, and a step by hand
-        recipe.check_samples()
-    with torch.autocast(input.device.type, enabled=False), recipe.unfrozen():
-        needs = [t is not None and t.requires_grad for t in (x, lm_head, bias)]
-        rows = x.reshape(-1, x.shape[-1])
-        x, lm_head, bias = (None if t is None else t.to(recipe.of_linear) for t in (rows, lm_head, bias))
+    dtype = found.recipe.of_linear
+    with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
+        needs = [t is not None and t.requires_grad for t in (found.rows, found.weight, found.bias)]
+        rows = found.rows.reshape(-1, found.rows.shape[-1])
+        x, lm_head, bias = (None if t is None else t.to(dtype) for t in (rows, found.weight, found.bias))
         options = (reduction, ignore_index, label_smoothing, 0.0, 1.0, needs, False)
         loss = linear_cross_entropy(x, lm_head, bias, target.reshape(-1), weight, *options)[0]
-    recipe.rows_taken += len(rows)
-    made = _linear(recipe)[0]
-    recipe.call.was_taken(again=recipe.rows_taken * made.shape[-1] > made.numel())
+    found.were_taken()
     loss = loss.view(target.shape) if reduction == "none" else loss
     return loss.to(input.dtype if autocast_dtype(input.device.type) is None else torch.float32)
 
@@ -131,9 +127,25 @@ def _classes_last(logits: Any) -> Any:
     return step.below if swaps and step is not None and step.grad else None
 
 
-def _operands(logits: Any) -> tuple[Recipe, Tensor, Tensor, Tensor | None] | None:
-    """The recipe behind logits, the rows that its linear layer makes them of, its weight and bias; None where there is more
-    between than casts that keep values, other layouts of the rows, and slices of them."""
+@dataclass(frozen=True)
+class Operands:
+    """What a linear layer makes logits of: ``rows`` (..., width) that are laid out as they are, and its weight and bias."""
+
+    recipe: Recipe
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def were_taken(self) -> None:
+        """Remember that a loss was computed of them."""
+        recipe, made = self.recipe, _linear(self.recipe)[0]
+        recipe.rows_taken += self.rows.numel() // self.rows.shape[-1]
+        recipe.call.was_taken(again=recipe.rows_taken * made.shape[-1] > made.numel())
+
+
+def operands_of(logits: Any) -> Operands | None:
+    """What unread logits are made of; None where there is more between than casts that keep values, other layouts of the
+    rows, and slices of them. Raises StaleTensorError if that has changed."""
     steps, tensor = [], logits
     while (step := tensor.step()) is not None:
         steps.append((step, tensor))
@@ -158,7 +170,11 @@ def _operands(logits: Any) -> tuple[Recipe, Tensor, Tensor, Tensor | None] | Non
             x = x[step.args[0]]
         elif step.func not in _CASTS:
             return None
-    return None if logits.dtype == torch.float64 else (recipe, x, lm_head, bias)
+    if logits.dtype == torch.float64:
+        return None
+    if recipe.rows_taken:  # a loss again: there was a backward, perhaps, and a step by hand
+        recipe.check_samples()
+    return Operands(recipe, x, lm_head, bias)
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:

@@ -7,6 +7,8 @@ all of them by now, and what is then written to one shows in its views and not i
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +29,8 @@ from fx_fusion.torch_internals.dispatch import (
     without_torch_function,
     wrapper,
 )
-from fx_fusion.torch_internals.dynamo import is_compiling, never_captured
-from fx_fusion.torch_internals.fakes import unset_fake_temporarily
+from fx_fusion.torch_internals.dynamo import is_compiling, is_dynamo, never_captured
+from fx_fusion.torch_internals.fakes import fake_mode_of, unset_fake_temporarily
 
 
 class _Output:
@@ -143,15 +145,15 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     tensor = wrapper(DeferredTensor, meta, device)
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
-    tensor._source, tensor._value, tensor._inner, tensor._traced = source, None, None, False
+    tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
     tensor._hooks, tensor._seen = [], []
     return tensor
 
 
-def _around(value: Tensor) -> DeferredTensor:
-    """What a compiler sees of a deferred tensor: ``value`` is a fake one."""
+def _around(value: Tensor, token: Tensor | None = None) -> DeferredTensor:
+    """What a compiler sees of a deferred tensor: ``value`` and ``token`` are fake ones."""
     tensor = wrapper(DeferredTensor, value, value.device)
-    tensor._source, tensor._value, tensor._inner, tensor._traced = None, value, None, True
+    tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = None, value, None, True, token
     tensor._hooks = []
     return tensor
 
@@ -161,7 +163,8 @@ class DeferredTensor(torch.Tensor):
 
     _source: _Source | None  # None once it is read
     _value: Tensor | None
-    _inner: Tensor | None  # the value without history: one object, as Dynamo's guards tell inputs apart by identity
+    _inner: Tensor | None  # the value without history
+    _given: Tensor | None  # the token: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
     _hooks: list[Hook]  # for the gradient of the value
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
@@ -207,8 +210,17 @@ class DeferredTensor(torch.Tensor):
         return self._value
 
     # -- as an input of another compiled function -------------------------------------------------------------------
-    # torch.compile takes apart a subclass that says how: when the other function runs, ``_read`` gives it the values. While
-    # it is traced, this class stands around a fake tensor, and does nothing of its own.
+    # torch.compile takes apart a subclass that says how. Dynamo looks inside whenever it checks its guards, and finds a token
+    # that is empty: nobody may want the values (``rewrite.loss_behind_a_break``). Compiled code that does gets them by
+    # ``_read``. While it is traced, this class stands around a fake tensor, and does nothing of its own.
+    @property
+    @never_captured
+    def _token(self) -> Tensor:
+        if self._given is None:
+            with without_torch_function(), unset_fake_temporarily(), torch.inference_mode(False):
+                self._given = torch.empty(0, dtype=self.dtype, device=self.device)
+        return self._given
+
     @property
     @never_captured
     def _read(self) -> Tensor:
@@ -226,8 +238,9 @@ class DeferredTensor(torch.Tensor):
         assert self._value is not None
         return self._value.detach().requires_grad_(self.requires_grad)
 
+    @never_captured
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_read"], None
+        return ["_read" if self._traced and not is_dynamo(sys._getframe(1)) else "_token"], None
 
     def _stable_hash_for_caching(self) -> str:
         """What the compile cache knows of this input of a graph: its type. Symbolic sizes are in the cache's guards."""
@@ -238,7 +251,12 @@ class DeferredTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, outer_size: Any, outer_stride: Any) -> DeferredTensor:
         with without_torch_function():
-            return _around(inner["_read"])
+            if "_read" in inner:
+                return _around(inner["_read"])
+            token = inner["_token"]
+            with fake_mode_of(token) or contextlib.nullcontext():
+                value = torch.empty_strided(outer_size, outer_stride, dtype=token.dtype, device=token.device)
+            return _around(value, token)
 
     @never_captured
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

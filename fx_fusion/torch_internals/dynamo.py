@@ -71,6 +71,12 @@ def is_compiling() -> bool:
     return context is not None and context.current_compile_id() is not None
 
 
+def is_dynamo(frame: FrameType) -> bool:
+    """Whether code runs in ``frame`` that Dynamo and its guards are made of, not AOTAutograd.
+    Gone: False, and a graph that deferred logits go into is not captured: PyTorch raises."""
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch.fx.experimental.symbolic_shapes"))
+
+
 def never_captured(function: _Function) -> _Function:
     """The function, which Dynamo may inline where it traces a call of it, and else leaves alone, with all that it calls. (In
     a frame that Dynamo captures, ``is_compiling`` is taken for true.) Gone: the function as it is."""

@@ -41,7 +41,7 @@ OPTIONS = {"select": "always", "max_autotune": False}
 # calls, on a CPU the pattern: an error there is one of the compiled function.
 THE_NET = {
     "pow_mean_rsqrt", "scaled", "keeps_values", "first_of", "silu_times_up",
-    "fx_fusion", "compile_graph", "rewrite", "_as_dynamo_wrote_it", "_tell", "where_raised", "plain_inductor", "inductors_own",
+    "fx_fusion", "compile_graph", "rewrite", "as_dynamo_wrote_it", "tell", "where_raised", "plain_inductor", "inductors_own",
     "compile_with", "fx_fusion.torch_internals.inductor.compile_graph",
 }  # fmt: skip
 
@@ -143,12 +143,12 @@ def results_of(function, given, trained):
 
 def rewritten_or_not(gm, example_inputs):
     """The backend with what it rewrote run as it is, in place of Inductor."""
-    from fx_fusion import backend
+    from fx_fusion import backend, fallback
 
     try:
         parsed = backend.parse(None, OPTIONS)
     except Exception as error:
-        backend._tell(error, strict=False)
+        fallback.tell(error, strict=False)
         return gm.forward
     return backend.compile_graph(gm, example_inputs, parsed, eager_rest)
 
