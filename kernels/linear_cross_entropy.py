@@ -37,22 +37,8 @@ from torch.utils.flop_counter import register_flop_formula
 from fx_fusion.kernels.logits.class_part import class_part
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
 from fx_fusion.kernels.logits.scaled import scaled_for_good
+from fx_fusion.kernels.logits.targets import Totals, totals_of
 from fx_fusion.ops.library import plain_op, register_autograd
-
-
-def _divisor(target, weight, reduction: str, ignore_index: int, count) -> Tensor:
-    """Returns the sum of the weights of all targets that count, on the device; the number of rows if none does (all of its
-    gradients are zero then). Unless the ``reduction`` is a mean, ``count`` or 1."""
-    if count is not None:
-        return count.float()
-    if reduction != "mean":
-        return torch.ones((), dtype=torch.float32, device=target.device)
-    counts = target != ignore_index
-    if weight is None:
-        total = counts.sum(dtype=torch.float32)
-    else:
-        total = torch.where(counts, weight.float()[torch.where(counts, target, 0)], 0).sum()
-    return torch.where(counts.any(), total, float(max(target.shape[0], 1)))
 
 
 def _z_factor(target, divisor, reduction: str, ignore_index: int, z_loss: float, z_over: str) -> Tensor | None:
@@ -68,15 +54,14 @@ def _z_factor(target, divisor, reduction: str, ignore_index: int, z_loss: float,
     return factor if z_over == "all" else torch.where(counts, factor, 0.0)
 
 
-def _reduce(loss, target, divisor, reduction: str, ignore_index: int) -> Tensor:
+def _reduce(loss, totals: Totals, reduction: str, z_over: str) -> Tensor:
     """Reduce the losses of all rows."""
     if reduction == "none":
         return loss
-    total = loss.sum()
     if reduction == "sum":
-        return total / divisor
-    # No target counts: PyTorch's mean is 0 / 0.
-    return torch.where((target != ignore_index).any(), total / divisor, float("nan"))
+        return loss.sum() / totals.divisor
+    # PyTorch's mean is 0 / 0 where no target counts. Rows without a target may have a z-loss.
+    return loss.sum() / (totals.weights if z_over != "all" else torch.where(totals.any[0] > 0, totals.divisor, float("nan")))
 
 
 def _fwd(
@@ -87,28 +72,32 @@ def _fwd(
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     needs_now = needs if reduction != "none" else [False] * 3
-    divisor = _divisor(target, weight, reduction, ignore_index, count)
-    # No row has a gradient where no target counts: the backward sees it by a factor of 0.
-    counts = torch.ones_like(divisor) if z_over == "all" else (target != ignore_index).any().float()
-    headroom, dx_factor = None, counts
+    totals = totals_of(target, weight, ignore_index, mean=reduction == "mean", count=count)
+    # No row has a gradient where no target counts: the backward sees it by a factor of 0. With a z-loss of all rows it has.
+    counts = torch.ones_like(totals.any) if z_over == "all" else totals.any
+    headroom, factors = None, counts
     divided = reduction == "mean" or count is not None
-    upstream = (counts / divisor).expand(x.shape[0]) if any(needs_now) and divided else None
+    each = totals.upstream if z_over != "all" else 1 / totals.divisor
+    upstream = each.expand(x.shape[0]) if any(needs_now) and divided else None
     if any(needs_now) and x.dtype == torch.float16 and x.numel() > 0:
         bounds = _dl_bounds(target, weight, options)
         shrink = _power_below(bounds.amax(), most=64)
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
-        upstream, dx_factor = shrink.expand(x.shape[0]), counts / (divisor * shrink)
-    z_factor = _z_factor(target, divisor, reduction, ignore_index, z_loss, z_over)
+        upstream, factors = shrink.expand(x.shape[0]), counts / (totals.divisor * shrink)
+        factors = factors if headroom is None else torch.stack([factors[0], factors[1] / headroom])
+    z_factor = _z_factor(target, totals.divisor, reduction, ignore_index, z_loss, z_over)
     given = x, lm_head, bias, target, weight, options, upstream, needs_now, loss
     more = {"headroom": headroom, "small": small_chunks, "z_factor": z_factor}
     logits = torch.empty((x.shape[0], lm_head.shape[0]) if returns_logits else 0, dtype=x.dtype, device=x.device)
     if returns_logits:
         dx, dw, db = each_chunk(*given, all_logits=logits, **more)
     else:
-        chunks = each_chunk if z_over == "all" else each_chunk_that_counts
-        dx, dw, db = chunks(*given, part=class_part(group, first, classes, ranks), **more)
-    reduced = _reduce(loss, target, divisor, reduction, ignore_index)
-    factors = torch.stack([dx_factor, dx_factor if headroom is None else dx_factor / headroom])
+        part = class_part(group, first, classes, ranks)
+        if z_over == "all":
+            dx, dw, db = each_chunk(*given, part=part, **more)
+        else:
+            dx, dw, db = each_chunk_that_counts(*given, part=part, number=totals.number, **more)
+    reduced = _reduce(loss, totals, reduction, z_over)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
         reduced,

@@ -83,14 +83,16 @@ def _rows_of_a_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: in
 
 
 def each_chunk_that_counts(
-    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False, part=None, z_factor=None
+    x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False, part=None, z_factor=None,
+    number=None,
 ):  # fmt: skip
     """``each_chunk`` without the rows whose target is ignored: their loss and their gradients are 0 without logits. They are
-    the padding of a batch, and the prompts where only answers are trained. Their ``z_factor`` has to be 0.
+    the padding of a batch, and the prompts where only answers are trained. Their ``z_factor`` has to be 0. ``number``: of
+    targets that count, on the device, where that is known.
 
     How many rows are left is read back from the GPU, which then waits for its next launch for some 20 µs. So all rows stay
     below 2^27 logits, where more than 15/16 of them count, and while a CUDA graph is captured."""
-    kept = _rows_that_count(target, options[0], lm_head.shape[0] if part is None else part.largest)
+    kept = _rows_that_count(target, options[0], lm_head.shape[0] if part is None else part.largest, number)
     if kept is None:
         return each_chunk(
             x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=headroom, small=small, part=part,
@@ -105,9 +107,11 @@ def each_chunk_that_counts(
     return None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx), dw, db
 
 
-def _rows_that_count(target, ignore_index: int, v: int):
+def _rows_that_count(target, ignore_index: int, v: int, number):
     """Returns the indices of the rows whose target counts; None where all rows had better stay."""
     if target.numel() * v < _WORTH_COUNTING or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    if number is not None and 16 * int(number) > 15 * target.numel():
         return None
     kept = (target != ignore_index).nonzero()[:, 0]
     return kept if 16 * kept.numel() <= 15 * target.numel() else None
