@@ -192,10 +192,12 @@ def rewrite(
     def another(version: Version, options: Options, graph: fx.GraphModule = untouched) -> Compiled:
         backend = functools.partial(compile_graph, options=options, rest=rest, version=version)
         around = lambda: recording_in([r for reference in listening if (r := reference()) is not None])  # noqa: E731
+        instead = f"graph {version.of} {version.sentence}: it runs uncompiled"
+        failed = lambda error: tell(error, strict=options.strict, instead=instead)  # noqa: E731
         try:
-            return compiled_apart(graph, backend, around)
+            return compiled_apart(graph, backend, around, failed)
         except Exception as error:  # in the middle of a run
-            tell(error, strict=options.strict, instead=f"graph {version.of} {version.sentence}: it runs uncompiled")
+            failed(error)
             return graph
 
     def without_assumption(inputs: Inputs) -> Compiled:

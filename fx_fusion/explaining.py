@@ -18,6 +18,8 @@ from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.torch_internals.dynamo_caches import APART, leaving_no_trace
 
+_TORCHS_OWN = ("guard_filter_fn", "use_aoti")  # options that torch.compile takes out before a backend sees them
+
 
 def compile(
     model: Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
@@ -37,7 +39,8 @@ def compile(
     if misplaced := sorted(kwargs.keys() & NAMES):
         given = ", ".join(f'"{name}": {kwargs[name]!r}' for name in misplaced)
         raise TypeError(f"{misplaced[0]} is an option: compile(model, options={{{given}}})")
-    parse(mode, options)
+    known = options if not isinstance(options, Mapping) else {n: v for n, v in options.items() if n not in _TORCHS_OWN}
+    parse(mode, known)
     both = {**(options or {}), **({} if mode is None else {"mode": mode})}
     return torch.compile(model, backend="fx_fusion", **({"options": both} if both else {}), **kwargs)
 

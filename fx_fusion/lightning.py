@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+from fsspec.core import url_to_fs
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fx_fusion.report.facts import PAGE, facts
@@ -42,15 +42,17 @@ class Watch(Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End the recording. What was raised counts more than a page that can't be written."""
         self._recording.close()
-        try:
-            self._write(trainer)
-        except OSError as error:
-            warnings.warn(f"fx_fusion: {trainer.default_root_dir}/{PAGE} can't be written: {error}", stacklevel=2)
+        self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            folder = Path(trainer.default_root_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            self.report.to_html(folder / PAGE)
+        """Write the page, in whatever file system the root is. A run counts more than a page that can't be written."""
+        if not trainer.is_global_zero:
+            return
+        try:
+            files, folder = url_to_fs(str(trainer.default_root_dir))
+            files.makedirs(folder, exist_ok=True)
+            with files.open(f"{folder}/{PAGE}", "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(self.report.to_html())
+        except (OSError, ImportError, ValueError) as error:
+            warnings.warn(f"fx_fusion: {trainer.default_root_dir}/{PAGE} can't be written: {error}", stacklevel=2)

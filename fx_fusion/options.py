@@ -38,6 +38,7 @@ _READ_ELSEWHERE = (
     "FX_FUSION_REPRODUCERS",  # rewrite.verify_site
 )
 VARIABLES = (*(f"{_PREFIX}{name.upper()}" for name in _OURS), *_READ_ELSEWHERE)
+_FLAGS = {"0": False, "false": False, "1": True, "true": True}
 _warned: set[str] = set()
 
 
@@ -125,29 +126,30 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         inductor = configuration(mode, theirs)
     except RuntimeError as error:
         raise OptionError(f"Inductor does not take these options: {error}") from error
+    said = {name: f"options[{name!r}] =" if name in options else f"{_PREFIX}{name.upper()} =" for name in _OURS}
     select = ours.get("select", "auto")
     if select not in SELECT:
-        raise OptionError(f"options['select'] = {select!r}. {nearest(select, SELECT)}")
+        raise OptionError(f"{said['select']} {select!r}. {nearest(select, SELECT)}")
     memory = ours.get("memory", "auto")
     if memory not in MEMORY:
-        raise OptionError(f"options['memory'] = {memory!r}. {nearest(memory, MEMORY)}")
+        raise OptionError(f"{said['memory']} {memory!r}. {nearest(memory, MEMORY)}")
     float8 = ours.get("float8", "off")
     if float8 not in RECIPES:
-        raise OptionError(f"options['float8'] = {float8!r}. {nearest(float8, RECIPES)}")
+        raise OptionError(f"{said['float8']} {float8!r}. {nearest(float8, RECIPES)}")
     float8_keep = ours.get("float8_keep", [])
     if not all(isinstance(pattern, str) for pattern in float8_keep):
         raise OptionError(f"options['float8_keep'] must be a list of patterns, as [\"*.down_proj\"]; got {float8_keep!r}.")
     verify = ours.get("verify", False)
     if verify == "graph" and float8 != "off":
         raise OptionError(
-            f"options['verify'] = 'graph' holds the whole graph to eager's accuracy, which float8 = {float8!r} has not: "
+            f"{said['verify']} 'graph' holds the whole graph to eager's accuracy, which float8 = {float8!r} has not: "
             "take 'sample', and fx_fusion.float8_stats(model, **batch) for the linears."
         )
     if verify not in VERIFY:
-        raise OptionError(f"options['verify'] = {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
+        raise OptionError(f"{said['verify']} {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
     return Options(
         select=select,
-        fusions=_chosen(ours.get("fusions", [])),
+        fusions=_chosen(ours.get("fusions", []), said["fusions"].removesuffix(" =")),
         defer_outputs=ours.get("defer_outputs", True),
         speculate=ours.get("speculate", True),
         memory=memory,
@@ -175,10 +177,13 @@ def _from_environment() -> dict[str, Any]:
         text = os.environ.get(variable, "")
         if not text:
             continue
-        if kind is bool and text not in ("0", "1"):
+        flag = _FLAGS.get(text.lower()) if kind is not list and kind is not str else None
+        if kind is bool and flag is None:
             raise OptionError(f"{variable}={text!r} must be 0 or 1 ({meaning}).")
-        is_flag = kind is bool or (isinstance(kind, tuple) and text in ("0", "1"))
-        found[name] = text == "1" if is_flag else text.split(",") if kind is list else text
+        if flag is not None:
+            found[name] = flag
+        else:
+            found[name] = [part for item in text.split(",") if (part := item.strip())] if kind is list else text
     return found
 
 
@@ -196,18 +201,18 @@ def _warn_of_unknown_variables() -> None:
             warnings.warn(f"fx_fusion: {sentence}", stacklevel=3)
 
 
-def _chosen(names: list[str]) -> frozenset[str]:
+def _chosen(names: list[str], said: str) -> frozenset[str]:
     known = [f.name for f in registry.all_fusions()]
     for name in names:
-        if name.removeprefix("-") not in known:
-            raise OptionError(f"options['fusions'] names {name!r}. {nearest(name.removeprefix('-'), tuple(known))}")
+        if not isinstance(name, str) or name.removeprefix("-") not in known:
+            raise OptionError(f"{said} names {name!r}. {nearest(str(name).removeprefix('-'), tuple(known))}")
     wanted = [n for n in names if not n.startswith("-")] or known
     return frozenset(wanted) - {n.removeprefix("-") for n in names if n.startswith("-")}
 
 
 def _fuel() -> int | None:
-    given = os.environ.get("FX_FUSION_FUEL")
-    if given is None:
+    given = os.environ.get("FX_FUSION_FUEL", "")
+    if not given:
         return None
     if not given.isdigit():
         raise OptionError(f"FX_FUSION_FUEL={given!r} must be a number of replacements, 0 or more.")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from fx_fusion.report.report import Report
 
 
 def watch(trainer: Trainer) -> Report:
-    """Record what is compiled while ``trainer`` trains. Every log (W&B, TensorBoard, its own history) gets the numbers of
-    ``fx_fusion.report.facts``; the report is written to ``fx_fusion.html`` in the output folder with every checkpoint and at
-    the end, be it an error. Returns it; of a trainer that is watched already, the same one.
+    """Record what is compiled while ``trainer`` trains, evaluates and predicts. Every log of its training (W&B, TensorBoard,
+    its own history) gets the numbers of ``fx_fusion.report.facts``; the report is written to ``fx_fusion.html`` in the
+    output folder with every checkpoint and at the end, be it an error. Returns it; of a trainer that is watched already, the
+    same one.
 
     Raises:
         TypeError: ``trainer`` is no Trainer of transformers.
@@ -42,53 +42,51 @@ def watch(trainer: Trainer) -> Report:
     watching = _Watching()
     # In front of those that log: what they are given is one dictionary.
     callbacks.insert(0, watching)
-    _tell_of_errors(trainer, watching)
+    for name in ("train", "evaluate", "predict"):
+        _record(trainer, name, watching)
     return watching.report
 
 
-def _tell_of_errors(trainer: Trainer, watching: _Watching) -> None:
-    """Callbacks are not told of what is raised: ``train()`` of this trainer tells ours."""
-    theirs = trainer.train
+def _record(trainer: Trainer, name: str, watching: _Watching) -> None:
+    """Let a method of this trainer record. (Callbacks are told of no beginning of an evaluation, and of no error.)"""
+    theirs = getattr(trainer, name)
 
     @functools.wraps(theirs)
-    def train(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return theirs(*args, **kwargs)
-        except BaseException:
-            watching.on_exception(trainer.args, trainer.state)
-            raise
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recording_in((watching.report,)):
+            watching.depth += 1
+            try:
+                return theirs(*args, **kwargs)
+            finally:
+                watching.depth -= 1
+                if watching.depth == 0:  # an evaluation while it trains ends nothing
+                    watching.write(trainer.args, trainer.state)
 
-    trainer.train = train
+    setattr(trainer, name, run)
 
 
 class _Watching(TrainerCallback):
     def __init__(self) -> None:
-        self.report, self._recording = Report(), ExitStack()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._recording.enter_context(recording_in((self.report,)))
+        self.report, self.depth = Report(), 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         found = facts(self.report)
-        if logs is not None:
+        # The logs of an evaluation are its metrics, which a search for hyperparameters adds up.
+        if logs is not None and ("loss" in logs or "train_loss" in logs):
             logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir)
+        self.write(args, state)
+
+    def write(self, args: Any, state: Any) -> None:
+        """Write the page. A run counts more than a page that can't be written."""
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             self.report.to_html(folder / PAGE)
-
-    def on_exception(self, args: Any, state: Any) -> None:
-        """End the recording where ``train()`` raised. What it raised counts more than a page that can't be written."""
-        self._recording.close()
-        try:
-            self.on_save(args, state, None)
         except OSError as error:
-            warnings.warn(f"fx_fusion: {args.output_dir}/{PAGE} can't be written: {error}", stacklevel=2)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._recording.close()
-        self.on_save(args, state, control)
+            warnings.warn(f"fx_fusion: {folder / PAGE} can't be written: {error}", stacklevel=2)

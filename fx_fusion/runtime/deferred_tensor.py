@@ -210,8 +210,8 @@ class DeferredTensor(torch.Tensor):
         return self._value
 
     # -- as an input of another compiled function -------------------------------------------------------------------
-    # torch.compile takes apart a subclass that says how. Dynamo looks inside whenever it checks its guards, and finds a token
-    # that is empty: nobody may want the values (``rewrite.loss_behind_a_break``). Compiled code that does gets them by
+    # torch.compile takes apart a subclass that says how. Dynamo looks inside whenever it checks its guards, and finds an
+    # empty token: nobody may want the values (``rewrite.loss_behind_a_break``). Compiled code that does gets them by
     # ``_read``. While it is traced, this class stands around a fake tensor, and does nothing of its own.
     @property
     @never_captured

@@ -22,7 +22,7 @@ from fx_fusion.graph.masks.assumed import GUESS, KINDS, ONES
 from fx_fusion.graph.terms import example
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
-from fx_fusion.torch_internals.dynamo import capturing_items, compiling_alone
+from fx_fusion.torch_internals.dynamo import NOT_COMPILED, capturing_items, compiling_alone
 from fx_fusion.torch_internals.fakes import FakeTensor, unset_fake_temporarily
 from fx_fusion.torch_internals.nodes import write_for_dynamo
 
@@ -98,10 +98,11 @@ def compiled_apart(
     graph: fx.GraphModule,
     backend: Callable[..., Compiled],
     around: Callable[[], contextlib.AbstractContextManager[Any]],
+    failed: Callable[[BaseException], None],
 ) -> Compiled:
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
-    guards and dynamic shapes of its own. Each call runs inside of ``around()``. Raises RuntimeError while a CUDA graph is
-    captured."""
+    guards and dynamic shapes of its own. Each call runs inside of ``around()``. Where it cannot be compiled, ``failed`` is
+    told, and it runs as it is. Raises RuntimeError while a CUDA graph is captured."""
     if is_capturing():
         raise RuntimeError("nothing is compiled while a CUDA graph is captured: call the model with a padded batch before")
     write_for_dynamo(graph)
@@ -114,11 +115,13 @@ def compiled_apart(
     # Sizes that come in as numbers beside tensors: symbolic, as in the graph, or a tensor whose dims the user marked as
     # dynamic contradicts them.
     symbolic = any(isinstance(example(n), torch.SymInt) for n in graph.graph.find_nodes(op="placeholder"))
-    compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
+    with compiling_alone():
+        compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
 
     # A float that changes comes in as a tensor, and the graph takes it out.
     takes_numbers = bool(graph.graph.find_nodes(op="call_method", target="item"))
     called: list[bool] = []
+    gone: list[BaseException] = []
 
     def call(*args: Any) -> Any:
         with around(), compiling_alone(), capturing_items() if takes_numbers else contextlib.nullcontext():
@@ -126,11 +129,18 @@ def compiled_apart(
 
     def run(*args: Any) -> Any:
         # The first call compiles what the user's first call would have: no recompilation for a stance to refuse.
+        if gone:
+            return graph(*args)
         if called:
             return call(*args)
         called.append(True)
-        with torch.compiler.set_stance("default"):
-            results = call(*args)
+        try:
+            with torch.compiler.set_stance("default"):
+                results = call(*args)
+        except NOT_COMPILED as error:
+            failed(error)
+            gone.append(error.with_traceback(None))
+            return graph(*args)
         # Compilers leave exceptions behind in cycles, and those hold the frames of all callers: a training loop's logits.
         # Dynamo collects the young ones.
         gc.collect()

@@ -88,10 +88,27 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize
 
 
-def _keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step: copies for who reads later. A step that is compiled, or captured as a CUDA graph, keeps nothing, nor
-    does one without memory for it: a read says so then."""
-    if is_compiling() or not (recipes := waiting()):
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Before a step, and whenever its closure has run the model (Lightning trains in one): copies for who reads later."""
+    if is_compiling():
+        return None
+    _keep(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    def run(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        _keep(optimizer)
+        return loss
+
+    return (args[:1], {**kwargs, "closure": run}) if "closure" in kwargs else ((args[0], run, *args[2:]), kwargs)
+
+
+def _keep(optimizer: torch.optim.Optimizer) -> None:
+    """Copy what an optimizer is about to change, for who reads later. A step that is compiled, or captured as a CUDA graph,
+    keeps nothing, nor does one without memory for it: a read says so then."""
+    if not (recipes := waiting()):
         return
     changing, copies = _changed_by(optimizer), dict[int, Tensor]()
     for recipe in recipes:
@@ -115,7 +132,7 @@ def _has_lost_memory(recipe: _Recipe) -> bool:
 
 
 def _notice(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step: its closure may have made gradients, and steps."""
+    """After a step."""
     if not is_compiling() and (recipes := waiting()):
         _mark(recipes, _changed_by(optimizer))
 
@@ -128,7 +145,7 @@ def _mark(recipes: list[_Recipe], changed: Spans) -> None:
         recipe.stepped = recipe.stepped or any(map(changed.overlap, tensors))
 
 
-register_optimizer_step_pre_hook(_keep)
+register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_notice)
 
 

@@ -23,6 +23,13 @@ try:
 except ImportError:  # a restart is then taken for a failure: the graph is compiled without rewrites
     CONTROL_FLOW = ()
 
+try:
+    from torch._dynamo.exc import TorchDynamoException
+
+    NOT_COMPILED: tuple[type[BaseException], ...] = (TorchDynamoException,)
+except ImportError:  # what a version of a graph fails with while it is compiled ends the program then
+    NOT_COMPILED = ()
+
 
 def as_it_is(error: Exception, frame: FrameType | None) -> Exception:
     """An error of the class of ``error``, with its message, that Dynamo hands to the user without the frames of its own that
@@ -44,12 +51,15 @@ def current_compile_id() -> tuple[str, int]:
     return f"{trace.compile_id}{f' after reset {_resets}' if _resets else ''}", trace.attempt
 
 
+_BETWEEN_COMPILATIONS = ("enable_compiler_collectives", "caching_precompile")
+
+
 def compiling_alone() -> contextlib.AbstractContextManager[Any]:
-    """Inside, Dynamo does not talk to other ranks while it compiles (``enable_compiler_collectives``): they need not
-    compile. Gone: nothing."""
+    """Inside, Dynamo compiles for this process alone: it does not talk to other ranks, which need not compile, and keeps
+    nothing for another process, which would have to know the graph around. Gone: nothing."""
     config = torch._dynamo.config
-    on = getattr(config, "enable_compiler_collectives", False)
-    return config.patch(enable_compiler_collectives=False) if on else contextlib.nullcontext()
+    on = {name: False for name in _BETWEEN_COMPILATIONS if getattr(config, name, False)}
+    return config.patch(**on) if on else contextlib.nullcontext()
 
 
 _resets = 0
@@ -139,7 +149,7 @@ def parameter_path(node: fx.Node) -> str:
 def take_sources(gm: fx.GraphModule, source: fx.GraphModule) -> None:
     """Note on a copy of a captured graph what Dynamo noted on ``source``: where its inputs come from, which of them keep
     their address (CUDA graphs copy all others), and why it ends. Gone: a copy is a graph that nobody captured."""
-    for name in ("_backend_id", "_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
         if hasattr(source, name):
             setattr(gm, name, getattr(source, name))
     both = zip(*(module.graph.find_nodes(op="placeholder") for module in (gm, source)), strict=True)

@@ -18,9 +18,13 @@ _CACHEABLE = "unsafe_marked_cacheable_functions"
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph with Inductor under these changes to its configuration."""
+    """Compile a graph with Inductor under these changes to its configuration.
+
+    By its id AOTAutograd would keep what is compiled for Dynamo's ``caching_precompile``: another process would call it in
+    place of the backend, with nothing of ours around it."""
     from torch._inductor.compile_fx import compile_fx
 
+    vars(gm).pop("_backend_id", None)
     return compile_fx(gm, list(example_inputs), config_patches=dict(patches))
 
 

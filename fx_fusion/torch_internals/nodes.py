@@ -166,6 +166,8 @@ def region_change(node: fx.Node) -> str | None:
         return ENTER_OTHER
     if name.startswith(("_exit", "_pop")) or name.endswith("_decrement_nesting"):
         return EXIT
+    if name == "_set_fwd_grad_enabled":  # within a level of functorch
+        return None
     if "grad_enabled" in name or "autocast" in name:
         raise RuntimeError(f"the graph calls {name}, which may change grad mode or autocast")
     return None

@@ -65,6 +65,35 @@ def test_a_mode_beside_options():
         parse(None, {"mode": "max-autotun"})
 
 
+def test_variables_as_people_write_them(monkeypatch):
+    written = {"VERIFY": "True", "FUSIONS": "rope, swiglu,", "FLOAT8_KEEP": "*.down_proj, lm_head", "FUEL": "", "STRICT": "false"}
+    for name, value in written.items():
+        monkeypatch.setenv(f"FX_FUSION_{name}", value)
+    parsed = parse(None, None)
+    assert parsed.verify is True
+    assert parsed.fusions == {"rope", "swiglu"}
+    assert parsed.float8_keep == ("*.down_proj", "lm_head")
+    assert parsed.fuel is None
+    assert not parsed.strict
+
+
+@pytest.mark.parametrize(("name", "value"), [("SELECT", "bogus"), ("FUSIONS", "ropes"), ("MEMORY", "little"), ("VERIFY", "frist")])
+def test_an_error_names_the_variable_that_has_it(name, value, monkeypatch):
+    monkeypatch.setenv(f"FX_FUSION_{name}", value)
+    with pytest.raises(fx_fusion.OptionError, match=f"^FX_FUSION_{name} .*{value}"):
+        parse(None, None)
+
+
+def test_what_torch_compile_takes_out_of_the_options():
+    def keep_all(guards):
+        return [True for _ in guards]
+
+    compiled = fx_fusion.compile(lambda x: x * 2, options={"guard_filter_fn": keep_all, "select": "never"})
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(fx_fusion.OptionError, match="names 1"):
+        fx_fusion.compile(lambda x: x, options={"fusions": [1]})
+
+
 def test_options_of_the_environment(monkeypatch):
     for name, value in {"SELECT": "always", "FUSIONS": "-rope,-swiglu", "STRICT": "1", "SPECULATE": "0"}.items():
         monkeypatch.setenv(f"FX_FUSION_{name}", value)

@@ -338,7 +338,7 @@ def test_a_graph_that_is_captured_again_has_the_same_regions():
 
     def backend(gm, inputs):
         graphs.append(gm)
-        return gm if len(graphs) > 1 else compiled_apart(snapshot(gm), backend, contextlib.nullcontext)
+        return gm if len(graphs) > 1 else compiled_apart(snapshot(gm), backend, contextlib.nullcontext, print)
 
     x, w = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3)
     found = torch.compile(function, backend=backend)(x, w)
@@ -347,6 +347,25 @@ def test_a_graph_that_is_captured_again_has_the_same_regions():
     changes = [[c for n in gm.graph.nodes if (c := region_change(n)) is not None] for gm in graphs]
     assert changes[0] == changes[1]
     assert changes[0].count("enter autocast") == 2
+
+
+def test_a_version_that_cannot_be_compiled_runs_as_it_is():
+    """In the middle of a run, whatever Dynamo makes of it."""
+    told = []
+
+    def broken(gm, inputs):
+        raise ValueError("this backend fails")
+
+    class Double(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    graph = torch.fx.symbolic_trace(Double())
+    call = compiled_apart(graph, broken, contextlib.nullcontext, told.append)
+    for _ in range(2):
+        torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(told) == 1
+    assert "this backend fails" in str(told[0])
 
 
 @pytest.mark.parametrize("order", ["padded padded ones padded", "ones padded ones", "left_padded ones left_padded"])

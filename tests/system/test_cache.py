@@ -101,6 +101,51 @@ def test_misses(checkout):
     assert run(checkout)["hit"] == 1
 
 
+PRECOMPILED = """
+import os, sys, torch, torch.nn as nn, torch.nn.functional as F, fx_fusion
+from torch._dynamo.utils import counters
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+    def forward(self, ids, padding):
+        n = ids.shape[1]
+        mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None] & padding[:, None, None, :].bool()
+        q = (x := self.table(ids)).view(*ids.shape, 2, 16).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(1, 2).reshape(x.shape)
+        logits = self.head(x)
+        return F.cross_entropy(logits.view(-1, 50), ids.view(-1)), logits
+torch.manual_seed(0)
+model, ids = Model(), torch.randint(0, 50, (2, 8))
+ones = torch.ones(2, 8, dtype=torch.long)
+padded = ones.clone()
+padded[0, :4] = 0
+compiled = torch.compile(model, backend=sys.argv[1])
+for padding in (ones, padded) if sys.argv[2] == "read" else (ones,):
+    found, expected = compiled(ids, padding), model(ids, padding)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1] + 0, expected[1])
+if sys.argv[2] == "write":
+    compiled(ids, ones)[0].backward()
+    torch.compiler.save_cache_artifacts()
+"""
+
+
+@pytest.mark.parametrize("order", ["fx_fusion read", "fx_fusion write, fx_fusion read", "fx_fusion write, inductor read"])
+def test_dynamos_own_cache_keeps_nothing_of_ours(order, tmp_path):
+    """``caching_precompile``: another process calls what AOTAutograd compiled in place of the backend. Padding and what reads
+    deferred logits are around that."""
+    (tmp_path / "script.py").write_text(PRECOMPILED)
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "TORCH_CACHING_PRECOMPILE": "1", "FX_FUSION_SELECT": "always",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }  # fmt: skip
+    for arguments in order.split(", "):
+        command = [sys.executable, str(tmp_path / "script.py"), *arguments.split()]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_backward_that_runs_twice_is_not_one_that_overwrites_its_arguments():
     """Where AOTAutograd's cache has nothing, Inductor's key does not tell them apart."""
 

@@ -152,6 +152,48 @@ def test_a_trainer_that_raises(tmp_path, monkeypatch):
         trainer.train()
 
 
+def watched(tmp_path, monkeypatch, **more):
+    from fx_fusion.trainer import watch
+
+    torch._dynamo.list_backends()
+    torch._dynamo.reset()
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), torch_compile=True, torch_compile_backend="fx_fusion", per_device_train_batch_size=2, max_steps=2,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **more,
+    )  # fmt: skip
+    trainer = transformers.Trainer(tiny_llama(), arguments, train_dataset=texts(4, 0), eval_dataset=texts(4, 1))
+    return trainer, watch(trainer)
+
+
+def test_the_metrics_of_an_evaluation_are_its_own(tmp_path, monkeypatch):
+    """A search for hyperparameters minimises the sum of all that is no loss, or the loss where there is nothing else."""
+    from transformers.trainer_utils import default_compute_objective
+
+    trainer, report = watched(tmp_path, monkeypatch, eval_strategy="steps", eval_steps=1, logging_steps=1)
+    found = []
+    monkeypatch.setattr(trainer, "_report_to_hp_search", lambda trial, step, metrics: found.append(dict(metrics)))
+    trainer.train()
+    assert len(found) == 2
+    for metrics in found:
+        assert default_compute_objective(dict(metrics)) == metrics["eval_loss"]
+    assert "fx_fusion/fused" in next(log for log in trainer.state.log_history if "loss" in log)
+    assert report.graphs
+
+
+@pytest.mark.parametrize("what", ["evaluate", "predict"])
+def test_a_trainer_that_only_evaluates(what, tmp_path, monkeypatch):
+    """It compiles the model for that, and the report and the page say what became of it."""
+    from fx_fusion.trainer import PAGE
+
+    trainer, report = watched(tmp_path, monkeypatch)
+    found = trainer.evaluate() if what == "evaluate" else trainer.predict(texts(4, 1)).metrics
+    assert not any(name.startswith("fx_fusion") for name in found)
+    assert report.count("rms_norm") >= 1
+    assert "rms_norm" in (tmp_path / "out" / PAGE).read_text()
+    assert not any(report is recorded for recorded in fx_fusion.report.recording.recordings())
+
+
 @pytest.mark.parametrize("given", [None, "out"])
 def test_what_is_no_trainer(given):
     from fx_fusion.trainer import watch
@@ -187,6 +229,93 @@ def test_lightning_that_raises(tmp_path):
     assert watching.report.count("rms_norm") == 1
     assert "rms_norm" in (tmp_path / PAGE).read_text()
     assert not any(watching.report is recorded for recorded in fx_fusion.report.recording.recordings())
+
+
+class Fitted:
+    """A run of Lightning of three steps."""
+
+    def __init__(self, root, *callbacks, step=None, **more):
+        lightning = pytest.importorskip("lightning")
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = torch.compile(more.pop("model", torch.nn.RMSNorm(8)), backend=rewriting_backend())
+
+            def training_step(self, batch, index):
+                return self.model(batch).square().mean() if step is None else step(self.model, batch)
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+        self.module, data = Module(), more.pop("data", torch.randn(8, 8))
+        trainer = lightning.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, default_root_dir=root, callbacks=list(callbacks),
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(self.module, torch.utils.data.DataLoader(data, batch_size=2))
+
+
+def test_lightning_in_another_file_system(tmp_path, monkeypatch):
+    """The page is where the checkpoints are, and nothing is left in the working directory."""
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("lightning")
+    from fx_fusion.lightning import PAGE, Watch
+
+    monkeypatch.chdir(tmp_path)
+    Fitted("memory://bucket/run", Watch())
+    assert b"rms_norm" in fsspec.filesystem("memory").cat(f"/bucket/run/{PAGE}")
+    assert not any("memory" in path.name for path in tmp_path.iterdir())
+
+
+def test_lightning_where_the_page_cannot_be_written(tmp_path):
+    pytest.importorskip("lightning")
+    from fx_fusion.lightning import PAGE, Watch
+
+    (tmp_path / PAGE).mkdir()
+    with pytest.warns(UserWarning, match="fx_fusion.html can't be written"):
+        Fitted(tmp_path, Watch())
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = torch.nn.Embedding(500, 16), torch.nn.Linear(16, 500, bias=False)
+
+    def forward(self, ids):
+        logits = self.head(self.table(ids)).float()
+        return torch.nn.functional.cross_entropy(logits.view(-1, 500), ids.view(-1)), logits
+
+
+def test_lightning_reads_logits_behind_the_step(tmp_path):
+    """Its optimizers train the model in a closure of ``step()``: the logits are those of the weights before it."""
+    lightning = pytest.importorskip("lightning")
+
+    def sums(model):
+        found = []
+
+        class Reader(lightning.Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, index):
+                found.append(outputs["logits"].square().sum().item())
+
+        Fitted(tmp_path, Reader(), model=model, data=ids, step=lambda model, batch: dict(zip(("loss", "logits"), model(batch), strict=True)))
+        return found
+
+    ids = torch.arange(32).view(8, 4)
+    torch.manual_seed(3)
+    ours = sums(Head())
+    torch.manual_seed(3)
+    expected = []
+    model, data = Head(), ids.split(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for batch in data[:3]:
+        loss, logits = model(batch)
+        expected.append(logits.square().sum().item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert ours == pytest.approx(expected, rel=1e-4)
 
 
 def test_watching_makes_the_name_known():
