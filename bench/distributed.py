@@ -3,6 +3,8 @@
     python -m bench.distributed                       every mode, on all GPUs
     python -m bench.distributed ddp fsdp2 --gpus 2
     python -m bench.distributed fsdp2 --profile DIR   and where the time of three steps goes, by kernel and by operator
+    python -m bench.distributed fsdp2 --batch 8       more sequences a GPU: other rows, of a step that the host holds up less
+    python -m bench.distributed fsdp2 --unread        a loop that reads its loss once in six steps: the host may be ahead
     python -m bench.distributed --tiny                whether all of them run, on CPUs with gloo; no figures
 
 Llama of the 1B shape with 8 layers (experts: a Qwen3-MoE with 4), bfloat16, fused AdamW, 4 x 2048 tokens a GPU (tensor
@@ -14,8 +16,10 @@ slowest and largest rank, losses of all steps, what was fused.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -54,17 +58,18 @@ class Training:
         shape = (4, sizes.batch, sizes.length)
         self.ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).to(sizes.device)
 
-    def step(self, i: int) -> float:
+    def step(self, i: int, reads: bool = True) -> float:
         ids = self.ids[i % 4]
         loss = self.call(input_ids=ids, labels=ids).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # and so waits for the GPU
+        return loss.item() if reads else math.nan  # and so waits for the GPU
 
 
-def measure(mode: str, sizes: Sizes, profiles: str | None = None) -> Row | None:
-    """Returns the row of a mode on rank 0, None elsewhere; ``profiles`` is a folder for tables of where the time goes.
+def measure(mode: str, sizes: Sizes, profiles: str | None = None, unread: bool = False) -> Row | None:
+    """Returns the row of a mode on rank 0, None elsewhere; ``profiles`` is a folder for tables of where the time goes;
+    ``unread``: the loss is read once a turn.
 
     Each variant makes ``sizes.steps`` steps for its losses and its peak; then they are timed in turns, ``TURN`` steps
     each, since a GPU that has worked for a while is slower (3 % on an H200) and would punish who comes last.
@@ -77,6 +82,10 @@ def measure(mode: str, sizes: Sizes, profiles: str | None = None) -> Row | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
     row: Row = {"mode": mode, "ranks": dist.get_world_size(), "environment": environment()}
+    if cuda and sizes.batch != FULL.batch:
+        row["batch"] = sizes.batch
+    if unread:
+        row["loss read"] = "once a turn"
     trainings: dict[str, Training] = {}
     for variant in VARIANTS:
         gc.collect()
@@ -86,7 +95,7 @@ def measure(mode: str, sizes: Sizes, profiles: str | None = None) -> Row | None:
             row[variant] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             break  # the ranks may have parted
     else:
-        _time(trainings, row, sizes)
+        _time(trainings, row, sizes, unread)
         if profiles:
             for variant, training in trainings.items():
                 _profile(training.step, os.path.join(profiles, f"{mode}_{variant}.txt"))
@@ -121,16 +130,19 @@ def _train(mode: str, variant: str, sizes: Sizes) -> tuple[Training, Row]:
     }  # fmt: skip
 
 
-def _time(trainings: dict[str, Training], row: Row, sizes: Sizes) -> None:
+def _time(trainings: dict[str, Training], row: Row, sizes: Sizes, unread: bool) -> None:
     """Adds the median milliseconds of a step to each variant's part of ``row``: those of the slowest rank."""
     times: dict[str, list[float]] = {variant: [] for variant in trainings}
     for _ in range(max(sizes.steps // TURN, 1)):
         for variant, training in trainings.items():
-            for i in range(TURN):
-                started = time.perf_counter()
-                training.step(i)
-                if i:  # the first of a turn finds the other's data in the caches
-                    times[variant].append(time.perf_counter() - started)
+            training.step(0)  # the first of a turn finds the other's data in the caches
+            started = time.perf_counter()
+            for i in range(1, TURN):
+                training.step(i, reads=not unread or i == TURN - 1)
+                if not unread or i == TURN - 1:
+                    now = time.perf_counter()
+                    times[variant].append((now - started) / (TURN - 1 if unread else 1))
+                    started = now
     for variant, found in times.items():
         row[variant]["ms"] = round(_largest(statistics.median(found) * 1e3, sizes), 2)
 
@@ -167,6 +179,8 @@ def _torchrun(mode: str, ranks: int, given: argparse.Namespace) -> Row:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "bench.distributed", mode, "--inside", *(["--tiny"] if given.tiny else [])]
     command += ["--profile", given.profile] if given.profile else []
+    command += ["--batch", str(given.batch)] if given.batch else []
+    command += ["--unread"] if given.unread else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=given.timeout)
     except subprocess.TimeoutExpired:
@@ -199,12 +213,16 @@ def main() -> None:
     parser.add_argument("--out", default="bench/results/distributed.jsonl")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one mode")
     parser.add_argument("--profile", metavar="DIR", help="a folder for tables of where the time of three steps goes")
+    parser.add_argument("--batch", type=int, help=f"sequences of {FULL.length} tokens a GPU; {FULL.batch} unless given")
+    parser.add_argument("--unread", action="store_true", help="read the loss once a turn only: the host may be ahead")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if unknown := set(given.modes) - set(MODES):
         parser.error(f"no mode is called {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     if given.inside:
-        row = measure(given.modes[0], TINY if given.tiny else FULL, given.profile)
+        sizes = TINY if given.tiny else FULL
+        sizes = dataclasses.replace(sizes, batch=given.batch or sizes.batch)
+        row = measure(given.modes[0], sizes, given.profile, given.unread)
         if row is not None:
             give(row)
         return
