@@ -22,7 +22,6 @@ from fx_fusion.torch_internals.inductor import bytes_per_second
 
 RECIPES = ("off", "rowwise_gw_hp", "rowwise")
 _UNIT = 16  # what sizes must be a multiple of
-_VOCABULARY = 32000  # outputs from which on a linear is taken for an lm_head
 _REACHED = 0.75  # of the peak, by products in bfloat16
 _FASTER = {False: 1.6, True: 1.4}  # than that in float8: a forward, and the gradient of an input
 _FASTER_GRADIENT = 1.5  # of a weight
@@ -34,18 +33,21 @@ _BYTES_OF_A_TERM = 4  # the same, of a sum in bfloat16: a product writes it, the
 T = TypeVar("T")
 
 
-def why_not(product: Product, module: str, keep: Sequence[str]) -> str:
-    """Why a product can't or shall not run in float8 whatever its time; empty if it may."""
+def why_not(product: Product, modules: Iterable[str], keep: Sequence[str], *, of_classes: bool) -> str:
+    """Why a product can't or shall not run in float8 whatever its time; empty if it may. ``modules``: those that it is of.
+    ``of_classes``: its weight is a vocabulary's."""
     m, n, k = product.sizes
-    a, b = product.a.meta["val"], product.b.meta["val"]
-    if any(fnmatchcase(module, pattern) for pattern in keep):
+    a, b, bias = product.a.meta["val"], product.b.meta["val"], None if product.bias is None else product.bias.meta["val"]
+    if any(fnmatchcase(module, pattern) for module in modules for pattern in keep):
         return "float8_keep names it"
     if any(t.dtype != torch.bfloat16 for t in (a, b)):
         return f"{dtypes.name(a.dtype)} x {dtypes.name(b.dtype)}: only bfloat16 has such products"
-    if not all(isinstance(size, int) and size % _UNIT == 0 for size in (n, k)):
+    if not all(isinstance(size, int) and size > 0 and size % _UNIT == 0 for size in (n, k)):
         return f"{k} -> {n}: both must be multiples of {_UNIT}"
-    if max(n, k) >= _VOCABULARY:
-        return f"{max(n, k)} outputs are taken for a vocabulary's"
+    if bias is not None and (tuple(bias.shape) != (n,) or bias.stride() != (1,)):
+        return f"its bias has the shape {tuple(bias.shape)} and the strides {bias.stride()}: it must be {n} dense numbers"
+    if of_classes:
+        return f"{product.outputs} outputs are taken for a vocabulary's"
     if isinstance(m, int) and m == 0:
         return "no rows"
     return ""

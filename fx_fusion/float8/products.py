@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.memory.joint_graph import JointGraph, base
 from fx_fusion.torch_internals.partitioner import input_number, is_cast, is_reshape, is_view
 from fx_fusion.torch_internals.traced_kernels import functional_graph, insert
 
 _ATEN = torch.ops.aten
+VOCABULARY = 32000  # outputs from which on a linear may be an lm_head
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Product:
         """m, n and k."""
         (m, k), n = self.a.meta["val"].shape, self.b.meta["val"].shape[1]
         return m, n, k
+
+    @property
+    def outputs(self) -> float:
+        """How many outputs the linear has; 0 where that is symbolic."""
+        _, n, k = self.sizes
+        outputs = k if self.backward else n
+        return outputs if isinstance(outputs, int) else 0
 
     @property
     def is_turned(self) -> bool:
@@ -93,8 +102,7 @@ def products(joint: JointGraph, parameters: frozenset[int]) -> Iterator[Product]
         else:
             continue
         weight = _origin(b)
-        with_weight = input_number(weight) in parameters and input_number(_origin(a)) not in parameters
-        if with_weight and (bias is None or bias.meta["val"].dim() == 1):
+        if input_number(weight) in parameters and input_number(_origin(a)) not in parameters:
             yield Product(node, a, b, bias, weight, source(a), node in joint.backward)
 
 
@@ -108,6 +116,7 @@ def weight_gradients(joint: JointGraph, found: Collection[Product]) -> Iterator[
             continue
         operands = node.args[0].args[0], node.args[1]
         sides = [multiply.get(source(operand), []) for operand in operands]
+        sides = [[p for p in side if _has_shape_of(p.a, n)] for side, n in zip(sides, operands, strict=True)]
         pairs = ((one, other) for one in sides[0] for other in sides[1] if one.weight is other.weight)
         for one, other in pairs:
             if one.backward is not other.backward:
@@ -116,8 +125,60 @@ def weight_gradients(joint: JointGraph, found: Collection[Product]) -> Iterator[
                 break
 
 
+def _has_shape_of(node: fx.Node, other: fx.Node) -> bool:
+    shapes = node.meta["val"].shape, other.meta["val"].shape
+    return all(statically_known_true(a == b) for a, b in zip(*shapes, strict=True))
+
+
 def _is_forward(side: tuple[fx.Node, Product]) -> bool:
     return not side[1].backward
+
+
+def vocabularies(joint: JointGraph, found: Collection[Product]) -> Iterator[fx.Node]:
+    """The weights of linears with so many outputs that they are taken for classes, unless another linear reads what is made
+    of them, as ``down_proj`` does in an MLP."""
+    forwards = [p for p in found if not p.backward]
+    read = {member for p in forwards for member in _ancestors(p.a, p)}
+    for product in forwards:
+        if product.outputs >= VOCABULARY and product.node not in read:
+            yield product.weight
+    of_forwards = {p.weight for p in forwards}
+    yield from (p.weight for p in found if p.weight not in of_forwards and p.outputs >= VOCABULARY)
+
+
+_BETWEEN = 64  # nodes, from an activation back to the products that it is made of
+
+
+def _ancestors(node: fx.Node, product: Product) -> set[fx.Node]:
+    """What an activation is made of, back to the products of other linears."""
+    seen, stack = {node}, [node]
+    while stack and len(seen) < _BETWEEN:
+        member = stack.pop()
+        if member.target in (_ATEN.mm.default, _ATEN.addmm.default):
+            continue
+        found = [n for n in member.all_input_nodes if n not in seen and n is not product.weight]
+        seen.update(found)
+        stack += found
+    return seen
+
+
+def unpaired(joint: JointGraph, found: Collection[Product], gradients: Collection[WeightGradient]) -> Iterator[Product]:
+    """The forwards of ``found`` whose weight has a gradient that is none of ``gradients``: their input has none."""
+    paired = {g.forward for g in gradients}
+    with_input = {p.weight for p in found if p.backward}
+    known = {g.node for g in gradients} | {p.node for p in found}
+    lonely: dict[fx.Node, int] = {}
+    for node in joint.graph.find_nodes(op="call_function", target=_ATEN.mm.default):
+        if node in joint.backward and node not in known:
+            for operand in node.args:
+                turned = operand.args[0] if operand.target is _ATEN.permute.default else operand
+                lonely[source(turned)] = lonely.get(source(turned), 0) + 1
+    for product in found:
+        if product.backward or product in paired or product.weight in with_input:
+            continue
+        if lonely.get(product.source, 0) > 0:
+            lonely[product.source] -= 1
+            yield product
 
 
 def batches_of_one_to_products(graph: fx.Graph, parameters: frozenset[int]) -> None:
@@ -125,7 +186,7 @@ def batches_of_one_to_products(graph: fx.Graph, parameters: frozenset[int]) -> N
     batches = [
         node
         for node in graph.find_nodes(op="call_function", target=_ATEN.bmm.default)
-        if node.args[0].meta["val"].shape[0] == 1
+        if statically_known_true(node.args[0].meta["val"].shape[0] == 1)
     ]
     with_weight = [node for node in batches if input_number(_origin(node.args[1])) in parameters]
     sources = {source(node.args[0]) for node in with_weight}

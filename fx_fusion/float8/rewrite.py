@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -11,10 +12,19 @@ from fx_fusion.float8.choice import gained, pays_together, slower, slower_gradie
 from fx_fusion.float8.gates import quantise_in_gates
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
-from fx_fusion.float8.products import Product, WeightGradient, batches_of_one_to_products, products, weight_gradients
+from fx_fusion.float8.products import (
+    Product,
+    WeightGradient,
+    batches_of_one_to_products,
+    products,
+    unpaired,
+    vocabularies,
+    weight_gradients,
+)
 from fx_fusion.float8.sums import sums
 from fx_fusion.float8.writer import Writer
 from fx_fusion.graph.places import module_of
+from fx_fusion.graph.size_hints import expected
 from fx_fusion.memory.joint_graph import JointGraph
 from fx_fusion.memory.recompute import Decisions
 
@@ -42,9 +52,15 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     if linears.trouble:
         warnings.warn(f"fx_fusion: float8 was asked for, and all is in bfloat16: {linears.trouble}", stacklevel=2)
         return
-    modules = {p.weight: module_of(p.node) for p in found if not p.backward}
-    places = {p: modules.get(p.weight) or module_of(p.node) for p in found}
-    kept = {p: reason for p in found if (reason := why_not(p, places[p], keep))}
+    modules: dict[fx.Node, list[str]] = {}  # several may share a weight
+    for forward in (p for p in found if not p.backward):
+        modules.setdefault(forward.weight, []).append(module_of(forward.node))
+    of = {p: modules.get(p.weight, []) if p.backward else [module_of(p.node)] for p in found}
+    places = {p: next(filter(None, reversed(of[p])), "") or module_of(p.node) for p in found}
+    classes = set(vocabularies(joint, found))
+    kept = {p: reason for p in found if (reason := why_not(p, of[p] or [places[p]], keep, of_classes=p.weight in classes))}
+    if not emulate:
+        kept.update({p: "how many rows it has is known when it runs" for p in found if math.isinf(expected(p.sizes[0]))})
     kept.update({p: "the graph writes to its weight" for p in found if joint.is_lost(p.weight)})
     gradients = list(weight_gradients(joint, found)) if linears.recipe == "rowwise" else []
     owning = {g.of_input for g in gradients}
@@ -73,4 +89,7 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
         if not reason:
             writer.write(product)
         linears.products.append((place, kind, reason, seconds.get(product, 0.0)))
+    if linears.recipe == "rowwise":
+        alone = "its input has no gradient, which would be made of the same rows"
+        linears.products += [(places[p], OF_WEIGHT, alone, 0.0) for p in unpaired(joint, found, gradients)]
     quantise_in_gates(inserter, writer)

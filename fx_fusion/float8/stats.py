@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT
 from fx_fusion.float8.writer import into_dy
 from fx_fusion.kernels.float8.quantise import quantise_rows_inline
 from fx_fusion.kernels.float8.turn import turn_rows
-from fx_fusion.torch_internals.dispatch import products_with_parameters
+from fx_fusion.torch_internals.dispatch import products_with_parameters, steps_in_backward
 
 _ROWS = 128  # of each product that are compared: evenly spaced
 
@@ -26,7 +27,8 @@ class Float8Stats:
         weight: the name of its parameter.
         product: ``"forward"``, ``"gradient of the input"`` or ``"gradient of the weight"``. The last is in float8 under the
             recipe ``"rowwise"`` only.
-        sqnr: 20 log10(|y| / |y - y8|) in dB, of the product in float8 against float64, both of the same operands.
+        sqnr: 20 log10(|y| / |y - y8|) in dB, of the product in float8 against float64, both of the same operands; infinite
+            where they are equal, as of a matrix of zeros.
         amax: the largest magnitude of the first operand: x, or the gradient of y.
         underflow: the share of its numbers, zeros aside, that float8 has as zero.
         spread: the largest ratio of a row's largest magnitude to its root mean square: outliers make it large. A row is
@@ -69,14 +71,25 @@ def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
     """
     names = dict(model.named_parameters())
     found: list[Float8Stats] = []
-    multiplied: dict[str, list[Tensor]] = {name: [] for name in names}  # by each weight, and not in a backward yet
+    multiplied: list[tuple[str, Tensor, int]] = []  # x, and outputs of its linear: in no backward yet
 
-    def measure(name: str, backward: bool, a: Tensor, b: Tensor) -> None:
-        found.append(_with_weight(name, backward, a, b))
-        if not backward:
-            multiplied[name].append(a)
-        elif multiplied[name]:
-            found.append(_of_weight(name, multiplied[name].pop(), a))
+    def measure(when: str, name: str, a: Tensor, b: Tensor) -> None:
+        if not name:
+            measure_gradient(a, b)
+        elif when != "again":
+            found.append(_with_weight(name, when == "backward", a, b))
+        if when != "backward" and torch.is_grad_enabled() and names[name].requires_grad:
+            multiplied.append((name, a, b.shape[1]))
+
+    def measure_gradient(a: Tensor, b: Tensor) -> None:
+        """Of dy.T @ x, or x.T @ dy: the last linear that had this x, and as many outputs."""
+        for place in reversed(range(len(multiplied))):
+            name, x, outputs = multiplied[place]
+            for dy, other in ((a.t(), b), (b, a.t())):
+                if x.is_set_to(other) and dy.shape == (len(x), outputs):
+                    del multiplied[place]
+                    found.append(_of_weight(name, x, dy))
+                    return
 
     before = {name: parameter.grad for name, parameter in names.items()}
     for parameter in names.values():
@@ -88,7 +101,11 @@ def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 raise ValueError("float8_stats needs the loss of a step: a model that returns it, or something with .loss")
             phase.backward = True
-            loss.backward()
+            if steps_in_backward(names.values()):
+                given = (t for t in (*names.values(), *args, *kwargs.values()) if isinstance(t, Tensor))
+                torch.autograd.grad(loss, [t for t in given if t.requires_grad], allow_unused=True)
+            else:
+                loss.backward()
     finally:
         for name, parameter in names.items():
             parameter.grad = before[name]
@@ -124,6 +141,6 @@ def _compared(
     wide = rows.float()
     lost = ((q.float() == 0) & (wide != 0)).sum() / (wide != 0).sum().clamp(min=1)
     spread = wide.abs().amax(1) / wide.square().mean(1).sqrt().clamp(min=1e-30)
-    error = (true - small).norm().clamp(min=1e-300)
-    sqnr = 20 * torch.log10(true.norm().clamp(min=1e-300) / error)
-    return Float8Stats(name, product, sqnr.item(), a.abs().max().item(), lost.item(), spread.max().item())
+    error, size = (true - small).norm().item(), true.norm().item()
+    sqnr = 20 * math.log10(max(size, 1e-300) / error) if error else math.inf
+    return Float8Stats(name, product, sqnr, a.abs().max().item(), lost.item(), spread.max().item())

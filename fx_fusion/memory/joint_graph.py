@@ -10,6 +10,8 @@ from torch import Tensor, fx
 from fx_fusion.graph.size_hints import elements
 from fx_fusion.torch_internals.partitioner import input_number, is_fusible, is_tangent, is_view
 
+_COPY = torch.ops.aten.copy_.default
+
 
 class JointGraph:
     """The nodes of a joint graph. Those that lead to an output of the forward are its own, all others the backward's: what a
@@ -22,7 +24,9 @@ class JointGraph:
             if is_tangent(node) or any(n in behind_tangents for n in node.all_input_nodes):
                 behind_tangents.add(node)
         self._returned = {n for n in graph.output_node().all_input_nodes if n not in behind_tangents}
-        ours, stack = set(self._returned), list(self._returned)
+        # Inductor lets the graph itself write to buffers, and what it writes leads to no output.
+        writes = [n for n in graph.find_nodes(op="call_function", target=_COPY) if n not in behind_tangents]
+        ours, stack = {*self._returned, *writes}, [*self._returned, *writes]
         while stack:
             found = [n for n in stack.pop().all_input_nodes if n not in ours]
             ours.update(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,11 @@ class Phase:
 
 @contextlib.contextmanager
 def products_with_parameters(
-    parameters: Mapping[str, Tensor], tell: Callable[[str, bool, Tensor, Tensor], None]
+    parameters: Mapping[str, Tensor], tell: Callable[[str, str, Tensor, Tensor], None]
 ) -> Iterator[Phase]:
-    """Inside, ``tell(name, backward, a, b)`` is called for every product a @ b in which b is a parameter, or a view or a
-    cast of one. Gone: this can't be imported."""
+    """Inside, ``tell(when, name, a, b)`` is called for every product a @ b in which b is a parameter, or a view or a cast of
+    one, and with an empty name for every other one of a backward. ``when``: "forward", "again" (a forward that is
+    checkpointed, in the backward), or "backward". Gone: this can't be imported."""
     aten = torch.ops.aten
     kept: list[Tensor] = []  # casts: their memory must not be another tensor's meanwhile
     names = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
@@ -82,9 +83,9 @@ def products_with_parameters(
                     if len(a) != 1:
                         return result
                     a, b = a[0], b[0]
-                again = phase.backward and torch.is_grad_enabled()  # a checkpointed forward
-                if (name := name_of(b)) and not name_of(a) and a.numel() and not again:
-                    tell(name, phase.backward, a, b)
+                when = "forward" if not phase.backward else "again" if torch.is_grad_enabled() else "backward"
+                if not name_of(a) and a.numel() and ((name := name_of(b)) or when == "backward"):
+                    tell(when, name or "", a, b)
             return result
 
     def name_of(tensor: Tensor) -> str | None:
@@ -92,6 +93,12 @@ def products_with_parameters(
 
     with Listen():
         yield phase
+
+
+def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
+    """Whether something waits for the gradient of one of the parameters to be there, to make a step with it, perhaps.
+    Gone: nothing does."""
+    return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
 
 
 def is_view(tensor: Tensor) -> bool:
