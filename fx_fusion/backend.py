@@ -43,7 +43,7 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
-from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
+from fx_fusion.rewrite.loss_behind_a_break import LOSSES, beginning_with_lm_head, only_losses_read
 from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.results_apart import keep_results_apart
@@ -219,6 +219,8 @@ def rewrite(
         sentence = "while its deferred outputs are read in call after call"
         return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
 
+    losses = {name for site in sites if site.fusion in LOSSES for name in site.nodes}
+
     def with_lm_head(graph: fx.GraphModule) -> Compiled:
         return another(Version(report.index, "with the lm_head of the graph that made its logits"), options, graph)
 
@@ -231,7 +233,7 @@ def rewrite(
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         speculating,
         read_deferred_inputs(activations),
-        beginning_with_lm_head(only_losses_read(untouched, given, sites), untouched, with_lm_head),
+        beginning_with_lm_head(only_losses_read(untouched, given, losses), untouched, with_lm_head),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds += time.perf_counter() - started

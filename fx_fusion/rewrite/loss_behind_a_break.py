@@ -8,7 +8,7 @@ that somebody has read, or that are made by more than a linear layer, go in as t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,26 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fx_fusion.graph.dtypes import autocast_dtype
-from fx_fusion.report.site import Site
 from fx_fusion.rewrite.loss_outside import Operands, operands_of
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 
 Compiled = Callable[..., Any]
 
-_LOSSES = ("cross_entropy", "linear_cross_entropy", "token_log_probs", "log_probs_entropy")
+LOSSES = ("cross_entropy", "linear_cross_entropy", "token_log_probs", "log_probs_entropy")
 _MOST_BETWEEN = 16  # nodes
 
 
-def only_losses_read(gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Iterable[Site]) -> tuple[int, ...]:
-    """The inputs of a graph, as Dynamo wrote it, that are another graph's deferred outputs and that only losses look at."""
-    of_losses = {name for site in sites if site.fusion in _LOSSES for name in site.nodes}  # near misses too: of slices, say
+def only_losses_read(gm: fx.GraphModule, example_inputs: Sequence[Any], losses: Collection[str]) -> tuple[int, ...]:
+    """The inputs of a graph, as Dynamo wrote it, that are another graph's deferred outputs and that only losses look at.
+    ``losses``: the names of nodes of sites of LOSSES, be they near misses (of slices, say)."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     deferred = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
-    return tuple(i for i in deferred if _ends_in(placeholders[i], of_losses))
+    return tuple(i for i in deferred if _ends_in(placeholders[i], losses))
 
 
-def _ends_in(node: fx.Node, names: set[str]) -> bool:
+def _ends_in(node: fx.Node, names: Collection[str]) -> bool:
     """Whether everything that is made of a node ends in nodes of these names, or is handed out beside them."""
     seen: dict[fx.Node, None] = {}
     stack, ends = [node], False

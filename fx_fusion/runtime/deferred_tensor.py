@@ -8,7 +8,6 @@ all of them by now, and what is then written to one shows in its views and not i
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from fx_fusion.torch_internals.dispatch import (
     without_torch_function,
     wrapper,
 )
-from fx_fusion.torch_internals.dynamo import is_compiling, is_dynamo, never_captured
+from fx_fusion.torch_internals.dynamo import is_asking, is_compiling, never_captured
 from fx_fusion.torch_internals.fakes import fake_mode_of, unset_fake_temporarily
 
 
@@ -166,7 +165,7 @@ class DeferredTensor(torch.Tensor):
     _inner: Tensor | None  # the value without history
     _given: Tensor | None  # the token: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
-    _hooks: list[Hook]  # for the gradient of the value
+    _hooks: list[Hook]
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
     @staticmethod
@@ -210,9 +209,9 @@ class DeferredTensor(torch.Tensor):
         return self._value
 
     # -- as an input of another compiled function -------------------------------------------------------------------
-    # torch.compile takes apart a subclass that says how. Dynamo looks inside whenever it checks its guards, and finds an
-    # empty token: nobody may want the values (``rewrite.loss_behind_a_break``). Compiled code that does gets them by
-    # ``_read``. While it is traced, this class stands around a fake tensor, and does nothing of its own.
+    # Dynamo looks inside of a subclass whenever it checks its guards, and finds an empty token: nobody may want the values
+    # (``rewrite.loss_behind_a_break``). Compiled code that does gets them by ``_read``. While it is traced, this class
+    # stands around a fake tensor, and does nothing of its own.
     @property
     @never_captured
     def _token(self) -> Tensor:
@@ -225,8 +224,7 @@ class DeferredTensor(torch.Tensor):
     @never_captured
     def _read(self) -> Tensor:
         if self._traced:
-            assert self._value is not None
-            return self._value
+            return self.materialize()
         with without_torch_function(), unset_fake_temporarily():
             value = self.materialize()
             if self._inner is None or not self._inner.is_set_to(value):
@@ -240,7 +238,7 @@ class DeferredTensor(torch.Tensor):
 
     @never_captured
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_read" if self._traced and not is_dynamo(sys._getframe(1)) else "_token"], None
+        return ["_read" if self._traced and not is_asking() else "_token"], None
 
     def _stable_hash_for_caching(self) -> str:
         """What the compile cache knows of this input of a graph: its type. Symbolic sizes are in the cache's guards."""
@@ -253,8 +251,7 @@ class DeferredTensor(torch.Tensor):
         with without_torch_function():
             if "_read" in inner:
                 return _around(inner["_read"])
-            token = inner["_token"]
-            with fake_mode_of(token) or contextlib.nullcontext():
+            with fake_mode_of(token := inner["_token"]) or contextlib.nullcontext():
                 value = torch.empty_strided(outer_size, outer_stride, dtype=token.dtype, device=token.device)
             return _around(value, token)
 

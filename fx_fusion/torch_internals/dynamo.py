@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections import Counter
 from contextvars import ContextVar
 from types import FrameType
@@ -81,10 +82,11 @@ def is_compiling() -> bool:
     return context is not None and context.current_compile_id() is not None
 
 
-def is_dynamo(frame: FrameType) -> bool:
-    """Whether code runs in ``frame`` that Dynamo and its guards are made of, not AOTAutograd.
+def is_asking() -> bool:
+    """Whether Dynamo or its guards called the function that calls this one, not AOTAutograd.
     Gone: False, and a graph that deferred logits go into is not captured: PyTorch raises."""
-    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch.fx.experimental.symbolic_shapes"))
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return caller.startswith(("torch._dynamo.", "torch.fx.experimental.symbolic_shapes"))
 
 
 def never_captured(function: _Function) -> _Function:

@@ -25,6 +25,7 @@ ORDER = (
     {"report"},
     {"candidate"},
     {"pipeline"},
+    {"fallback"},
     {"backend"},
     {"testing"},
     {"checking"},
