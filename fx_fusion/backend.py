@@ -43,12 +43,13 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
-from fx_fusion.rewrite.loss_behind_a_break import LOSSES, beginning_with_lm_head, only_losses_read
+from fx_fusion.rewrite.loss_behind_a_break import LOSSES, beginning_with_lm_head, only_losses_read, only_read, writes_to
 from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.mask_values import read_anew
 from fx_fusion.runtime.reads import follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
@@ -173,7 +174,10 @@ def rewrite(
     report = new_report(gm, version, options) if unmet is None else unmet.report
     gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
     activations = activation_positions(gm)
-    given, example_inputs = example_inputs, read_deferred_examples(gm, example_inputs)
+    deferred_inputs = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
+    given = example_inputs
+    example_inputs = read_deferred_examples(gm, example_inputs)
+    untaken, writes = only_read(gm, deferred_inputs), writes_to(gm, deferred_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
@@ -232,8 +236,8 @@ def rewrite(
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,
         speculating,
-        read_deferred_inputs(activations),
-        beginning_with_lm_head(only_losses_read(untouched, given, losses), untouched, with_lm_head),
+        read_deferred_inputs(activations, writes=writes),
+        beginning_with_lm_head(only_losses_read(untouched, untaken, losses), untouched, with_lm_head),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds += time.perf_counter() - started

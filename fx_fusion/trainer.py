@@ -59,6 +59,7 @@ def _record(trainer: Trainer, name: str, watching: _Watching) -> None:
                 return theirs(*args, **kwargs)
             finally:
                 watching.depth -= 1
+                watching.trains = watching.trains and name != "train"
                 if watching.depth == 0:  # an evaluation while it trains ends nothing
                     watching.write(trainer.args, trainer.state)
 
@@ -67,12 +68,15 @@ def _record(trainer: Trainer, name: str, watching: _Watching) -> None:
 
 class _Watching(TrainerCallback):
     def __init__(self) -> None:
-        self.report, self.depth = Report(), 0
+        self.report, self.depth, self.trains = Report(), 0, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trains = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         found = facts(self.report)
         # The logs of an evaluation are its metrics, which a search for hyperparameters adds up.
-        if logs is not None and ("loss" in logs or "train_loss" in logs):
+        if logs is not None and ("loss" in logs or "train_loss" in logs) and self.trains:
             logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)

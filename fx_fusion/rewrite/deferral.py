@@ -265,14 +265,23 @@ def activation_positions(gm: fx.GraphModule) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(inputs) if isinstance(t, Tensor) and not isinstance(t, torch.nn.Parameter))
 
 
-def read_deferred_inputs(positions: Sequence[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def read_deferred_inputs(
+    positions: Sequence[int], *, writes: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Compiled code reads memory, and a deferred tensor has none before it is read. Dynamo unwraps what it traces; the
-    buckets into which DDP splits one graph hand their results to each other without it."""
+    buckets into which DDP splits one graph hand their results to each other without it. ``writes``: the graph writes to
+    one; it was captured as if each had memory of its own."""
 
     def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            if any(type(args[i]) is DeferredTensor for i in positions):
+            deferred = [i for i in positions if type(args[i]) is DeferredTensor]
+            if deferred:
                 args = tuple(a.materialize() if type(a) is DeferredTensor else a for a in args)
+                if writes and len({args[i].untyped_storage().data_ptr() for i in deferred}) < len(deferred):
+                    raise RuntimeError(
+                        "a compiled function was given two deferred tensors that are views of each other, and writes to "
+                        "one: hand it tensor.clone() for one of them."
+                    )
             return compiled(*args)
 
         return run if positions else compiled

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.graph.view import View
 from fx_fusion.rewrite.loss_outside import Operands, operands_of
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
+from fx_fusion.torch_internals.dynamo import sets_hooks_behind
 
 Compiled = Callable[..., Any]
 
@@ -26,12 +28,27 @@ LOSSES = ("cross_entropy", "linear_cross_entropy", "token_log_probs", "log_probs
 _MOST_BETWEEN = 16  # nodes
 
 
-def only_losses_read(gm: fx.GraphModule, example_inputs: Sequence[Any], losses: Collection[str]) -> tuple[int, ...]:
-    """The inputs of a graph, as Dynamo wrote it, that are another graph's deferred outputs and that only losses look at.
-    ``losses``: the names of nodes of sites of LOSSES, be they near misses (of slices, say)."""
+def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[int, ...]:
+    """Those of the deferred inputs of a graph that it reads and nothing else: who has them sees what is written to them or
+    to a view, hooks of theirs want their gradient, and a view that is returned has their memory."""
+    if not deferred or sets_hooks_behind():
+        return ()
     placeholders = gm.graph.find_nodes(op="placeholder")
-    deferred = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
-    return tuple(i for i in deferred if _ends_in(placeholders[i], losses))
+    effects = View(gm.graph).effects
+    return () if writes_to(gm, deferred) else tuple(i for i in deferred if not effects.returned(placeholders[i]))
+
+
+def writes_to(gm: fx.GraphModule, inputs: Collection[int]) -> bool:
+    """Whether a graph, as Dynamo wrote it, writes to one of these inputs."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return bool(inputs) and not View(gm.graph).effects.written_inputs().isdisjoint(placeholders[i] for i in inputs)
+
+
+def only_losses_read(gm: fx.GraphModule, inputs: Collection[int], losses: Collection[str]) -> tuple[int, ...]:
+    """Those of the ``inputs`` of a graph, as Dynamo wrote it, that only losses look at. ``losses``: the names of nodes of
+    sites of LOSSES, be they near misses (of slices, say)."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return tuple(i for i in inputs if _ends_in(placeholders[i], losses))
 
 
 def _ends_in(node: fx.Node, names: Collection[str]) -> bool:

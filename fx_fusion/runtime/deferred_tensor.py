@@ -7,7 +7,6 @@ all of them by now, and what is then written to one shows in its views and not i
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from fx_fusion.torch_internals.dispatch import (
     wrapper,
 )
 from fx_fusion.torch_internals.dynamo import is_asking, is_compiling, never_captured
-from fx_fusion.torch_internals.fakes import fake_mode_of, unset_fake_temporarily
+from fx_fusion.torch_internals.fakes import fake_beside, unset_fake_temporarily
 
 
 class _Output:
@@ -251,9 +250,7 @@ class DeferredTensor(torch.Tensor):
         with without_torch_function():
             if "_read" in inner:
                 return _around(inner["_read"])
-            with fake_mode_of(token := inner["_token"]) or contextlib.nullcontext():
-                value = torch.empty_strided(outer_size, outer_stride, dtype=token.dtype, device=token.device)
-            return _around(value, token)
+            return _around(fake_beside(inner["_token"], outer_size, outer_stride), inner["_token"])
 
     @never_captured
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

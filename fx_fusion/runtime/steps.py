@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -93,16 +95,38 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if is_compiling():
         return None
     _keep(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
+    if _is_closure(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _Keeping(kwargs["closure"], optimizer)}
+    place = _place_of_closure(type(optimizer).step)
+    if 0 < place < len(args) and _is_closure(args[place]):
+        return (*args[:place], _Keeping(args[place], optimizer), *args[place + 1 :]), kwargs
+    return None
 
-    def run(*given: Any, **named: Any) -> Any:
-        loss = closure(*given, **named)
-        _keep(optimizer)
+
+def _is_closure(item: Any) -> bool:
+    return callable(item) and not isinstance(item, torch.nn.Module)
+
+
+@functools.lru_cache(64)
+def _place_of_closure(step: Callable[..., Any]) -> int:
+    """Which of its arguments a step calls ``closure``; -1 if none."""
+    names = list(inspect.signature(step).parameters)
+    return names.index("closure") if "closure" in names else -1
+
+
+class _Keeping:
+    """A closure of a step that trains the model, in front of what the step changes then."""
+
+    def __init__(self, closure: Callable[..., Any], optimizer: torch.optim.Optimizer):
+        self._closure, self._optimizer = closure, optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self._closure(*args, **kwargs)
+        _keep(self._optimizer)
         return loss
 
-    return (args[:1], {**kwargs, "closure": run}) if "closure" in kwargs else ((args[0], run, *args[2:]), kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._closure, name)
 
 
 def _keep(optimizer: torch.optim.Optimizer) -> None:

@@ -82,11 +82,21 @@ def is_compiling() -> bool:
     return context is not None and context.current_compile_id() is not None
 
 
+def sets_hooks_behind() -> bool:
+    """Whether the function that is being captured sets hooks on tensors, which Dynamo does behind the call of its graph.
+    Gone: False, and hooks on deferred logits that a compiled loss sets itself are not called."""
+    translator: Any = getattr(getattr(torch._dynamo, "symbolic_convert", None), "InstructionTranslator", None)
+    try:
+        return bool(translator.current_tx().output.side_effects.tensor_hooks)
+    except AttributeError:
+        return False
+
+
 def is_asking() -> bool:
     """Whether Dynamo or its guards called the function that calls this one, not AOTAutograd.
     Gone: False, and a graph that deferred logits go into is not captured: PyTorch raises."""
     caller = str(sys._getframe(2).f_globals.get("__name__", ""))
-    return caller.startswith(("torch._dynamo.", "torch.fx.experimental.symbolic_shapes"))
+    return caller.startswith(("torch._dynamo.", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.meta_utils"))
 
 
 def never_captured(function: _Function) -> _Function:

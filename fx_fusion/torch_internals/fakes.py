@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 __all__ = [
-    "NO_VALUES", "FakeTensor", "FakeTensorMode", "example_of", "fake_mode_of", "hint_of", "lower_bound", "set_example",
-    "storage_of", "unset_fake_temporarily", "without_guards", "without_tracing_context",
+    "NO_VALUES", "FakeTensor", "FakeTensorMode", "example_of", "fake_beside", "fake_mode_of", "hint_of", "lower_bound",
+    "set_example", "storage_of", "unset_fake_temporarily", "without_guards", "without_tracing_context",
 ]  # fmt: skip
 
 _EXAMPLE = "example_value"
@@ -42,6 +42,16 @@ def fake_mode_of(tensor: Any) -> FakeTensorMode | None:
     """The mode of a fake tensor, or of one inside of a DTensor; None for anything else."""
     inside = getattr(tensor, "_local_tensor", tensor)
     return inside.fake_mode if isinstance(inside, FakeTensor) else None
+
+
+def fake_beside(tensor: Tensor, size: Any, stride: Any) -> Tensor:
+    """A tensor without values, of this size and the dtype and device of ``tensor``, for the compiler that made that one.
+    Gone: of one that functorch wraps, raises RuntimeError."""
+    mode = fake_mode_of(tensor) or getattr(torch._guards, "detect_fake_mode", lambda: None)()
+    if mode is None and not tensor.is_meta:
+        raise RuntimeError("a deferred tensor was taken apart by code that is no compiler: hand it tensor.clone()")
+    with mode or contextlib.nullcontext():
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
 
 
 def without_guards(mode: FakeTensorMode | None) -> contextlib.AbstractContextManager[Any]:

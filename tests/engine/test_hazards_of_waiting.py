@@ -110,6 +110,68 @@ def test_a_gpu_by_its_number_is_no_cast(function):
     assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
+class Scaled(torch.optim.SGD):
+    def step(self, scale, closure=None):
+        return super().step(closure)
+
+
+class OfAModel(torch.optim.SGD):
+    def step(self, model, closure=None):
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        return closure.calls
+
+
+def test_steps_that_take_something_else():
+    """A hook of ours runs before every step of every optimizer: it changes nothing but a closure that it is sure of."""
+    model = torch.nn.Linear(2, 2)
+
+    def closure():
+        closure.calls += 1
+        model.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    closure.calls = 0
+    assert Scaled(model.parameters(), lr=0.1).step(0.5, closure=closure) is not None
+    OfAModel(model.parameters(), lr=0.1).step(model)
+    assert Counting(model.parameters(), lr=0.1).step(closure) == 2
+    assert Scaled(model.parameters(), lr=0.1).step(0.5, closure) is not None
+    assert closure.calls == 3
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.LBFGS, torch.optim.SGD])
+@pytest.mark.parametrize("how", ["by place", "by name"])
+def test_a_closure_that_trains_the_model(optimizer, how):
+    """What it leaves is what was there before the step changed the weights, evaluation after evaluation: as if it had been
+    read in the closure. (LBFGS makes much of the roundings in which eager differs.)"""
+
+    def train(at_once):
+        torch._dynamo.reset()
+        found, model = [], Model()
+        call = torch.compile(model, backend=rewriting_backend())
+        step = optimizer(model.parameters(), lr=0.01)
+
+        def closure():
+            step.zero_grad()
+            loss, *rest = call(x)
+            loss.backward()
+            found[:] = [tensor + 0 for tensor in rest] if at_once else rest
+            return loss
+
+        for _ in range(2):
+            step.step(closure) if how == "by place" else step.step(closure=closure)
+        return [tensor + 0 for tensor in found]
+
+    torch.testing.assert_close(train(False), train(True), rtol=0, atol=0)
+
+
 def test_logits_read_under_an_autocast_around_several_steps():
     """Its cache of casts is that of the reader: what is cast for a deferred tensor is not left there."""
 

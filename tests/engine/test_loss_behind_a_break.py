@@ -209,6 +209,71 @@ def test_logits_that_are_wanted_themselves(name):
             torch.testing.assert_close(gradients(model, found), expected, rtol=2e-2 if narrow else 1e-4, atol=1e-4 if narrow else 1e-5)
 
 
+def in_place(z):
+    z = z.div_(0.7)
+    return F.cross_entropy(z.view(-1, V), ids.view(-1))
+
+
+def through_a_view(z):
+    z.view(-1, V)[3:].mul_(0.5)
+    return F.cross_entropy(z.view(-1, V), ids.view(-1))
+
+
+def returning_a_view(z):
+    return F.cross_entropy(z.view(-1, V), ids.view(-1)), z.view(-1, V)
+
+
+def hooked(z):
+    z.register_hook(lambda dz: dz * 2)
+    return F.cross_entropy(z.view(-1, V), ids.view(-1))
+
+
+@pytest.mark.parametrize("function", [in_place, through_a_view, returning_a_view, hooked], ids=lambda f: f.__name__)
+def test_what_a_graph_does_to_logits_is_seen_by_who_has_them(function):
+    """Writes, writes to what it returned, and hooks that Dynamo sets behind the graph."""
+    model = Model()
+    compiled, loss_of = compiled_of(model), torch.compile(function, backend=rewriting_backend())
+
+    def step(call, function):
+        z = call(ids)
+        loss = function(z)
+        loss, view = loss if isinstance(loss, tuple) else (loss, None)
+        found = gradients(model, loss)
+        if view is not None:
+            view.detach().mul_(3)
+        return [z.detach().square().sum(), *found]
+
+    for _ in range(3):
+        torch.testing.assert_close(step(compiled, loss_of), step(model, function), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["ours", "aot_eager", "eager"])
+def test_a_functorch_transform_of_logits(backend):
+    """Dynamo looks at what functorch wraps a second time."""
+
+    def gradient(z):
+        return torch.func.grad(lambda z: z.square().mean())(z)
+
+    found = torch.compile(gradient, backend=rewriting_backend() if backend == "ours" else backend)(compiled_of(Model())(ids))
+    torch.testing.assert_close(found, gradient(Model()(ids)))
+
+
+def test_two_views_and_a_write():
+    """Inductor sees that they share memory; here the graph was captured before they had any."""
+
+    def writing(z, view):
+        z.mul_(2)
+        return F.cross_entropy(view, ids.view(-1))
+
+    z = compiled_of(Model())(ids)
+    with pytest.raises(RuntimeError, match="views of each other, and writes to"):
+        torch.compile(writing, backend=rewriting_backend())(z, z.view(-1, V))
+    z = compiled_of(Model())(ids)
+    reading = torch.compile(lambda z, view: z.mean() + F.cross_entropy(view, ids.view(-1)), backend=rewriting_backend())
+    expected = Model()(ids)
+    torch.testing.assert_close(reading(z, z.view(-1, V)), expected.mean() + F.cross_entropy(expected.view(-1, V), ids.view(-1)))
+
+
 def test_without_gradients():
     """An evaluation of a loss in another graph than the model that trains."""
     model = Model()

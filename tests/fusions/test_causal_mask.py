@@ -207,3 +207,25 @@ def test_a_mask_that_is_written_to_through_numpy():
 
     qkv = [torch.randn(2, 2, 5, 16) for _ in range(3)]
     check_rewritten(function, *qkv, causal_mask=0)
+
+
+OF_BOOLEANS = {
+    "a sum is one or the other": lambda a: (a + a).float() * torch.ones(8, 8).tril() > 1.5,
+    "which is no 2": lambda a: (torch.ones(8, 8, dtype=torch.bool).tril() + a).long() == 2,
+    "of two that are causal": lambda a: (lambda c: c.add(c).float() == 1)(torch.ones(8, 8, dtype=torch.bool).tril()),
+    "a product is both": lambda a: torch.ones(8, 8, dtype=torch.bool).tril() * torch.ones(8, 8, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", OF_BOOLEANS)
+def test_sums_of_booleans(name):
+    """PyTorch's ``bool + bool`` is an or."""
+    q = torch.randn(2, 2, 8, 16)
+
+    def attend(q):
+        mask = OF_BOOLEANS[name](torch.ones(8, 8, dtype=torch.bool))
+        bias = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+
+    found = torch.compile(attend, backend=rewriting_backend(select="always"))(q)
+    torch.testing.assert_close(found, attend(q), rtol=1e-4, atol=1e-5)

@@ -187,6 +187,7 @@ def test_a_trainer_that_only_evaluates(what, tmp_path, monkeypatch):
     from fx_fusion.trainer import PAGE
 
     trainer, report = watched(tmp_path, monkeypatch)
+    assert not any("fx_fusion" in name for name in trainer.evaluate(metric_key_prefix="train"))
     found = trainer.evaluate() if what == "evaluate" else trainer.predict(texts(4, 1)).metrics
     assert not any(name.startswith("fx_fusion") for name in found)
     assert report.count("rms_norm") >= 1

@@ -78,7 +78,9 @@ def _binary(function: Callable[[Any, Any], Any]) -> Rule:
             raise Opaque(node, f"{node.name} counts in {name(example(node).dtype)}, which wraps around")
         if bound.get("alpha", 1) != 1:
             raise Opaque(node, f"{node.name} scales an operand by alpha")
-        return function(prover.numbers(bound["input"], node), prover.numbers(bound["other"], node))
+        result = function(prover.numbers(bound["input"], node), prover.numbers(bound["other"], node))
+        # A sum of booleans is one of them or both, no 2.
+        return as_predicate(result, node) if example(node).dtype == torch.bool else result
 
     return rule
 
