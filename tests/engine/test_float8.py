@@ -328,7 +328,7 @@ def test_a_gradient_of_a_weight_stays_with_its_forward():
 
 def test_recipes_differ_only_where_a_gradient_of_a_weight_is_taken(monkeypatch):
     """Scales that are powers of two are for these alone: GPT-2, whose gradients of weights are too small, rounds as before."""
-    monkeypatch.setattr(rewrite, "why_not", lambda product, *_: "of no gain" if product.backward else None)
+    monkeypatch.setattr(rewrite, "why_not", lambda product, *_, **__: "of no gain" if product.backward else None)
     model, x = Two().bfloat16(), torch.randn(8, 64).bfloat16()
     found = [partitioned(model, {"x": x.clone().requires_grad_()}, "speed", float8=recipe) for recipe in RECIPES]
     assert all(sorted(in_float8(each, FORWARD)) == ["first", "second"] for each in found)
