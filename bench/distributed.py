@@ -4,7 +4,7 @@
     python -m bench.distributed ddp fsdp2 --gpus 2
     python -m bench.distributed fsdp2 --profile DIR   and where the time of three steps goes, by kernel and by operator
     python -m bench.distributed fsdp2 --batch 8       more sequences a GPU: other rows, of a step that the host holds up less
-    python -m bench.distributed fsdp2 --unread        a loop that reads its loss once in six steps: the host may be ahead
+    python -m bench.distributed fsdp2 --unread        a loop that seldom reads its loss: the host may be ahead
     python -m bench.distributed --tiny                whether all of them run, on CPUs with gloo; no figures
 
 Llama of the 1B shape with 8 layers (experts: a Qwen3-MoE with 4), bfloat16, fused AdamW, 4 x 2048 tokens a GPU (tensor

@@ -131,7 +131,10 @@ if sys.argv[2] == "write":
 """
 
 
-@pytest.mark.parametrize("order", ["fx_fusion read", "fx_fusion write, fx_fusion read", "fx_fusion write, inductor read"])
+ORDERS = ["fx_fusion read", "fx_fusion write, fx_fusion read"]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, pytest.param("fx_fusion write, inductor read", marks=pytest.mark.slow)])
 def test_dynamos_own_cache_keeps_nothing_of_ours(order, tmp_path):
     """``caching_precompile``: another process calls what AOTAutograd compiled in place of the backend. Padding and what reads
     deferred logits are around that."""

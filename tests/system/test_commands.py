@@ -516,7 +516,7 @@ def test_doctor_of_a_mistake_in_the_environment(monkeypatch, capsys):
     assert doctor.main() == 1
     said = capsys.readouterr().out
     assert "no  the variable FX_FUSION_FUZIONS is read by nobody. Did you mean 'FX_FUSION_FUSIONS'?" in said
-    assert "no  options['memory'] = 'mni'. Did you mean 'min'?" in said
+    assert "no  FX_FUSION_MEMORY = 'mni'. Did you mean 'min'?" in said
     monkeypatch.delenv("FX_FUSION_FUZIONS")
     monkeypatch.delenv("FX_FUSION_MEMORY")
     doctor.main()
