@@ -37,7 +37,7 @@ class Totals:
 
 
 @triton.jit
-def _totals_kernel(
+def _loss_totals_kernel(
     target_ptr, weight_ptr, count_ptr, totals_ptr, m, classes, ignore_index, rows,
     HAS_WEIGHT: tl.constexpr, HAS_COUNT: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def totals_of(target, weight, ignore_index: int, *, mean: bool, count=None) -> T
     totals = torch.empty(6, dtype=torch.float32, device=target.device)
     weight = None if weight is None else weight.contiguous()
     launch(
-        _totals_kernel, (1,), target, *(totals if t is None else t for t in (weight, count)), totals, target.numel(),
+        _loss_totals_kernel, (1,), target, *(totals if t is None else t for t in (weight, count)), totals, target.numel(),
         0 if weight is None else len(weight), int(ignore_index), float(max(target.numel(), 1)),
         HAS_WEIGHT=weight is not None, HAS_COUNT=count is not None, MEAN=mean, BLOCK=_BLOCK, num_warps=16,
     )  # fmt: skip

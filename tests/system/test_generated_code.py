@@ -23,7 +23,7 @@ def test_a_llama(case):
     assert found["error"] < 0.12
     assert found["loss"] == pytest.approx(found["exact loss"], rel=1e-2 if float8 else 2e-4)
     launched, ops = ([n for n in found["launched"] if n.endswith("of an op") is of_op] for of_op in (False, True))
-    of_the_loss = ["_totals_kernel of an op", "_cross_entropy_rows_kernel of an op"]
+    of_the_loss = ["_loss_totals_kernel of an op", "_cross_entropy_rows_kernel of an op"]
     assert ops == of_the_loss, "whose host does more than launch: chunks of logits"
     assert launched.count("_embedding_segments_kernel add") == 1, "into lm_head's gradient: the table is tied"
     assert "scale_kernel" in launched, "of lm_head's gradient, in the memory that the forward saved it in"

@@ -27,6 +27,7 @@ NAMES = {
     "triton_per_fused__softmax_add_3": "attention",
     "triton_red_fused__log_softmax_nll_loss_forward_2": "loss",
     "_cross_entropy_rows_kernel": "loss",
+    "_loss_totals_kernel": "loss",
     "triton_red_fused_add_mean_mul_pow_rsqrt_3": "norm",
     "row_norm_bwd_kernel": "norm",
     "_group_norm_fwd_kernel": "norm",
