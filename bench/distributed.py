@@ -138,8 +138,9 @@ def _time(trainings: dict[str, Training], row: Row, sizes: Sizes, unread: bool) 
             training.step(0)  # the first of a turn finds the other's data in the caches
             started = time.perf_counter()
             for i in range(1, TURN):
-                training.step(i, reads=not unread or i == TURN - 1)
-                if not unread or i == TURN - 1:
+                reads = not unread or i == TURN - 1
+                training.step(i, reads)
+                if reads:
                     now = time.perf_counter()
                     times[variant].append((now - started) / (TURN - 1 if unread else 1))
                     started = now

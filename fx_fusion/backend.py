@@ -43,7 +43,7 @@ from fx_fusion.rewrite.deferral import (
 )
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
-from fx_fusion.rewrite.loss_behind_a_break import LOSSES, beginning_with_lm_head, only_losses_read, only_read, writes_to
+from fx_fusion.rewrite.loss_behind_a_break import LOSSES, beginning_with_lm_head, only_losses_read, only_read
 from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.results_apart import keep_results_apart
@@ -177,7 +177,7 @@ def rewrite(
     deferred_inputs = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
     given = example_inputs
     example_inputs = read_deferred_examples(gm, example_inputs)
-    untaken, writes = only_read(gm, deferred_inputs), writes_to(gm, deferred_inputs)
+    untaken, writes = only_read(gm, deferred_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)

@@ -28,20 +28,17 @@ LOSSES = ("cross_entropy", "linear_cross_entropy", "token_log_probs", "log_probs
 _MOST_BETWEEN = 16  # nodes
 
 
-def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[int, ...]:
-    """Those of the deferred inputs of a graph that it reads and nothing else: who has them sees what is written to them or
-    to a view, hooks of theirs want their gradient, and a view that is returned has their memory."""
-    if not deferred or sets_hooks_behind():
-        return ()
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    effects = View(gm.graph).effects
-    return () if writes_to(gm, deferred) else tuple(i for i in deferred if not effects.returned(placeholders[i]))
-
-
-def writes_to(gm: fx.GraphModule, inputs: Collection[int]) -> bool:
-    """Whether a graph, as Dynamo wrote it, writes to one of these inputs."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return bool(inputs) and not View(gm.graph).effects.written_inputs().isdisjoint(placeholders[i] for i in inputs)
+def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int, ...], bool]:
+    """Those of the deferred inputs of a graph, as Dynamo wrote it, that it reads and nothing else: who has them sees what is
+    written to them or to a view, hooks of theirs want their gradient, and a view that is returned has their memory. And
+    whether it writes to one of them; then it is none."""
+    if not deferred:
+        return (), False
+    placeholders, effects = gm.graph.find_nodes(op="placeholder"), View(gm.graph).effects
+    writes = not effects.written_inputs().isdisjoint(placeholders[i] for i in deferred)
+    if writes or sets_hooks_behind():
+        return (), writes
+    return tuple(i for i in deferred if not effects.returned(placeholders[i])), False
 
 
 def only_losses_read(gm: fx.GraphModule, inputs: Collection[int], losses: Collection[str]) -> tuple[int, ...]:
