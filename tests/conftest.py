@@ -4,6 +4,8 @@ marker ``kernel`` runs them; the others run the references, which is faster. TRI
 import gc
 import importlib
 import os
+import random
+import time
 
 import pytest
 import torch
@@ -47,11 +49,16 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--at-most", type=int, help="so many cases of each test, spread over its parameters")
+    parser.addoption("--minutes", type=float, help="begin no test after so many minutes: those that are left skip, and the summary counts them")
+    parser.addoption("--shuffle", help="any word: another word, another order of files; with --minutes all get their turn")
 
 
 def pytest_collection_modifyitems(config, items):
     place = {name: n for n, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    if (word := config.getoption("--shuffle")) is not None:
+        drawn = {path: random.Random(f"{word} {path.name}").random() for path in {item.path for item in items}}
+        items.sort(key=lambda item: drawn[item.path])
     if (most := config.getoption("--at-most")) is not None:
         cases = {}
         for item in items:
@@ -63,6 +70,23 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+LATE = "not begun: --minutes were over"
+BEGAN = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(LATE)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    late = sum(LATE in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
+    if late:
+        terminalreporter.write_line(f"{late} tests were not begun: the {config.getoption('--minutes'):g} minutes of --minutes were over")
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -20,7 +20,7 @@ def _rank(rank, ranks, port, function, arguments, queue):
     os._exit(0)  # freeing DDP's reducer behind a process group that is gone waits forever now and then
 
 
-def on_ranks(function, *arguments, ranks=2, seconds=300):
+def on_ranks(function, *arguments, ranks=2, seconds=1200):
     """What ``function(rank, *arguments)`` returned on each rank: a function of a module, whose results hold no tensors."""
     if not dist.is_gloo_available():
         pytest.skip("no gloo")

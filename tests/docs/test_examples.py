@@ -72,6 +72,7 @@ def test_what_examples_need_is_installed_for_the_tests():
     assert set(NEEDS.values()) - {"torch"} <= set(re.findall(r'"([\w-]+)', extra))
 
 
+@pytest.mark.slow
 def test_the_training_loop(tmp_path):
     checked("python examples/train.py --steps 4", tmp_path)
 

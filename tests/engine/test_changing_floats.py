@@ -58,6 +58,7 @@ def test_a_float_that_is_a_tensor_everywhere_is_compiled_twice():
     assert "1 foreach call(s) take a changing float as a tensor" in str(report)
 
 
+@pytest.mark.slow
 def test_a_float_in_a_checkpointed_body():
     torch._dynamo.reset()
 

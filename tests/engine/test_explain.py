@@ -1,5 +1,6 @@
 """``explain()``: what it sees, and that it leaves no trace."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +45,7 @@ def test_explain_sees_every_model_of_a_sweep_and_leaves_no_trace():
     assert all(isinstance(n, int) for shapes in graphs for shape in shapes for n in shape), "no size was seen to change"
 
 
+@pytest.mark.slow
 def test_explain_beside_a_model_that_is_compiled():
     model, graphs = Broken(8), []
 

@@ -17,7 +17,7 @@ from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
 from fx_fusion.float8.products import Product, WeightGradient
 from fx_fusion.options import parse
 from tests import zoo
-from tests.helpers import tiny_llama, tokens
+from tests.helpers import slow_but, tiny_llama, tokens
 from tests.partitioned import partitioned
 
 RECIPE, ALL_THREE = "rowwise_gw_hp", "rowwise"
@@ -102,7 +102,7 @@ def test_stats_of_checkpointed_layers():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("family", ["Llama", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX"])
+@pytest.mark.parametrize("family", slow_but(["Llama", "GPT2"], ["Llama", "Mixtral", "GPT2", "Bert", "T5", "GPTNeoX"]))
 def test_families(family, recipe):
     """Linears of every family are found, forwards and gradients. Nothing more is saved than a number a weight, and for
     gradients of weights one a row."""
@@ -409,9 +409,11 @@ def run(model, batch, *, context=contextlib.nullcontext, cache=fresh_cache, back
 
 
 WAYS = ("plain", "dynamic", "autocast", "checkpoint", "frozen", "memory_min")
+SLOW = [*((way, ALL_THREE) for way in WAYS), ("frozen", RECIPE)]
+CASES = [("plain", RECIPE), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.parametrize(("way", "recipe"), [*((way, ALL_THREE) for way in WAYS), ("plain", RECIPE), ("frozen", RECIPE)])
+@pytest.mark.parametrize(("way", "recipe"), CASES)
 def test_compiled(way, recipe):
     """By Inductor, as people train: the loss and the gradients, and the report says which products are in float8."""
     torch.manual_seed(0)
@@ -445,6 +447,7 @@ def test_compiled(way, recipe):
     assert said.splitlines()[0] in str(report)
 
 
+@pytest.mark.slow
 def test_without_gradients():
     model, ids = tiny_llama(num_hidden_layers=1).bfloat16().eval(), tokens()
     _, _, report = run(model, {"input_ids": ids, "labels": ids}, context=torch.no_grad, backward=False)
@@ -453,6 +456,7 @@ def test_without_gradients():
     assert "gradients of inputs" not in said
 
 
+@pytest.mark.slow
 def test_from_the_cache(tmp_path):
     """The second compilation finds the code of the first, and says so; another recipe or list does not find it."""
     model, ids = tiny_llama(num_hidden_layers=1).bfloat16(), tokens()
@@ -498,6 +502,7 @@ def test_an_error_on_the_way_is_told_from_one_before(monkeypatch):
     assert found.linears.sentences() == [f"float8 {RECIPE}: the rest in bfloat16: ValueError: made up"]
 
 
+@pytest.mark.slow
 def test_the_document_keeps_what_became_of_linears():
     model, ids = tiny_llama(num_hidden_layers=1).bfloat16(), tokens()
     _, _, report = run(model, {"input_ids": ids, "labels": ids})

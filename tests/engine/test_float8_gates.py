@@ -25,6 +25,7 @@ from tests.helpers import printed_without_interpreter, tiny_llama, tokens
 from tests.partitioned import partitioned
 
 RECIPES = ["rowwise_gw_hp", "rowwise"]
+FAMILIES = [("Llama", "swiglu", 2), *(pytest.param(*f, marks=pytest.mark.slow) for f in [("Gemma2", "geglu", 2), ("T5", "geglu", 4)])]
 
 
 def both(monkeypatch, model, batch, recipe, memory="speed", **options):
@@ -46,7 +47,7 @@ def of_a_llama():
 
 @pytest.mark.parametrize("memory", ["speed", "min"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("family", "op", "gates"), [("Llama", "swiglu", 2), ("Gemma2", "geglu", 2), ("T5", "geglu", 4)])
+@pytest.mark.parametrize(("family", "op", "gates"), FAMILIES)
 def test_families(monkeypatch, family, op, gates, recipe, memory):
     """The same bits; y is handed out by the backward, neither saved nor computed by a kernel of its own."""
     found, behind = both(monkeypatch, zoo.build(family).bfloat16(), zoo.batch(), recipe, memory)
@@ -59,6 +60,7 @@ def test_families(monkeypatch, family, op, gates, recipe, memory):
     assert found.bytes < behind.bytes if quantised and memory == "speed" else found.bytes <= behind.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpointed_layers(monkeypatch, recipe):
     model, batch = of_a_llama()
@@ -67,6 +69,7 @@ def test_checkpointed_layers(monkeypatch, recipe):
     assert found.backward["quantise_glu_bwd"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_who_else_reads_them(monkeypatch, recipe):
     """LoRA's factors multiply in bfloat16 what the frozen linears multiply in float8: y, dgate and dup are stored too."""
@@ -162,6 +165,7 @@ def test_y_is_returned_too(monkeypatch):
     assert found.backward["quantise_glu_bwd"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "kind", "there"),
     [("*.up_proj", OF_INPUT, {"swiglu_bwd": 2, "quantise_glu_bwd": 0}), ("*.down_proj", FORWARD, {"quantise_glu_bwd": 2})],
@@ -185,6 +189,7 @@ def launches(memory, *fusions):
     return found
 
 
+@pytest.mark.slow
 def test_as_on_a_gpu():
     """AOTAutograd traces the kernels, those of rows whose op is called with its defaults too: Inductor launches them all."""
     found = launches("speed", "swiglu")
@@ -197,6 +202,7 @@ def test_as_on_a_gpu():
         assert of["backward"].count("quantise_columns_together_kernel") == (2 if recipe == "rowwise_gw_hp" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "stored"), [("speed", ": q, y"), ("min", ": q")])
 def test_norms_as_on_a_gpu(memory, stored):
     """Their kernels quantise y and dx; y is stored only where it is saved, and handed out by the backward otherwise."""
@@ -210,6 +216,7 @@ def test_norms_as_on_a_gpu(memory, stored):
         assert of["backward"].count("quantise_rows_kernel") == 0
 
 
+@pytest.mark.slow
 def test_norms_as_on_a_gpu_without_a_gradient():
     """q, k and v read one norm: its y is stored for nobody, and nothing asks for it."""
     for of in launches("inference", "rms_norm", "add_rms_norm").values():

@@ -14,6 +14,8 @@ from tests.helpers import tiny_llama, tokens
 from tests.partitioned import partitioned
 
 RECIPES = ["rowwise_gw_hp", "rowwise"]
+SLOW = [("Qwen3", 2), ("Gemma2", 2), ("Olmo2", 2), ("Bert", 1), ("GPT2", 0)]
+FAMILIES = [("Llama", 2), *(pytest.param(*family, marks=pytest.mark.slow) for family in SLOW)]
 
 
 class Linears(nn.Module):
@@ -134,7 +136,7 @@ def test_a_term_that_is_no_product(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("family", "each"), [("Llama", 2), ("Qwen3", 2), ("Gemma2", 2), ("Olmo2", 2), ("Bert", 1), ("GPT2", 0)])
+@pytest.mark.parametrize(("family", "each"), FAMILIES)
 def test_families(monkeypatch, family, each, recipe):
     """Of each layer q, k, v and gate, up; GPT-2 has q, k, v in one."""
     model = zoo.build(family).bfloat16()
@@ -144,6 +146,7 @@ def test_families(monkeypatch, family, each, recipe):
     alike(found, apart, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpointed_layers_and_lora(monkeypatch, recipe):
     ids = tokens()
@@ -258,6 +261,7 @@ def test_groups_that_share_gradients(monkeypatch, loss, recipe):
     alike(found, apart, 18)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_lora_without_a_scale(monkeypatch, recipe):
     """``base(x) + b(a(x))``: base and b have one dy."""

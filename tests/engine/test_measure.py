@@ -111,7 +111,7 @@ def test_processes_that_write_and_read_one_measurement(folder):
     )
     file = folder / "one.json"
     writers = [subprocess.Popen([sys.executable, "-c", code, str(file), str(i + 1)], cwd=ROOT) for i in range(2)]
-    assert [writer.wait(timeout=300) for writer in writers] == [0] * 2
+    assert [writer.wait(timeout=1200) for writer in writers] == [0] * 2
     assert [f.name for f in folder.iterdir()] == ["one.json"]
 
 

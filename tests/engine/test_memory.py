@@ -88,7 +88,7 @@ def test_the_gradient_of_a_tied_table_is_added_to_the_other_one():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["static", "dynamic", "autocast"])
+@pytest.mark.parametrize("how", slow_but(["static"], ["static", "dynamic", "autocast"]))
 def test_launches_that_are_traced(how):
     """As on a GPU: AOTAutograd traced the kernels, and the backward of each norm hands out its result; no call of
     an op is left, and no size is guarded. Under autocast the norms are stored in bfloat16, as the linear layers read them."""
@@ -468,6 +468,7 @@ def compiled_step(model, **options):
     return report
 
 
+@pytest.mark.slow
 def test_through_inductor(fresh_cache):
     model = tiny_llama(num_hidden_layers=1)
     sizes = []
@@ -506,6 +507,7 @@ def test_a_graph_from_the_cache_says_so(fresh_cache):
     assert "from torch's compile cache" in str(compiled_step(model, memory="min"))
 
 
+@pytest.mark.slow
 def test_what_fails_is_told_and_nothing_else_changes(monkeypatch, fresh_cache):
     def fails(joint):
         raise ZeroDivisionError("as a test")

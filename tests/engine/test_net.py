@@ -106,6 +106,7 @@ def broken(where):
         function.__code__ = code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "others", "fewest"), [("norm", None, 120), ("language_model", "norm", 100)])
 def test_each_function_of_ours_broken_in_turn(subtests, graph, others, fewest):
     """A graph in which something would have been fused, in training; of the second graph what the first has not called.

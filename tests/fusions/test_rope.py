@@ -240,6 +240,7 @@ def test_without_autocast_attention_reads_float32(wide_tables):
     assert "out='promoted'" in report.graphs[0].after
 
 
+@pytest.mark.slow
 def test_a_llama_under_autocast_verifies():
     """What is stored narrower is no fault to ``verify``."""
     model, ids = tiny_llama(), tokens(2, 40)

@@ -11,14 +11,10 @@ from tests.kernels.evonorm_b0_ways import B0_WAYS, by
 pytestmark = pytest.mark.kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [
-        (torch.float32, 985.9),
-        *(pytest.param(torch.float32, v, marks=pytest.mark.slow) for v in (100.1, 4148.5, 1e6 + 0.3)),
-        pytest.param(torch.float16, 1785, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 4080, marks=pytest.mark.slow),
-    ],
+    [*((torch.float32, v) for v in (985.9, 100.1, 4148.5, 1e6 + 0.3)), (torch.float16, 1785), (torch.bfloat16, 4080)],
 )
 def test_equal_values_have_no_variance(dtype, value, device):
     """Their float32 sum is rounded, so is their mean: 1 / sqrt(eps) makes 0.005 of that at 100, 0.6 at 10^6; eager has 0.

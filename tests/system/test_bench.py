@@ -12,7 +12,7 @@ on_ranks = pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
 
 
 def output_of(*arguments):
-    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -69,6 +69,7 @@ def edit(file, old, new):
     file.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_a_second_process_hits(checkout):
     cold = run(checkout)
     assert cold["bypass"] == 0, "every node of the rewritten graph is cacheable"

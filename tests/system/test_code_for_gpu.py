@@ -22,6 +22,7 @@ MOST = {"llama": 0.52, "gpt2": 0.40, "bert": 1.07, "convnext": 1.03}
 NORMS = {"row_norm_fwd_kernel", "row_norm_bwd_kernel", "_column_sums_kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(("gpt2",), MOST))
 def test_what_is_launched(case):
     found = printed_without_interpreter("tests.code_for_gpu", case)

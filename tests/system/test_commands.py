@@ -77,6 +77,7 @@ def test_a_type_of_transformers(tmp_path):
     assert shapes[0]["x"] == "bfloat16[1, 512, 4096]"
 
 
+@pytest.mark.slow
 def test_a_report_of_another_machine(script, tmp_path):
     facts, page = tmp_path / "facts.json", tmp_path / "page.html"
     said = run("explain", f"{script}:make", "--select", "always", "--json", str(facts)).stdout
@@ -87,6 +88,7 @@ def test_a_report_of_another_machine(script, tmp_path):
     assert "can't be read" in run("report", str(tmp_path / "nowhere.json"), code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_config_of_ones_own(tmp_path):
     config = {
         "model_type": "gpt2", "n_embd": 48, "n_layer": 5, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0,
@@ -320,6 +322,7 @@ def test_json_on_stdout_is_all_there_is(script, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["counts"] == {"fused/rms_norm": 1}
 
 
+@pytest.mark.slow
 def test_what_is_required(script):
     assert "rope: 0 fused, 1 required" in run("explain", f"{script}:make", "--require", "rope=1", code=1).stderr
     assert "no fusion is called 'rop'" in run("explain", f"{script}:make", "--require", "rop=1", code=2).stderr
@@ -346,6 +349,7 @@ def test_verify(script):
     assert "has no function" in run("verify", f"{script}:mak", code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_script_as_it_is(script, tmp_path):
     page = tmp_path / "page.html"
     found = run("run", script, "--html", str(page), "--select", "always", "--require", "rms_norm=1", "--epochs", "2")
@@ -388,10 +392,15 @@ def test_a_question_that_is_none_costs_no_report(script, tmp_path, monkeypatch, 
     ("end", "code", "sentence"),
     [
         ("raise ValueError('it broke')", 1, "ValueError: it broke"),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('no data')", 1, "no data"),
-        ("sys.exit()", 0, ""),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        *(
+            pytest.param(*end, marks=pytest.mark.slow)
+            for end in [
+                ("sys.exit(3)", 3, ""),
+                ("sys.exit('no data')", 1, "no data"),
+                ("sys.exit()", 0, ""),
+                ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+            ]
+        ),
     ],
 )
 def test_a_report_of_a_script_however_it_ends(script, tmp_path, end, code, sentence):
@@ -469,10 +478,11 @@ sys.exit({})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "code", "sentence"),
     [
-        pytest.param("'7' in fused", 0, "rms_norm in 7 (", marks=pytest.mark.slow),
+        ("'7' in fused", 0, "rms_norm in 7 ("),
         ("'it breaks'", 2, "fails without any replacement too"),
         ("0", 2, "does not fail"),
     ],

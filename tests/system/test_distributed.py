@@ -376,6 +376,7 @@ def test_a_version_that_one_rank_compiles_waits_for_no_other():
     assert found[0] >= 1, "Dynamo asks in another way"
 
 
+@pytest.mark.slow
 def test_logits_of_a_head_that_fsdp_has_freed():
     expected = tiny_llama(num_hidden_layers=1)(input_ids=tokens()).logits.sum().item()
     for rank, found in on_ranks(reads).items():
@@ -452,6 +453,7 @@ def interrupted(rank, folder):
     return max((whole(p) - expected[n]).abs().max().item() for n, p in model.named_parameters()), names
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     """With the optimizer, and under the names that the model has without the backend."""
     wanted = sorted(tiny_llama(num_hidden_layers=1).state_dict())

@@ -124,6 +124,7 @@ def found():
     return on_ranks(on_one_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["rewritten", "inductor"])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_rotations_and_embeddings_of_dtensors(setup, backend, found):

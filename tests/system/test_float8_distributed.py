@@ -66,9 +66,8 @@ def worker(rank, setup):
     return apart, losses, said
 
 
-@pytest.mark.parametrize(
-    "setup", [pytest.param(name, marks=[] if name == "tensor_parallel" else pytest.mark.slow) for name in SETUPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", SETUPS)
 def test_all_three_products(setup):
     for apart, losses, said in on_ranks(worker, setup).values():
         text = "\n".join(said)

@@ -92,7 +92,8 @@ print("RIGHT")
 CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="autograd of a build for CUDA refuses a child's backward")
 
 
-@pytest.mark.parametrize("body", [pytest.param(FORK, id="fork", marks=CUDA), pytest.param(WORKERS, id="workers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [pytest.param(FORK, id="fork", marks=CUDA), pytest.param(WORKERS, id="workers")])
 def test_children(body, tmp_path):
     (tmp_path / "script.py").write_text(START + body)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -50,6 +50,7 @@ def logged(tmp_path, logs, how="plain"):
 LINE = r"^I\d{4} .*report/trace.py:\d+\] \[0/0\] graph 0: \d+ -> \d+ nodes in .* s; fused: 1 x rms_norm"
 
 
+@pytest.mark.slow
 def test_a_line_a_graph(tmp_path):
     text = logged(tmp_path, "fx_fusion")
     assert len(re.findall(LINE, text, re.M)) == 1, text
@@ -102,6 +103,7 @@ def test_tlparse_lists_our_artifacts(tmp_path):
     assert "fx_fusion_report" in (pages / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_which_line_a_kernel_belongs_to(tmp_path):
     """PyTorch's provenance tracking knows the user's lines of our ops, forward and backward, each launch by itself."""
     script, traces = tmp_path / "script.py", tmp_path / "traces"

@@ -36,6 +36,7 @@ def new_fusion(*arguments, cwd, **more):
     return call(sys.executable, "-m", "fx_fusion", "new-fusion", *arguments, cwd=cwd, **more)
 
 
+@pytest.mark.slow
 def test_a_package_of_ones_own(tmp_path):
     """The printed command checks it, the printed entry point makes it known, the backend fuses it."""
     said = new_fusion("my_op", "--into", "src/mine", cwd=tmp_path)
@@ -53,6 +54,7 @@ def test_a_package_of_ones_own(tmp_path):
     call(sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), "src/mine/my_op.py", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkout(tmp_path):
     """The tests that a fusion gets by itself, and the linter, pass with the three files."""
     for folder in ("fx_fusion", "patterns", "kernels", "tests", "bench"):
@@ -67,6 +69,7 @@ def test_a_checkout(tmp_path):
     assert int(re.search(r"(\d+) passed", call(*test, cwd=tmp_path, path=tmp_path))[1]) >= 8
 
 
+@pytest.mark.slow
 def test_outside_of_both(tmp_path):
     """A module here; in a folder of a package, under the package's name."""
     assert 'my_op = "my_op:FUSION"' in new_fusion("my_op", cwd=tmp_path)
@@ -80,13 +83,18 @@ def test_outside_of_both(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("two words",), "'two words' can't name a fusion: files, an op and a Python name are called so"),
-        (("class",), "'class' can't name a fusion"),
         (("rms_norm",), "a fusion 'rms_norm' exists already"),
-        (("rms_norm_bwd",), "an op 'rms_norm_bwd' exists already"),
-        (("launch",), "'launch' means something else in the file of a fusion: choose another name"),
-        (("my_op", "--into", "my-fusions"), "'my-fusions' can't be imported: --into takes the folder of a package"),
-        (("there", "--into", "mine"), "mine/there.py would be overwritten"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (("two words",), "'two words' can't name a fusion: files, an op and a Python name are called so"),
+                (("class",), "'class' can't name a fusion"),
+                (("rms_norm_bwd",), "an op 'rms_norm_bwd' exists already"),
+                (("launch",), "'launch' means something else in the file of a fusion: choose another name"),
+                (("my_op", "--into", "my-fusions"), "'my-fusions' can't be imported: --into takes the folder of a package"),
+                (("there", "--into", "mine"), "mine/there.py would be overwritten"),
+            ]
+        ),
     ],
 )
 def test_what_is_refused(tmp_path, arguments, sentence):

@@ -63,7 +63,8 @@ def test_the_other_steps_are_inductors(given):
     assert compiled == expected
 
 
-@pytest.mark.parametrize("dtype", slow_but((torch.bfloat16,), (torch.float32, torch.bfloat16, torch.float64)))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_changing_learning_rate_changes_no_number(dtype):
     """Bit for bit what Inductor makes of a constant one: the scalar is rounded once, to what the op computes in."""
     ours, _ = train("fx_fusion", dtype=dtype, foreach=True)

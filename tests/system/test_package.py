@@ -45,6 +45,7 @@ def test_bare_checkout(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_backend_needs_no_import(tmp_path):
     code = "import torch; print(torch.compile(lambda x: x + 1, backend='fx_fusion')(torch.ones(1)).item())"
     assert python("-c", code, cwd=tmp_path).strip() == "2.0"

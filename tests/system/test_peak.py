@@ -40,6 +40,7 @@ def peaks(backend, read):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what is allocated on a CPU")
 @pytest.mark.parametrize("read", [False, True])
 def test_every_step_is_as_the_one_before(read):

@@ -74,6 +74,7 @@ print("DONE")
     assert "DONE" in said
 
 
+@pytest.mark.slow
 def test_check_passes_with_kernels_and_finds_a_wrong_one(package):
     ended, said = python(package, FILES["test_relu2_glu.py"] + "\ntest_relu2_glu()\nprint('DONE')", TRITON_INTERPRET="1")
     assert ended == 0, said
@@ -88,6 +89,7 @@ def test_check_passes_with_kernels_and_finds_a_wrong_one(package):
     assert "reference: d" not in said
 
 
+@pytest.mark.slow
 def test_check_without_the_interpreter_says_that_no_kernel_ran(package):
     ended, said = python(package, FILES["test_relu2_glu.py"] + "\ntest_relu2_glu()")
     assert ended == 0, said
@@ -127,8 +129,10 @@ assert len([f for f in all_fusions() if f.pattern.__module__ == "my_fusions.relu
     ("entry", "reason"),
     [
         ("relu2_glu = my_fusions.nowhere:FUSION", "ModuleNotFoundError"),
-        ("relu2_glu = my_fusions.relu2_glu:BLOCK", "not iterable"),
-        ("relu2_glu = my_fusions.relu2_glu:NAMES", "a plug-in gives a Fusion, or several; got 'rms_norm'."),
+        pytest.param("relu2_glu = my_fusions.relu2_glu:BLOCK", "not iterable", marks=pytest.mark.slow),
+        pytest.param(
+            "relu2_glu = my_fusions.relu2_glu:NAMES", "a plug-in gives a Fusion, or several; got 'rms_norm'.", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_broken_plug_in_is_left_out_with_a_warning(package, entry, reason):
@@ -150,6 +154,7 @@ print([fact.says for fact in facts() if fact.about == "plug-ins"])
     assert reason in said
 
 
+@pytest.mark.slow
 def test_the_compile_caches_see_a_changed_line_of_a_plug_in(package):
     install(package)
     ask = "from fx_fusion.inductor.cache_key import source_hash\nprint(source_hash())"
@@ -161,6 +166,7 @@ def test_the_compile_caches_see_a_changed_line_of_a_plug_in(package):
     assert hashes[0] == hashes[1] != hashes[2], hashes
 
 
+@pytest.mark.slow
 def test_measuring_on_the_spot_finds_the_plug_in(package):
     """In a process of its own, from wherever the user's script imported it."""
     ended, said = python(package, USE + """
@@ -196,6 +202,7 @@ for row in rows:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["installed", "imported"])
 def test_bench_run_measures_a_plug_in(package, how):
     if how == "installed":

@@ -76,6 +76,7 @@ def profile(*arguments, folder):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.slow
 def test_a_script_is_profiled_under_both(tmp_path):
     done = profile("--trace", str(tmp_path / "t"), str(tmp_path / "train.py"), "100", "max-autotune-no-cudagraphs", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -88,6 +89,7 @@ def test_a_script_is_profiled_under_both(tmp_path):
         assert json.loads((tmp_path / f"t_{backend}.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_too_early(tmp_path):
     (tmp_path / "short.py").write_text(SCRIPT.replace('sys.exit("it', '0 and print("it'))
     done = profile(str(tmp_path / "short.py"), "4", folder=tmp_path)

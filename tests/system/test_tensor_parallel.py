@@ -234,6 +234,7 @@ def rows_on_two_ranks(rank):
     return found
 
 
+@pytest.mark.slow
 def test_rows_that_lie_on_two_ranks_are_normalised_where_they_lie():
     for found in on_ranks(rows_on_two_ranks).values():
         for errors, alike, fused, fallbacks, said in found.values():
@@ -484,6 +485,7 @@ def check(setup, result, ranks=2):
         assert fused == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_loss_over_classes_of_two_ranks(setup, found):
     for of_rank in found.values():
@@ -595,6 +597,7 @@ def check_loss_parallel(ranks):
                 assert sites == [("fused", "")], (kind, sites)
 
 
+@pytest.mark.slow
 def test_loss_parallel():
     """The loss of logits that stay on their ranks: fused, and what comes out is the DTensor that eager returns."""
     check_loss_parallel(2)

@@ -319,6 +319,7 @@ def test_lightning_reads_logits_behind_the_step(tmp_path):
     assert ours == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_watching_makes_the_name_known():
     code = "import fx_fusion.trainer; from accelerate.utils import DynamoBackend; print(DynamoBackend('FX_FUSION').value)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -75,6 +75,7 @@ def test_what_is_wrong_stops_the_run_and_can_be_replayed(change, monkeypatch, tm
     assert [row.name for row in rows if row.ok] or change is a_little_more
 
 
+@pytest.mark.slow
 def test_replaying_from_the_command_line(tmp_path, monkeypatch):
     """A site that is right again, and a file that is no site."""
     monkeypatch.setenv("FX_FUSION_REPRODUCERS", str(tmp_path))
@@ -201,6 +202,7 @@ def step_by_inductor(model, **options):
     return torch.compile(model, backend="fx_fusion", options={"verify": "graph", "select": "always", **options}, dynamic=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
 def test_a_whole_step_is_compared(family):
     """Loss, logits (deferred, and read for the comparison only) and the gradient of every parameter; then it trains on."""
