@@ -17,6 +17,8 @@ from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.recording import publish
 from fx_fusion.report.version import graph_numbers
 from fx_fusion.rewrite.deferral import activation_positions, read_deferred_examples, read_deferred_inputs
+from fx_fusion.rewrite.loss_behind_a_break import only_read
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
 
 Rest = Callable[[fx.GraphModule, Sequence[Any], Options], Compiled]
 
@@ -34,13 +36,16 @@ def as_dynamo_wrote_it(
     tell(error, strict=options.strict)
     layer: Callable[[Compiled], Compiled] = lambda compiled: compiled  # noqa: E731
     try:
-        layer = read_deferred_inputs(activation_positions(untouched))
+        positions = activation_positions(untouched)
+        layer = read_deferred_inputs(positions)
+        deferred = [i for i, given in enumerate(example_inputs) if isinstance(given, DeferredTensor)]
         example_inputs = read_deferred_examples(untouched, example_inputs)
         report = report or GraphReport(next(graph_numbers), rows(untouched))
         report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
         report.floats, report.deferred, report.computed, report.assumes, report.unassumed = 0, *((),) * 4
         publish(report, [])
+        layer = read_deferred_inputs(positions, writes=only_read(untouched, deferred)[1])
     except Exception as another:
         tell(another, strict=False)
     return layer((plain_inductor if rest is inductor else rest)(untouched, example_inputs, options))
