@@ -81,17 +81,28 @@ def compare(ours: Values, usual: Values, exact: Values) -> list[Compared]:
         floor = typical * math.sqrt(truth.numel()) if name.startswith("gradient") else 0.0
         unit = max(length(truth), floor) or 1.0
         # Where eager overflows and float64 does not, finite numbers are better than eager's.
-        finite = [t.isfinite() for t in (usual[name], truth)]
-        if name not in ours or not any(torch.equal(ours[name].isfinite(), expected) for expected in finite):
+        if name not in ours or not any(same_kinds(ours[name], t) for t in (usual[name], truth)):
             rows.append(Compared(name, math.inf, 0.0, 0.0))
             continue
-        known = length((doubled(usual[name]) - doubled(truth)).masked_fill(~finite[0], 0.0)) / unit
-        error = length(doubled(ours[name]) - doubled(truth)) / unit
+        known, error = (length(_apart(values[name], truth)) / unit for values in (usual, ours))
         roundings = 2 * torch.finfo(usual[name].dtype).eps
         if truth.numel() == 1:  # eager's own error of one number may be 0 by luck
             roundings = max(roundings, 8 * torch.finfo(torch.float32).eps, 0.1 * coarsest)
         rows.append(Compared(name, error, known, 2 * known + roundings))
     return sorted(rows, key=lambda row: -row.used)
+
+
+def _apart(values: Tensor, truth: Tensor) -> Tensor:
+    """The difference in float64, 0 where the values are not finite."""
+    return (doubled(values) - doubled(truth)).masked_fill(~values.isfinite(), 0.0)
+
+
+def same_kinds(one: Tensor, other: Tensor) -> bool:
+    """Whether the same elements are finite, NaN, and infinite of the same sign."""
+    if one.is_complex() or other.is_complex():
+        parts = [torch.view_as_real(t.to(torch.complex128)) for t in (one, other)]
+        return same_kinds(*parts)
+    return torch.equal(*(doubled(t).where(~t.isfinite(), 0.0).nan_to_num(2.0, 1.0, -1.0) for t in (one, other)))
 
 
 def alike(one: Values, other: Values) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fx_fusion.accuracy import same_kinds
 from fx_fusion.errors import StaleTensorError
 from tests.fuzz.program import Program
 
@@ -45,8 +46,8 @@ def parted(name: str, found: Tensor, usual: Tensor, exact: Tensor | None, dtype:
     if not usual.numel():
         return 0.0, False
     eps = torch.finfo(dtype).eps
-    if not torch.equal(found.isfinite(), usual.isfinite()):
-        if exact is None or exact.shape != usual.shape or not torch.equal(found.isfinite(), exact.isfinite()):
+    if not same_kinds(found, usual):
+        if exact is None or exact.shape != usual.shape or not same_kinds(found, exact):
             return float("inf"), False
         usual, exact = exact.double(), None  # eager overflows where float64 and fx_fusion do not
     known = exact is not None and exact.shape == usual.shape and torch.equal(exact.isfinite(), usual.isfinite())

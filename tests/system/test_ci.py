@@ -1,6 +1,7 @@
 """What .ci/run sets up before the tests, with commands that only say how they were called."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,19 +30,25 @@ def run_ci(tmp_path, *, works=True, **there):
     return (tmp_path / "calls").read_text().splitlines(), done.stderr
 
 
+def checks(calls):
+    """The tests, the linters, and the slow tests for as long as there is time."""
+    assert calls[:2] == ["make test", "make lint"]
+    assert re.fullmatch(r"make test-slow MINUTES=\d+", *calls[2:])
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_chromium_is_installed_where_it_is_missing_and_all_runs_without(tmp_path, works):
     calls, said = run_ci(tmp_path, works=works, apt_get=True)
     assert calls[0] == "apt-get update"
     assert any(call.endswith(" chromium") for call in calls) == works
-    assert calls[-2:] == ["make test-all", "make lint"]
+    checks(calls[-3:])
     assert ("will skip" in said) == (not works)
 
 
 @pytest.mark.parametrize("there", [{"chromium": True, "apt_get": True}, {}])
 def test_nothing_is_installed_where_it_is_there_or_cannot_be(tmp_path, there):
     calls, _ = run_ci(tmp_path, **there)
-    assert calls == ["make test-all", "make lint"]
+    checks(calls)
 
 
 def test_the_longest_files_are_there():
