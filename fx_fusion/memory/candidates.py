@@ -22,6 +22,7 @@ from fx_fusion.ops.layouts import in_memory
 from fx_fusion.ops.library import CHEAP_OPS
 from fx_fusion.torch_internals.partitioner import (
     compute_again,
+    is_computed_again,
     is_decided,
     is_elementwise,
     is_empty,
@@ -44,6 +45,8 @@ class Candidate:
         saved: bytes that need not be saved then.
         traffic: bytes that are read and written for it, besides what a kernel of the backward reads anyway.
         launches: kernels that are launched for it.
+        sources: what the backward reads for it.
+        moves: whether the backward reads another node in its place then.
         apply: makes the backward compute it.
     """
 
@@ -53,6 +56,8 @@ class Candidate:
     traffic: float
     launches: int
     apply: Callable[[], None]
+    sources: frozenset[fx.Node] = frozenset()
+    moves: bool = False
 
 
 def candidates(joint: JointGraph) -> list[Candidate]:
@@ -65,7 +70,9 @@ def _is_saved(joint: JointGraph, node: fx.Node) -> bool:
     """Whether the forward computes a value that the partitioner will save."""
     if is_empty(node) or bytes_of(node) < _SMALLEST or all(user in joint.backward for user in node.users):
         return False
-    return joint.read_as_it_is(node) and not joint.is_returned(node)
+    # A part of the forward that a checkpoint of the user's computes again reads it there.
+    kept = any(is_computed_again(u) for n in joint.with_views(node) for u in n.users if u not in joint.backward)
+    return joint.read_as_it_is(node) and not joint.is_returned(node) and not kept
 
 
 # -- elementwise ops and cheap kernels --------------------------------------------------------------------------------
@@ -131,8 +138,8 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
             if joint.is_there(source):
                 if is_cheap_kernel(member) or not _is_read_in_time(joint, source, needed):
                     read.add(base(source))
-            elif joint.is_lost(source):
-                return None
+            elif joint.is_lost(source) or source.op == "placeholder":
+                return None  # the caller may write to an input that eager does not save, before the backward
             elif _is_cheap(source):
                 members.append(source)
                 if len(members) > _LONGEST:
@@ -149,7 +156,8 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
         if _is_grouped(joint, node):
             _in_memory(joint, node)
 
-    return Candidate(node, _kind(members), saved, traffic, launches, apply)
+    there = {base(source) for member in members for source in member.all_input_nodes if source not in members}
+    return Candidate(node, _kind(members), saved, traffic, launches, apply, frozenset(there))
 
 
 def _is_read_in_time(joint: JointGraph, source: fx.Node, needed: Collection[fx.Node]) -> bool:
@@ -194,4 +202,5 @@ def _norms(joint: JointGraph) -> Iterator[Candidate]:
             size = bytes_of(norm.y)
             traffic, launches = (size, 0) if handed_out else (size + bytes_of(norm.h), 1)
             kind = "norm of a sum" if norm.behind_add else "norm"
-            yield Candidate(norm.y, kind, size, traffic, launches, functools.partial(have_again, joint, norm))
+            again = functools.partial(have_again, joint, norm)
+            yield Candidate(norm.y, kind, size, traffic, launches, again, moves=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.graph.size_hints import elements
-from fx_fusion.torch_internals.partitioner import input_number, is_fusible, is_tangent, is_view
+from fx_fusion.torch_internals.partitioner import input_number, is_alias, is_fusible, is_tangent, is_view
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -107,24 +107,30 @@ class JointGraph:
 
     def is_there(self, node: fx.Node) -> bool:
         """Whether the backward has a value anyway: it reads it, or it is a parameter. (Of an op with several results each is
-        read by itself.)"""
+        read by itself.) Of a comparison, say, it could have the result, which is smaller."""
         node = base(node)
         if self.is_lost(node):
             return False
         if node.op == "get_attr" or input_number(node) in self._parameters:
             return True
-        return bytes_of(node) > 0 and bool(self.readers(node))
+        size = bytes_of(node)
+        last = (r in self._behind_tangents or not is_fusible(r) or bytes_of(r) >= size for r in self.readers(node))
+        return size > 0 and any(last)
 
     def is_lost(self, node: fx.Node) -> bool:
-        """Whether a node is an input that the graph may write to: the backward finds it as it was left."""
+        """Whether a node is an input that the graph may write to, or a part of one: the backward finds it as it was left."""
+        node = owner(node)
         number = input_number(node)
         return node.op == "placeholder" and (number in self._written or (number is None and bool(self._written)))
 
     def from_lost(self) -> Iterator[fx.Node]:
         """What the forward computes of inputs that it may write to."""
         for node in filter(self.is_lost, self.graph.find_nodes(op="placeholder")):
-            for user in (u for member in self.with_views(node) for u in member.users):
-                if user.op == "call_function" and user not in self.backward and not is_view(user):
+            aliases = [node]
+            for user in (u for member in aliases for u in member.users):
+                if is_alias(user):
+                    aliases += [user] if user not in aliases else []
+                elif user.op == "call_function" and user not in self.backward:
                     yield user
 
     def read_as_it_is(self, node: fx.Node) -> bool:
@@ -145,6 +151,13 @@ def users(node: fx.Node) -> Iterator[fx.Node]:
 def base(node: fx.Node) -> fx.Node:
     """What a node is a view of, in the end."""
     while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """What has a node's memory first."""
+    while node.op == "call_function" and is_alias(node):
         node = node.all_input_nodes[0]
     return node
 

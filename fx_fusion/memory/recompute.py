@@ -112,7 +112,7 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     joint = JointGraph(graph, written=decisions.written, parameters=there)
     if not joint.backward:
         return
-    if has_a_budget():
+    if has_a_budget(graph):
         for node in joint.forward:
             if is_expensive(node) and not is_decided(node):
                 save(node)
@@ -121,11 +121,16 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     decisions.step = seconds_of_step(joint)
     found = sorted(((c, seconds_again(c)) for c in candidates(joint)), key=lambda item: item[1] / item[0].saved)
     left = {"speed": 0.0, "auto": _SHARE * decisions.step, "min": float("inf")}[memory]
+    moved, sources = set[fx.Node](), set[fx.Node]()
     for candidate, seconds in found:
-        again = seconds <= left
+        # What is made again of a norm's result reads that of the forward: it is saved then.
+        apart = candidate.sources.isdisjoint(moved) and not (candidate.moves and candidate.node in sources)
+        again = apart and seconds <= left
         left -= seconds if again else 0
         decisions.values.append(Value(candidate.kind, module_of(candidate.node), candidate.saved, seconds, again))
         if again:
+            moved |= {candidate.node} if candidate.moves else set()
+            sources |= candidate.sources
             candidate.apply()
 
 

@@ -40,6 +40,15 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (_kinds().is_view(node) or node.target is torch.ops.aten._unsafe_view.default)
 
 
+def is_alias(node: fx.Node) -> bool:
+    """Whether a node has the memory of its first argument: more ops than ``is_view`` knows (a diagonal, the parts of a
+    split), by what their schemas say of their results."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_alias(node.args[0])
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return is_view(node) or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
 def is_reshape(node: fx.Node) -> bool:
     """Whether a node is its first argument in another shape, element by element in the same order."""
     aten = torch.ops.aten
@@ -95,6 +104,12 @@ def is_decided(node: fx.Node) -> bool:
     return node.meta.get(_MARK) is not None
 
 
+def is_computed_again(node: fx.Node) -> bool:
+    """Whether activation checkpointing, or we, had a node computed again."""
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    return node.meta.get(_MARK) in (policy.MUST_RECOMPUTE, policy.PREFER_RECOMPUTE)
+
+
 def checkpoint_of(node: fx.Node) -> tuple[Any, Any] | None:
     """What activation checkpointing says of a node, and in which region; None outside of regions."""
     return (node.meta[_MARK], node.meta.get(_REGION)) if is_decided(node) else None
@@ -109,9 +124,12 @@ def set_checkpoint(node: fx.Node, said: tuple[Any, Any]) -> None:
         node.meta[_REGION] = said[1]
 
 
-def has_a_budget() -> bool:
-    """Whether the user gave the partitioner a budget of memory, under which it computes again what it deems cheap. Gone:
-    False."""
+def has_a_budget(graph: fx.Graph) -> bool:
+    """Whether the user gave the partitioner a budget of memory, for all graphs or for a region that this one is of, under
+    which it computes again what it deems cheap. Gone: False."""
     import torch._functorch.config as config
+    import torch.fx.traceback as traceback
 
-    return getattr(config, "activation_memory_budget", 1.0) != 1.0
+    of_region = getattr(traceback, "_get_memory_budget_annotation", lambda node: None)  # from torch 2.13 on
+    asked = (isinstance(n.meta.get("memory_budget"), float) or of_region(n) is not None for n in graph.nodes)
+    return getattr(config, "activation_memory_budget", 1.0) != 1.0 or any(asked)
