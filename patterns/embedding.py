@@ -170,7 +170,7 @@ FUSION = Fusion(
     emit=emit,
     guard=guard,
     why_keep=why_keep,
-    traffic=("(3*m*n + v*n)*bytes", "(3*m*n + v*n)*bytes + 12*v*n"),
+    traffic=("(3*m*n + v*n)*bytes", "(3*m*n + v*n)*bytes + 6*(4 - bytes)*v*n"),
     cases=(
         case("one_element", m=1, v=5, n=1, bench=False),
         case("odd", m=37, v=50, n=19, bench=False),

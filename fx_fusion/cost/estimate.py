@@ -15,7 +15,8 @@ from fx_fusion.cost.neighbours import Beside
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.devices import device_type, gpu_name, planned_gpu
-from fx_fusion.graph.terms import is_tensor
+from fx_fusion.graph.size_hints import elements, trained
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.options import Options
 from fx_fusion.torch_internals.inductor import bytes_per_second
 
@@ -65,7 +66,9 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     if sizes is None or not floating or device_type(floating[0]) != "cuda":
         return None
     itemsize = floating[0].dtype.itemsize
-    ours, theirs = _traffic(fusion, sizes, itemsize)
+    ours, theirs = _moved(fusion, match, sizes, itemsize)
+    both = trained(*floating)  # the formulas are of forward and backward
+    ours, theirs = (ours, theirs) if both else (None, None)
     if options.select == "measure" and (times := measure.known(fusion, match)) is not None:
         speed = times["inductor"] / times["ours"]
         return Estimate("measured", speed, 1e3 * times["ours"], 1e3 * times["inductor"], ours, theirs)
@@ -76,7 +79,8 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
         mine, its = (None if scale is None else 1e3 * scale * slower * ms for ms in (cell.ours, cell.inductor))
         return Estimate(source, cell.inductor / cell.ours, mine, its, ours, theirs)
     if ours is None or theirs is None:
-        return None
+        moved = _traffic(fusion, sizes, itemsize)
+        return None if moved[0] is None or moved[1] is None else Estimate("formula", moved[1] / moved[0])
     a_microsecond = _bytes_a_microsecond(floating[0].device)
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
 
@@ -92,6 +96,18 @@ def _source(cell: table.Cell, tensor: torch.Tensor) -> tuple[str, float]:
 def _bytes_a_microsecond(device: torch.device) -> float:
     """How much a GPU reads and writes; a device that nothing is known of stands for one that is not here."""
     return bytes_per_second(torch.device("meta") if planned_gpu() else device) / 1e6
+
+
+def _moved(
+    fusion: Fusion, match: Match, sizes: dict[str, float], itemsize: int
+) -> tuple[float | None, float | None]:  # fmt: skip
+    """The bytes that a site moves, with those of what it computes alike in the same launch (RoPE of k, that of q's)."""
+    ours, theirs = _traffic(fusion, sizes, itemsize)
+    several = match.others and len(match.outputs) > 1
+    if ours is None or theirs is None or not several:
+        return ours, theirs
+    of_each = [elements(example(output)) for output in match.outputs]
+    return tuple(n * sum(of_each) / of_each[0] for n in (ours, theirs))  # type: ignore[return-value]
 
 
 def _traffic(fusion: Fusion, sizes: dict[str, float], itemsize: int) -> tuple[float | None, float | None]:

@@ -167,6 +167,10 @@ def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
 def _environment_of(module: str) -> dict[str, str]:
     """Where a plug-in was found here, it is found by the process that measures. Options of this process are not its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FX_FUSION_")}
+    if torch.cuda.is_available():  # on the GPU of this rank, not on the first one
+        seen = [name for name in kept.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        here = torch.cuda.current_device()
+        kept["CUDA_VISIBLE_DEVICES"] = seen[here] if here < len(seen) else str(here)
     more = {} if module.startswith("fx_fusion.") else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return {**kept, **more}
 
@@ -206,15 +210,16 @@ def _declared(module: str, name: str) -> Fusion:
 
 
 def _tensor(about: dict[str, Any], inputs: dict[str, Any]) -> torch.Tensor:
-    dtype = getattr(torch, about["dtype"])
-    tensor = torch.empty_strided(about["shape"], about["stride"], dtype=dtype, device=about["device"])
+    dtype, shape, stride = getattr(torch, about["dtype"]), about["shape"], about["stride"]
+    length = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    memory = torch.empty(length, dtype=dtype, device=about["device"])  # elements of an expanded tensor share theirs
     if dtype.is_floating_point:
-        return tensor.normal_().requires_grad_(about["grad"])
+        return memory.normal_().as_strided(shape, stride).requires_grad_(about["grad"])
     bound = 2
     for other in inputs.values():
         if isinstance(other, dict) and about["below"] in str(other["spec"]).split():
             bound = other["shape"][str(other["spec"]).split().index(about["below"])]
-    return tensor.random_(0, bound)
+    return memory.random_(0, bound).as_strided(shape, stride)
 
 
 if __name__ == "__main__":

@@ -46,15 +46,16 @@ class Choice:
 
 def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: Mapping[fx.Node, int]) -> Choice:
     """What becomes of a legal match; ``claimed``: of how many legal matches a node is part."""
+    asked_for = fusion.name in options.fusions and options.select not in ("always", "never")
+    keep, note = _by_cost(fusion, match, view, options) if asked_for else (None, "")  # it measures, then all is known
     found, ops = estimate(fusion, match, options), ""
     if found is not None:
         neighbours = beside(match, view, claimed)
         found, ops = found.with_neighbours(neighbours), neighbours.ops
     if fusion.name not in options.fusions:
         return Choice("switched off by options", estimate=found)
-    if options.select in ("always", "never"):
+    if not asked_for:
         return Choice('options={"select": "never"}' if options.select == "never" else None, estimate=found)
-    keep, note = _by_cost(fusion, match, view, options)
     if keep is None and found is not None and found.beside is not None and found.speed <= 1:
         keep = f"Inductor's kernel computes the {ops} beside it too, saving {short(found.beside)} us"
     return Choice(keep, note, found)
@@ -65,12 +66,23 @@ def _by_cost(fusion: Fusion, match: Match, view: View, options: Options) -> tupl
     note = ""
     if options.select == "measure" and (match.sharded or match.parts):
         note = "not measured: each rank would decide by its own times, and all have to do the same"
+    elif options.select == "measure" and (keep := _by_the_host(fusion, match, options)) is not None:
+        return keep, ""
     elif options.select == "measure":
         verdict = measure.ask(fusion, match)
         if verdict.measured:
             return verdict.keep, ""
         note = f"not measured: {verdict.trouble}"
     return _by_rules(fusion, match, view, options), note
+
+
+def _by_the_host(fusion: Fusion, match: Match, options: Options) -> Reason:
+    """Why Inductor keeps a site for what its launches cost the host, which kernels that are timed don't show; or None."""
+    if match.channels_last and not options.cuda_graphs:
+        return _HOST_BOUND
+    tensors = (match.example(name) for name, bound in match.inputs.items() if is_tensor(bound))
+    symbolic = any(not isinstance(n, int) for t in tensors for n in (*t.shape, *t.stride()))
+    return asked(fusion, "why_keep", match) if symbolic and device_type(example(match.root)) == "cuda" else None
 
 
 def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Reason:

@@ -1,10 +1,11 @@
 """What was measured: the table of a GPU, and the roofline where no table speaks.
 
-``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks for
-the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with the
-first tensor laid out alike. What was not measured on a GPU is looked up in the table of the one whose memory is nearest in
-speed, and fused where it won there by a margin: bytes alone do not say what a layout or a row of odd length costs. Where a
-fusion was measured nowhere, the bytes that its kernels and Inductor's have to move are compared, as formulas over the sizes.
+``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks
+for the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with
+the first tensor laid out alike where such a one was measured. What was not measured on a GPU is looked up in the table
+of the one whose memory is nearest in speed, and fused where it won there by a margin: bytes alone do not say what a
+layout or a row of odd length costs. Where a fusion was measured nowhere, the bytes that its kernels and Inductor's
+have to move are compared, as formulas over the sizes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from fx_fusion.fusion.matcher import Match
 from fx_fusion.graph.devices import device_type, gpu_name
 from fx_fusion.graph.size_hints import expected, trained
 from fx_fusion.graph.terms import is_tensor
+from fx_fusion.kernels.lib.integers import next_power_of_2
 from fx_fusion.torch_internals.inductor import bytes_per_second
 
 _FOLDER = Path(__file__).parent / "tables"
 TOLERANCE = 1.0  # how much of Inductor's time the fused kernels may take
 ELSEWHERE = 0.95  # the same by the table of another GPU
+_OTHER_VARIANT = math.log(2)  # a cell of another variant speaks if none of the site's own is as near as half the size
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,17 @@ class Cell:
     sizes: Mapping[str, float]
     ours: float
     inductor: float
-    statics: Mapping[str, Any] = field(default_factory=dict)  # of a variant other than the first: it speaks for that only
+    statics: Mapping[str, Any] = field(default_factory=dict)  # of a variant other than the first
     gpu: str = ""  # on which it was measured
 
-    def distance(self, sizes: Mapping[str, float]) -> float:
-        """Over the dims that a site has a size for: one that may be broadcast is none of its."""
-        return sum(abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items() if d in sizes)
+    def distance(self, sizes: Mapping[str, float], row: str = "") -> float:
+        """Over the dims that a site has a size for: one that may be broadcast is none of its. Rows, along the dim ``row``,
+        are computed in blocks of powers of two, and those that fill one are unlike those that begin another."""
+        apart = {d: abs(math.log(max(sizes[d], 1) / max(n, 1))) for d, n in self.sizes.items() if d in sizes}
+        if row in apart:
+            blocks = [next_power_of_2(max(int(n), 1)) for n in (sizes[row], self.sizes[row])]
+            apart[row] += 2 * abs(math.log(blocks[0] / blocks[1]))
+        return sum(apart.values())
 
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:
@@ -87,7 +95,7 @@ def nearest(fusion: Fusion, given: Mapping[str, torch.Tensor], statics: Mapping[
     if sizes is None or first not in given:
         return None
     layout = fusion.specs[first].layout([expected(n) for n in given[first].stride()])
-    kind = floating[0].dtype.itemsize, not trained(*floating), layout, sizes, statics
+    kind = floating[0].dtype.itemsize, not trained(*floating), layout, sizes, statics, row_of(fusion)
     gpus = tables_for(gpu_name(given[first]), given[first].device)
     found = (nearest_of(cells_of(gpu, fusion.name), *kind) for gpu in gpus)
     return next((cell for cell in found if cell is not None), None)
@@ -100,14 +108,24 @@ def nearest_of(
     layout: str,
     sizes: Mapping[str, float],
     statics: Mapping[str, Any],
+    row: str = "",
 ) -> Cell | None:
-    """The cell of the same kind whose sizes are nearest, the last one where several are."""
-    alike = [
-        c for c in cells
-        if (c.itemsize, c.forward_only, c.layout) == (itemsize, forward_only, layout)
-        and all(statics.get(name) == wanted for name, wanted in c.statics.items())
-    ]  # fmt: skip
-    return min(reversed(alike), key=lambda c: c.distance(sizes), default=None)
+    """The cell of the same kind whose sizes are nearest, the last one where several are: of the same layout, if there is
+    one, and rather of the same variant."""
+    alike = [c for c in cells if (c.itemsize, c.forward_only) == (itemsize, forward_only)]
+    alike = [c for c in alike if c.layout == layout] or alike
+
+    def distance(cell: Cell) -> float:
+        own = all(statics.get(name) == wanted for name, wanted in cell.statics.items())
+        return cell.distance(sizes, row) + (0.0 if own else _OTHER_VARIANT)
+
+    return min(reversed(alike), key=distance, default=None)
+
+
+def row_of(fusion: Fusion) -> str:
+    """The dim of its rows: the last one of its first tensor."""
+    last = fusion.specs[fusion.tensors[0]].dims[-1]
+    return "" if last.several else last.name
 
 
 def sizes_of(fusion: Fusion, given: Mapping[str, torch.Tensor]) -> dict[str, float] | None:

@@ -2,6 +2,12 @@
 
 import torch
 
+from fx_fusion.cost import select
+from fx_fusion.fusion.match import Match
+from fx_fusion.fusion.registry import fusion_named
+from fx_fusion.options import parse
+from fx_fusion.torch_internals.fakes import set_example
+
 x, w = torch.randn(4, 8), torch.randn(8, 8)
 
 
@@ -10,7 +16,6 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    from fx_fusion.fusion.registry import fusion_named
     from fx_fusion.graph.size_hints import elements
 
     gated, norm, loss = (fusion_named(n).why_keep for n in ("gated_rms_norm", "rms_norm", "cross_entropy"))
@@ -27,6 +32,8 @@ def test_auto_keeps_what_is_too_small_for_an_op():
         assert "below 2^24" in norm(small.t(), None, 1e-6, 0.0, True)  # of columns it does not
         assert "classes" in loss(torch.empty(2**20, 1000, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)
         assert loss(torch.empty(8192, 128256, device="cuda"), None, None, -100, 0.0, 0.0, 1.0) is None
+        assert "below 2^24" in of_the_host("gated_rms_norm", x=small, gate=small)
+        assert of_the_host("gated_rms_norm", x=static, gate=static) is None  # to be measured
     seen = []
 
     def backend(gm, inputs):
@@ -37,3 +44,14 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     for n in (5, 7, 9):
         run(torch.ones(n, 3))
     assert seen == [15], "one graph for all lengths: reading a size as a hint guards nothing"
+
+
+def of_the_host(name, **given):
+    """Why a site is kept under ``select="measure"`` whatever its kernels take."""
+    graph, fusion = torch.fx.Graph(), fusion_named(name)
+    inputs = {n: graph.placeholder(n) for n in given}
+    for n, node in inputs.items():
+        set_example(node, given[n])
+    statics = {"weight": None, "eps": 1e-6, "before": True, "silu": True, "round_first": True, "groups": 1}
+    match = Match(name, tuple(inputs.values())[:1], frozenset(), inputs, statics=statics)
+    return select._by_the_host(fusion, match, parse(None, {"select": "measure"}))

@@ -101,6 +101,12 @@ def test_an_estimate_measures_nothing(monkeypatch, cells):
     assert of("rms_norm", match, select="measure").source == "measured"
 
 
+def test_a_forward_alone_moves_other_bytes_than_the_formulas_say(cells):
+    found = of("rms_norm", matched("rms_norm", grad=False, x=(16384, 2048), weight=(2048,)))
+    assert found.bytes is None
+    assert found.inductor_bytes is None
+
+
 def test_nothing_is_said_of_a_cpu(cells):
     assert of("rms_norm", matched("rms_norm", "cpu", x=(16384, 2048), weight=(2048,))) is None
 

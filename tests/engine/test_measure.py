@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from fx_fusion.cost import estimate as estimates
 from fx_fusion.cost import measure
 from fx_fusion.inductor import cache_key
 from fx_fusion.testing import rewriting_backend
@@ -143,3 +144,32 @@ def test_the_process_that_measures_has_no_options_of_this_one(monkeypatch):
     for name in ("FX_FUSION_VERIFY", "FX_FUSION_FUEL", "FX_FUSION_MEMORY"):
         monkeypatch.setenv(name, "1")
     assert not [name for name in measure._environment_of("fx_fusion.kernels.x") if name.startswith("FX_FUSION_")]
+
+
+def test_the_process_that_measures_sees_the_gpu_of_this_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert measure._environment_of("fx_fusion.kernels.x")["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7f")
+    assert measure._environment_of("fx_fusion.kernels.x")["CUDA_VISIBLE_DEVICES"] == "GPU-7f"
+
+
+def test_equal_sites_are_all_reported_by_what_was_measured(folder, monkeypatch):
+    """The first as well: it is described before it is measured."""
+    monkeypatch.setattr(measure, "_measure_in_a_process", lambda site: {"ours": 1.0, "inductor": 3.0})
+    monkeypatch.setattr(estimates, "device_type", lambda tensor: "cuda")
+    with fx_fusion.recording() as report:
+        x, w = torch.randn(4, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+        torch.compile(lambda x, w: norm(norm(x, w), w), backend=rewriting_backend(select="measure"))(x, w)
+    assert [site.estimate["source"] for site in report.sites if site.status == "fused"] == ["measured"] * 2
+
+
+@pytest.mark.parametrize("stride", [(8, 1), (0, 1), (1, 4), (0, 0)])
+def test_tensors_of_any_strides_are_made(stride):
+    about = {"shape": [4, 8], "stride": list(stride), "dtype": "float32", "device": "cpu", "grad": True, "below": None}
+    made = measure._tensor(about, {})
+    assert made.stride() == stride
+    assert made.is_leaf
+    assert made.requires_grad
+    assert made.isfinite().all()

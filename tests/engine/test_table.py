@@ -17,6 +17,7 @@ from fx_fusion.fusion.declaration import case
 from fx_fusion.fusion.dims import parse
 from fx_fusion.fusion.pattern import reference_of
 from fx_fusion.fusion.registry import all_fusions, fusion_named
+from fx_fusion.graph.devices import planning_for
 from fx_fusion.testing import make_inputs
 from fx_fusion.torch_internals.fakes import FakeTensorMode
 
@@ -188,6 +189,31 @@ def test_the_fewest_bytes(name, sizes, forward, both):
     found = fewest_bytes(fusion, sizes, torch.float32, given, out if isinstance(out, tuple) else (out,))
     assert found["forward"] == 4 * forward
     assert found["forward+backward"] == 4 * both
+
+
+def kept_on_an_h200(fusion, dtype=torch.bfloat16, **shapes):
+    """Why it is kept there, trained, by the shipped table."""
+    with FakeTensorMode(), planning_for("NVIDIA H200"):
+        given = {name: torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True) for name, shape in shapes.items()}
+        return tables.why_slower_for(fusion_named(fusion), given, {"round_first": False})
+
+
+def test_a_variant_that_was_measured_at_few_sizes_goes_by_the_other_one():
+    """``nn.RMSNorm``: the grid has the Llama's, and of this one nothing below 2048 x 4096."""
+    assert "at 128 x 768" in kept_on_an_h200("rms_norm", x=(128, 768), weight=(768,))
+    assert kept_on_an_h200("rms_norm", x=(8192, 4096), weight=(4096,)) is None
+
+
+def test_rows_that_another_kernel_computes_are_not_the_nearest():
+    """Above 8192 the backward of a row norm is another one. 9216: OPT-66B's width."""
+    assert "at 8192 x 11000" in kept_on_an_h200("layer_norm", x=(8192, 9216), weight=(9216,), bias=(9216,))
+    assert kept_on_an_h200("layer_norm", x=(8192, 8192), weight=(8192,), bias=(8192,)) is None
+
+
+def test_where_a_layout_was_not_measured_another_one_speaks():
+    assert "at 128 x 768" in kept_on_an_h200("layer_norm", torch.float32, x=(768,), weight=(768,), bias=(768,))
+    heads_first = dict.fromkeys(("q", "k", "v"), (1, 8, 128, 64))
+    assert "at 1 x 8 x 128 x 64" in kept_on_an_h200("attention", torch.float32, **heads_first)
 
 
 def test_a_cell_of_a_variant_speaks_for_that_variant_only():
