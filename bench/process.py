@@ -129,7 +129,8 @@ def environment() -> Row:
     import transformers
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
         "triton": triton.__version__, "transformers": transformers.__version__, "commit": commit.stdout.strip(),
