@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def as_eager(function, *args):
     ours, theirs = (torch.autograd.grad(t.square().sum(), args[0])[0] for t in (y, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     return report
+
+
+def worst_of(errors):
+    """The largest; NaN if one of them is, which Python's ``max`` steps over."""
+    return torch.tensor(list(errors), dtype=torch.float64).max().item()
+
+
+def times_slower():
+    """How many times slower this machine is, as it is loaded now, than one that limits in seconds are for; 1 at least."""
+    started = time.process_time()
+    total = 0
+    for n in range(3_000_000):
+        total += n
+    return max(1.0, (time.process_time() - started) / 0.25)
 
 
 def slow_but(fast, values):

@@ -53,7 +53,7 @@ def called_by_a_compilation(graph):
     def note(frame, event, _):
         module = frame.f_globals.get("__name__", "")
         if event == "call" and module.startswith("fx_fusion.") and not module.startswith(("fx_fusion.kernels", "fx_fusion.testing")):
-            found.setdefault((module, frame.f_code.co_qualname), frame.f_code)
+            found.setdefault((module, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)), frame.f_code)
 
     def backend(gm, inputs):
         sys.setprofile(note)

@@ -20,7 +20,7 @@ from fx_fusion.report.page import Shown
 from fx_fusion.report.page import page as page_of
 from fx_fusion.report.verdict import verdict
 from tests.engine.large_report import LAYERS, large
-from tests.helpers import tiny_llama, tokens
+from tests.helpers import times_slower, tiny_llama, tokens
 
 EVIL = "</script><script>window_stolen = 1</script><img src=x onerror=alert(1)>"
 
@@ -138,7 +138,7 @@ def test_20_000_nodes_are_small_and_made_soon(big):
             times.append(time.process_time() - started)
     finally:
         gc.enable()
-    assert min(times) < 1, times
+    assert min(times) < times_slower(), times
     assert len(page) < 3e6
     assert sum(len(block["rows"]) for block in data_of(page)["graphs"][0]["blocks"]) > 20_000
 
@@ -286,12 +286,12 @@ def test_it_opens_in_300_ms(opened, big):
     """From the navigation to the first rows: parsed, unpacked, read and drawn. The best of several: other tests run as well."""
     page = opened(big)
     page.add_init_script(SEEN)
-    times = []
-    while len(times) < 30 and min(times, default=300) >= 300:
+    times, limit = [], 300 * times_slower()
+    while len(times) < 30 and min(times, default=limit) >= limit:
         page.reload()
         page.wait_for_selector(".row")
         times.append(page.evaluate("drawn"))
-    assert min(times) < 300, times
+    assert min(times) < limit, times
     assert page.locator(".row").count() < 200, "only what is seen is drawn"
 
 

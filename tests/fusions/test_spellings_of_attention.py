@@ -107,13 +107,18 @@ FIRES = {
 }
 
 
+STATIC_ONLY = {  # masks of another size than is known, and heads that are grouped in several ways
+    "softmax_written_out_with_a_mask", "nothing_below_the_lowest", "clamped_at_the_lowest", "grouped_for_the_softmax",
+    "grouped_for_a_mask", "grouped_behind_the_softmax", "grouped_by_unflatten",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("name", FIRES)
 def test_attention_fires_and_is_eagers(name, dynamic):
     leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
     ours, report = rewritten(FIRES[name], *leaves[0], dynamic=dynamic)
-    if not dynamic:
-        assert report.count("attention") == 1, str(report)
+    assert report.count("attention") == (not dynamic or name not in STATIC_ONLY), str(report)
     theirs = FIRES[name](*leaves[1])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert ours.stride() == theirs.stride()

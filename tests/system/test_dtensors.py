@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import worst_of
 from tests.ranks import on_ranks, whole
 
 V, D = 257, 16  # rows of the table, columns of a head; two ranks do not divide the first
@@ -132,7 +133,7 @@ def test_rotations_and_embeddings_of_dtensors(setup, backend, found):
         errors, placements, our_placements, fused, fallbacks, said = of_rank[setup, backend]
         assert not fallbacks
         assert fused == ["embedding", "rope"], said
-        assert max(errors.values()) < 2e-5, errors
+        assert worst_of(errors.values()) < 2e-5, errors
         for name, (lies, parameter) in our_placements.items():  # eager gathers the gradient of a table cut by rows
             assert lies in (placements[name][0], parameter), f"{name}: {lies}, in eager {placements[name][0]}"
 
@@ -187,7 +188,7 @@ def one_key_head_for_two_ranks(rank):
 
 def test_queries_are_fused_where_keys_lie_otherwise():
     for errors, sites in on_ranks(one_key_head_for_two_ranks).values():
-        assert max(errors) < 1e-5
+        assert worst_of(errors) < 1e-5
         assert sites == ["declined", "fused"]
 
 

@@ -46,7 +46,7 @@ children = []
 for n in range(2):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(100)  # a child that waits for ever is killed, and fails
+        signal.alarm(900)  # a child that waits for ever is killed, and fails
         try:
             check(2 + n)
             check(4 + n, padded)  # another version, compiled in the child
@@ -75,7 +75,7 @@ class Scored(torch.utils.data.Dataset):
             out = run(**batch(n))
             return n, out.loss, out.logits + 0
 
-loader = torch.utils.data.DataLoader(Scored(), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=120)
+loader = torch.utils.data.DataLoader(Scored(), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=900)
 seen = 0
 for numbers, losses, logits in loader:
     for n, loss, made in zip(numbers.tolist(), losses, logits):

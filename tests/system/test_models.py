@@ -37,8 +37,7 @@ def test_family(family, dtype):
         error = (ours[name].double() - truth).abs().max().item() / unit
         usual = (eager[name].double() - truth).abs().max().item() / unit
         worst[name] = error / (2 * usual + 2 * torch.finfo(dtype).eps)
-    name = max(worst, key=worst.get)
-    assert worst[name] <= 1, f"{name} uses {worst[name]:.2f} of the allowed error"
+    assert {name: used for name, used in worst.items() if not used <= 1} == {}, "parts of the allowed error"
 
     norms, gated, rope, masks, grouped = FAMILIES[family][1]
     counted = (

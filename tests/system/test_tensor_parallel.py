@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.helpers import tiny_llama, tokens
+from tests.helpers import tiny_llama, tokens, worst_of
 from tests.ranks import on_ranks, whole
 
 SETUPS = (
@@ -241,7 +241,7 @@ def test_rows_that_lie_on_two_ranks_are_normalised_where_they_lie():
             assert not fallbacks
             wanted = ["add_layer_norm", "add_rms_norm", "linear_cross_entropy", "rms_norm", "swiglu", "swiglu"]
             assert fused == wanted, said
-            assert max(errors.values()) < 2e-5, errors
+            assert worst_of(errors.values()) < 2e-5, errors
             assert alike, "gradients lie as in eager"
 
 
@@ -298,7 +298,7 @@ def on_a_mesh_of_two_dims(rank):
 def test_rows_on_a_mesh_of_two_dims():
     for errors, alike, fused, said in on_ranks(on_a_mesh_of_two_dims, ranks=4).values():
         assert fused == ["add_layer_norm", "add_rms_norm", "rms_norm", "swiglu"], said
-        assert max(errors.values()) < 2e-5, errors
+        assert worst_of(errors.values()) < 2e-5, errors
         assert alike, "gradients lie as in eager"
 
 
@@ -372,7 +372,6 @@ def read_alone(rank):
     from fx_fusion.testing import rewriting_backend
 
     torch._dynamo.reset()
-    recipe._PATIENCE = 1
     model = torch.compile(build("columns"), backend=rewriting_backend())
     first, second = tokens(4)[:2], tokens(4)[2:]
     whole_model = build("columns", parallel=False)
@@ -381,17 +380,21 @@ def read_alone(rank):
     def error(out, i):
         return (out.logits.detach() - expected[i]).abs().max().item()
 
+    recipe._PATIENCE = 1
     for _ in range(3):  # two in a row that had counted as reads changed what rank 0 runs, in which rank 1 takes no part
         out = model(input_ids=first, labels=first)
         if rank == 0:
             with pytest.raises(RuntimeError, match="gathered from 2 ranks then; 1 of them read it") as raised:
                 out.logits.sum()
     dist.barrier()
+    recipe._PATIENCE = 300
     errors = [error(out, 0)]  # the same again, on both
     a, b = model(input_ids=first, labels=first), model(input_ids=second, labels=second)
+    recipe._PATIENCE = 1
     with pytest.raises(RuntimeError, match="1 of them read it"):  # neither may take the other's for its own
         (a if rank == 0 else b).logits.sum()
     dist.barrier()
+    recipe._PATIENCE = 300
     errors += [error(a, 0), error(b, 1), error(model(input_ids=second, labels=second), 1)]
     return str(raised.value) if rank == 0 else "", errors
 
@@ -476,7 +479,7 @@ def check(setup, result, ranks=2):
     fusion = "token_log_probs" if setup == "entropy" else "linear_cross_entropy"
     assert sites == [(fusion, "fused", "")], sites
     assert not any(fallbacks)
-    assert max(errors.values()) < (2 if setup == "bfloat16" else 2e-5), errors
+    assert worst_of(errors.values()) < (2 if setup == "bfloat16" else 2e-5), errors
     assert lazy
     if setup in ("columns", "transformers", "inductor", "transformers, Inductor"):
         wanted = {**LLAMA, fusion: 1}
@@ -508,13 +511,15 @@ def test_four_ranks():
             check(setup, of_rank[setup], ranks=4)
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_alone_is_told_so(found):
     assert "on every rank, in the same order" in found[0]["alone"][0]
 
 
+@pytest.mark.slow
 def test_reads_on_all_ranks_go_on_behind_one_that_was_alone(found):
     for rank in (0, 1):
-        assert max(found[rank]["alone"][1]) < 1e-5, found[rank]["alone"][1]
+        assert worst_of(found[rank]["alone"][1]) < 1e-5, found[rank]["alone"][1]
 
 
 class ScatteredHead(torch.nn.Module):
@@ -588,7 +593,7 @@ def loss_parallel_worker(rank):
 def check_loss_parallel(ranks):
     for results in on_ranks(loss_parallel_worker, ranks=ranks).values():
         for (kind, returns_logits, _), (errors, lies, our_lies, sites, fallbacks) in results.items():
-            assert max(errors) < 2e-5, (kind, errors)
+            assert worst_of(errors) < 2e-5, (kind, errors)
             assert our_lies == lies
             assert not any(fallbacks)
             if returns_logits:

@@ -65,7 +65,8 @@ def test_trainer(tmp_path, monkeypatch, how):
     torch.testing.assert_close(losses, expected, **close)
     torch.testing.assert_close(our_metrics, metrics, **close)
     resumed, _ = train(tmp_path / "ours", compiled=True, **SETTINGS[how], steps=6, resume=True)
-    torch.testing.assert_close(resumed[:4], losses, **close)
+    expected, _ = train(tmp_path / "eager", compiled=False, **SETTINGS[how], steps=6, resume=True)
+    torch.testing.assert_close(resumed[4:], expected[4:], **close)
     assert len(resumed) == 6
 
 
@@ -99,7 +100,7 @@ def test_what_a_trainer_logs(tmp_path, monkeypatch):
     assert first["fx_fusion/fused"] >= 10
     assert first["fx_fusion/graphs"] >= 1
     assert first["fx_fusion/logits_read"] == 0
-    assert 0 <= logger.seen[-1]["fx_fusion/assumption_held"] <= 1
+    assert logger.seen[-1]["fx_fusion/assumption_held"] == pytest.approx(1 / 3)  # two of three batches have a padded row
     assert "fx_fusion/fused" in trainer.state.log_history[0]
     assert "rms_norm" in (tmp_path / PAGE).read_text()
     assert not any(report is recorded for recorded in fx_fusion.report.recording.recordings())

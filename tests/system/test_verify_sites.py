@@ -173,13 +173,11 @@ def test_what_cant_be_compared_is_named_and_trains_on():
         return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.5)
 
     q = torch.randn(1, 2, 8, 4, requires_grad=True)
-    mask = torch.ones(8, 8, dtype=torch.bool).tril()
     with fx_fusion.recording() as report:
         compiled(lambda q: attention(q, torch.ones(8, 8, dtype=torch.bool).tril()))(q).sum().backward()
     assert fused(report) == 1
     assert re.search(r"not verified: causal_mask in .*: it draws random numbers", str(report)), str(report)
     assert checked(report) == 0
-    assert mask.any()
 
 
 def test_options():
