@@ -120,12 +120,12 @@ def test_each_mistake_is_refused(name):
 
 
 def test_an_input_that_the_pattern_does_not_use():
-    with pytest.raises(DeclarationError):
+    with pytest.raises(DeclarationError, match="does not depend on bias"):
         fusion_dyt(pattern=without_bias, kernel=None, emit=emit)
 
 
 def test_a_result_that_is_not_below_the_first():
-    with pytest.raises(DeclarationError):
+    with pytest.raises(DeclarationError, match="is not made of the others"):
         fusion_dyt(pattern=two_results, kernel=None, emit=emit)
 
 

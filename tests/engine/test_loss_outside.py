@@ -489,13 +489,16 @@ def test_logits_that_were_written_to_and_are_gone_when_the_gradient_comes():
 
 @pytest.mark.parametrize("loss_of", [LOSSES["rows"], z_loss], ids=["taken", "read"])
 def test_a_head_that_was_frozen_when_the_model_ran(loss_of):
-    model = Model()
-    model.head.requires_grad_(False)
-    z = compiled_of(model)(ids)
-    model.head.requires_grad_(True)
-    loss_of(z).backward()
-    assert model.head.weight.grad is None
-    assert model.layer.weight.grad is not None
+    grads = []
+    for call in (compiled_of, lambda model: model):
+        model = Model()
+        model.head.requires_grad_(False)
+        z = call(model)(ids)
+        model.head.requires_grad_(True)
+        loss_of(z).backward()
+        assert model.head.weight.grad is None
+        grads.append(model.layer.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_in_autocast_of_float32_logits():
@@ -556,11 +559,6 @@ def test_a_loss_that_is_checkpointed_alone():
     expected = Model()
     LOSSES["rows"](expected(ids)).backward()
     torch.testing.assert_close(model.head.weight.grad, expected.head.weight.grad)
-
-
-def test_a_target_out_of_range_is_an_index_error():
-    with pytest.raises(IndexError, match="out of bounds"):
-        F.cross_entropy(compiled_of(Model())(ids).view(-1, V), ids.view(-1) + V)
 
 
 def test_another_head_beside_logits_that_are_read():

@@ -46,6 +46,7 @@ def test_a_sum_used_before_the_norm_exists():
         return weight * (h * torch.rsqrt(statistic(h) + EPS)), early
 
     result, report = rewritten(block, x, r)
+    report.assert_fused(add_rms_norm=1)
     torch.testing.assert_close(result, block(x, r), rtol=2e-6, atol=2e-6)
 
 

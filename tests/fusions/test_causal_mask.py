@@ -227,5 +227,7 @@ def test_sums_of_booleans(name):
         bias = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
         return F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
 
-    found = torch.compile(attend, backend=rewriting_backend(select="always"))(q)
+    with fx_fusion.recording() as report:
+        found = torch.compile(attend, backend=rewriting_backend(select="always"))(q)
+    assert report.count("causal_mask") == (name in ("of two that are causal", "a product is both")), str(report)
     torch.testing.assert_close(found, attend(q), rtol=1e-4, atol=1e-5)

@@ -140,7 +140,9 @@ def test_no_rows():
 def test_frozen_inputs_get_no_gradient(frozen):
     inputs = [t.clone().requires_grad_(frozen not in (n, "both")) for n, t in (("x", x), ("head", head))]
     compiled = torch.compile(lambda x, head: F.cross_entropy(F.linear(x, head), target), backend=rewriting_backend())
-    loss = compiled(*inputs)
+    with fx_fusion.recording() as report:
+        loss = compiled(*inputs)
+    report.assert_fused(**({"linear_cross_entropy": 1} if frozen != "both" else {}))
     expected_inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     expected = F.cross_entropy(F.linear(*expected_inputs), target)
     torch.testing.assert_close(loss, expected)
@@ -157,7 +159,9 @@ def test_frozen_inputs_get_no_gradient(frozen):
 def test_backward_twice_gives_the_same_gradient():
     leaf = head.clone().requires_grad_()
     compiled = torch.compile(lambda w: F.cross_entropy(F.linear(x, w), target), backend=rewriting_backend())
-    loss = compiled(leaf)
+    with fx_fusion.recording() as report:
+        loss = compiled(leaf)
+    report.assert_fused(linear_cross_entropy=1)
     loss.backward(retain_graph=True)
     first = leaf.grad.clone()
     leaf.grad = None
@@ -216,7 +220,9 @@ def test_float16_with_a_loss_scale():
     F.cross_entropy(F.linear(big.double(), exact), t).backward(torch.tensor(2.0**16).double())
     for run in (torch.compile(function, backend=rewriting_backend()), function):
         w.grad = None
-        run(w).backward(torch.tensor(2.0**16))
+        with fx_fusion.recording() as report:
+            run(w).backward(torch.tensor(2.0**16))
+        assert run is function or report.count("linear_cross_entropy") == 1
         error = (w.grad.double() - exact.grad).norm() / exact.grad.norm()
         assert error < 2e-3
 
@@ -264,14 +270,17 @@ def test_autocast_computes_the_head_in_bfloat16():
     compare_ambient = torch.compile(lambda x, head: F.cross_entropy(F.linear(x, head), target), backend=rewriting_backend())
     leaf, expected_leaf = head.clone().requires_grad_(), head.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = compare_ambient(x, leaf)
+        with fx_fusion.recording() as report:
+            loss = compare_ambient(x, leaf)
         expected = F.cross_entropy(F.linear(x, expected_leaf), target)
+    report.assert_fused(linear_cross_entropy=1)
     loss.backward()
     expected.backward()
     assert leaf.grad.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(leaf.grad, expected_leaf.grad, rtol=2e-2, atol=2e-3)
-    inside, _ = rewritten(step, x, head, target)
+    inside, report = rewritten(step, x, head, target)
+    report.assert_fused(linear_cross_entropy=1)
     torch.testing.assert_close(inside, step(x, head, target), rtol=2e-3, atol=2e-3)
 
 
@@ -281,7 +290,9 @@ def test_the_head_of_a_tied_model_gets_both_gradients():
     model(input_ids=ids, labels=ids).loss.backward()
     expected = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids).loss.backward()
+    with fx_fusion.recording() as report:
+        torch.compile(model, backend=rewriting_backend())(input_ids=ids, labels=ids).loss.backward()
+    assert report.count("linear_cross_entropy") == report.count("embedding") == 1, str(report)
     torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=1e-5, atol=1e-6)
 
 

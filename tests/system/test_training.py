@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import fx_fusion
 from fx_fusion.testing import rewriting_backend
@@ -112,7 +113,9 @@ def test_frozen_weights_get_no_gradient(family, device):
         return {n: p.grad for n, p in model.named_parameters()}
 
     expected = gradients(model)
-    found = gradients(torch.compile(model, backend=rewriting_backend()))
+    with fx_fusion.recording() as report:
+        found = gradients(torch.compile(model, backend=rewriting_backend()))
+    assert report.count("linear_cross_entropy") + report.count("cross_entropy") == 1, str(report)
     assert {n for n, g in found.items() if g is not None} == {n for n, g in expected.items() if g is not None}
     for name, gradient in expected.items():
         if gradient is not None:
@@ -169,7 +172,9 @@ def test_generation_with_a_static_cache(family, device):
     options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     expected = model.generate(ids, **options)
     model.forward = torch.compile(model.forward, backend=rewriting_backend())
-    assert torch.equal(model.generate(ids, **options), expected)
+    with fx_fusion.recording() as report:
+        assert torch.equal(model.generate(ids, **options), expected)
+    assert report.count("rms_norm") + report.count("add_rms_norm") >= 5, str(report)
 
 
 @pytest.mark.parametrize("family", slow_but(("GPT2",), ("Llama", "GPT2")))
@@ -178,8 +183,11 @@ def test_compiled_autograd(family, device):
     eager = copy.deepcopy(model)
     expected = steps(eager, eager, device)
     compiled = torch.compile(model, backend=rewriting_backend())
-    with torch._dynamo.config.patch(compiled_autograd=True):
+    counters.clear()
+    with torch._dynamo.config.patch(compiled_autograd=True), fx_fusion.recording() as report:
         found = steps(model, compiled, device)
+    assert counters["compiled_autograd"]["captures"] >= 1
+    assert report.count("linear_cross_entropy") + report.count("cross_entropy") == 1, str(report)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -33,6 +33,7 @@ def test_a_model_that_is_right(dtype):
 def test_families(family):
     found = fx_fusion.verify(zoo.build(family), **zoo.batch(), options=ALWAYS)
     assert found.ok, str(found)
+    assert not found.nothing_replaced
 
 
 @pytest.mark.parametrize("change", slow_but([detached], [a_little_more, detached]))
@@ -183,6 +184,6 @@ def test_what_cant_be_compared():
         fx_fusion.verify(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), torch.randn(4, 8))
     with pytest.raises(fx_fusion.VerificationError, match="no floating-point output"):
         fx_fusion.verify(nn.Flatten(), torch.ones(2, 3, dtype=torch.long))
-    with pytest.raises(fx_fusion.OptionError):
+    with pytest.raises(fx_fusion.OptionError, match="Did you mean 'select'"):
         fx_fusion.verify(nn.Linear(2, 2), torch.ones(2, 2), options={"selct": "always"})
     assert fx_fusion.verify(nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval(), torch.randn(4, 8)).ok
