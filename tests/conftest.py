@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+for name in [name for name in os.environ if name.startswith("FX_FUSION_")]:
+    del os.environ[name]  # what the user's shell asks for is no test's
 NO_GPU = not torch.cuda.is_available()
 GIVEN = os.environ.get("TRITON_INTERPRET")
 if NO_GPU:

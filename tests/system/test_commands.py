@@ -12,6 +12,7 @@ import torch
 
 from fx_fusion.__main__ import main
 from fx_fusion.demo import ON_CPU, ON_GPU, configuration
+from tests.helpers import a_little_more, sabotaged
 
 SCRIPT = '''
 import sys
@@ -341,6 +342,12 @@ def test_verify_where_nothing_is_replaced(script, tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().err
     assert "must return a module (torch.nn.Module) and its arguments" in said
     assert said.count("\n") == 1
+
+
+def test_verify_of_a_wrong_replacement_fails(script, monkeypatch, capsys):
+    with sabotaged(monkeypatch, "rms_norm", 1, a_little_more):
+        assert typed(monkeypatch, "verify", f"{script}:make", "--select", "always") == 1
+    assert "WRONG" in capsys.readouterr().out
 
 
 def test_verify(script):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
+from fx_fusion import commands
 from fx_fusion.backend import compile_graph
 from fx_fusion.errors import OptionError, VerificationError
 from fx_fusion.options import parse
@@ -73,6 +74,18 @@ def test_what_is_wrong_stops_the_run_and_can_be_replayed(change, monkeypatch, tm
     assert check.fusion == "swiglu"
     assert not rows[0].ok
     assert [row.name for row in rows if row.ok] or change is a_little_more
+
+
+def test_replaying_a_site_that_is_still_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FX_FUSION_REPRODUCERS", str(tmp_path))
+    real = verify_site.compare
+    wrong = verify_site.Compared("y", 1.0, 0.0, 0.1)
+    monkeypatch.setattr(verify_site, "compare", lambda *values: [wrong, *real(*values)])
+    with pytest.raises(VerificationError):
+        compiled(nn.RMSNorm(8))(torch.randn(4, 8))
+    (file,) = tmp_path.iterdir()
+    assert commands.replay_command(str(file)) == 1
+    assert "wrong" in capsys.readouterr().out
 
 
 @pytest.mark.slow
