@@ -64,4 +64,4 @@ def unlike_sum(x: torch.Tensor, residual: torch.Tensor) -> str | None:
         return why
     if torch.promote_types(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
         return f"x is {x.dtype} and residual {residual.dtype}; their sum has neither dtype"
-    return None
+    return wrong_dtype(x=x, residual=residual)

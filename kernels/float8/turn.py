@@ -26,8 +26,9 @@ _UNIT = 16
 @triton.jit
 def turn_rows_kernel(x_ptr, scale_ptr, q_ptr, m, n, stride, width, TILE: tl.constexpr):
     """Store a tile of q, whose rows have ``width`` elements."""
-    rows = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    cols = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    tiles = tl.cdiv(n, TILE)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = (rows < m)[:, None] & (cols < n)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], live, 0.0).to(tl.float32)
     x *= (1.0 / tl.load(scale_ptr + rows, rows < m, 1.0))[:, None]
@@ -51,7 +52,7 @@ def _turned(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return q
     x = x if x.stride(1) == 1 else x.contiguous()
     q = x.new_empty((n, width), dtype=E4M3)
-    grid = (cdiv(n, _TILE), cdiv(width, _TILE))
+    grid = (cdiv(n, _TILE) * cdiv(width, _TILE),)  # of one dim: the others end at 65535
     launch(turn_rows_kernel, grid, x, scale.contiguous(), q, m, n, x.stride(0), width, TILE=_TILE)
     return q
 

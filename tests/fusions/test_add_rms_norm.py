@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import check_rewritten, rewritten
+import fx_fusion
+from tests.helpers import check_rewritten, rewriting_backend, rewritten
 
 N = 24
 x = torch.randn(3, 5, N)
@@ -66,3 +67,20 @@ def test_a_sum_of_frozen_inputs_requires_no_gradient(kind):
     (ours,) = torch.autograd.grad(result[0].square().sum(), weight)
     (theirs,) = torch.autograd.grad(getattr(F, kind)(result[1], (N,), weight).square().sum(), weight)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["residual second", "residual first"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("norm", [lambda h: F.rms_norm(h, (N,), eps=EPS), lambda h: F.layer_norm(h, (N,))], ids=["rms_norm", "layer_norm"])
+def test_a_residual_that_the_kernel_cannot_add(norm, dtype, first):
+    r = (8 * torch.randn_like(x)).to(dtype)
+
+    def block(x, r):
+        h = r + x if first else x + r
+        return norm(h), h
+
+    with fx_fusion.recording() as report:
+        found = torch.compile(block, backend=rewriting_backend())(x, r)
+    assert report.count("add_rms_norm") == report.count("add_layer_norm") == 0, str(report)
+    for ours, theirs in zip(found, block(x, r), strict=True):
+        torch.testing.assert_close(ours, theirs)
