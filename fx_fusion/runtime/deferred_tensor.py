@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
-from fx_fusion.runtime.hook import Hook
+from fx_fusion.runtime.hook import Hook, Hooks
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
 from fx_fusion.torch_internals.containers import tree_map, tree_map_only
@@ -73,10 +73,12 @@ class _Step:
     def again(self, sources: Sequence[Any]) -> Tensor:
         return self.func(sources[0], *self.args, **self.kwargs)
 
-    def meta(self) -> Tensor:
+    def meta(self) -> Tensor | None:
+        """Its type, without values; None where it is the tensor below itself (a cast that changes nothing)."""
         with without_torch_function(), torch.no_grad():
             below = torch.empty_strided(self.below.shape, self.below.stride(), dtype=self.below.dtype, device="meta")
-            return self.func(below, *self.args, **self.kwargs)
+            made = self.func(below, *self.args, **self.kwargs)
+            return None if made is below else made
 
     def compute(self) -> Tensor:
         below = self.below._value if self.below._value is not None else self.below.source.compute()
@@ -144,7 +146,7 @@ def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTe
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
-    tensor._hooks, tensor._seen = [], []
+    tensor._hooks, tensor._seen = Hooks(), []
     return tensor
 
 
@@ -152,7 +154,7 @@ def _around(value: Tensor, token: Tensor | None = None) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` and ``token`` are fake ones."""
     tensor = wrapper(DeferredTensor, value, value.device)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = None, value, None, True, token
-    tensor._hooks = []
+    tensor._hooks = Hooks()
     return tensor
 
 
@@ -164,7 +166,7 @@ class DeferredTensor(torch.Tensor):
     _inner: Tensor | None  # the value without history
     _given: Tensor | None  # the token: one object, as Dynamo's guards tell inputs apart by identity
     _traced: bool  # stands around a fake tensor, for a compiler
-    _hooks: list[Hook]
+    _hooks: Hooks
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
     @staticmethod
@@ -279,7 +281,8 @@ class DeferredTensor(torch.Tensor):
                 if args[0]._value is None:
                     step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
                 if step is not None and step.is_lazy():
-                    return DeferredTensor._make(step, step.meta(), args[0].device)
+                    meta = step.meta()
+                    return args[0] if meta is None else DeferredTensor._make(step, meta, args[0].device)
         if func in TAKEN and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 found = TAKEN[func](*args, **kwargs) if args[0]._value is None else None

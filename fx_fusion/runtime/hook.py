@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+
+class Hooks(list["Hook"]):
+    """Those on one tensor. A hook refers to them weakly: what is in a cycle is freed late, or never under gc.disable()."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Hook:
@@ -14,8 +21,8 @@ class Hook:
 
     def __init__(self, tensor: Any, function: Callable[[Tensor], Any]):
         self.function, self.handle = function, None
-        self._hooks = tensor._hooks  # which a loss that took the tensor has too, when the tensor itself is gone
-        self._hooks.append(self)
+        self._hooks = weakref.ref(tensor._hooks)  # which a loss that took the tensor has too, when the tensor itself is gone
+        tensor._hooks.append(self)
 
     def register(self, value: Tensor) -> None:
         self.handle = value.register_hook(self.function)
@@ -23,8 +30,8 @@ class Hook:
     def remove(self) -> None:
         if self.handle is not None:
             self.handle.remove()
-        elif self in self._hooks:
-            self._hooks.remove(self)
+        elif (hooks := self._hooks()) is not None and self in hooks:
+            hooks.remove(self)
 
     def __enter__(self) -> Hook:
         return self

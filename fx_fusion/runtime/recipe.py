@@ -17,6 +17,7 @@ from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.runtime.computed import Computed
 from fx_fusion.runtime.reads import Call
 from fx_fusion.runtime.steps import Kept, Spans, any_is_among, same_bits, sample, wait, wait_no_more
+from fx_fusion.runtime.streams import on_stream, stream_of
 from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import (
     has_saved_tensor_hooks,
@@ -65,6 +66,7 @@ class Recipe:
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._constant = [isinstance(o, Tensor) and not o.requires_grad for o in self.operands]
         self.is_checkpointed = has_saved_tensor_hooks()
+        self._stream = None if self.is_traced() else stream_of(self.device())
         self.owners = [owner_of(o) for o in self.operands]
         self._occasions = self._number_this_call()
         self.versions = self._versions()
@@ -224,7 +226,7 @@ class Recipe:
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
-        with self.reading, without_torch_function(), without_saved_tensor_hooks():
+        with self.reading, on_stream(self._stream), without_torch_function(), without_saved_tensor_hooks():
             self.values()  # it may be refused on one rank: to count that as read would change what only this rank runs
             if self._met or not self.is_sharded():  # nor may what one rank reads alone, while FSDP has not freed the head
                 self.call.was_read(for_a_loss_outside=self.of_linear is not None)
@@ -262,6 +264,8 @@ class Recipe:
     def forget_copies(self, called_with: Sequence[Any]) -> None:
         """Free copies of parameters that the graph is called with again (models may share it): the outputs can't be computed
         any more."""
+        if not self._copied:
+            return
         with self.reading:
             if self._values is None and any_is_among(self._copied, called_with):
                 self.operands, self.stepped = tuple(None if isinstance(o, Tensor) else o for o in self.operands), True

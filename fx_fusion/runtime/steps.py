@@ -31,6 +31,7 @@ class _Recipe(Protocol):
 
 
 _WAITING: weakref.WeakSet[_Recipe] = weakref.WeakSet()  # those that nobody has read yet
+_CHANGING: weakref.WeakKeyDictionary[torch.optim.Optimizer, Spans] = weakref.WeakKeyDictionary()  # of steps that run
 _LOCK = threading.Lock()  # of the set, which can't be walked while another thread adds to it
 
 
@@ -86,8 +87,11 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """Its first byte and the one behind its last; of others than plain tensors, and of those without bytes, a number."""
     if not _is_plain(tensor) or tensor.numel() == 0:
         return -id(tensor), -id(tensor) + 1
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize
+    return start, start + elements * tensor.itemsize
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -135,6 +139,7 @@ def _keep(optimizer: torch.optim.Optimizer) -> None:
     if not (recipes := waiting()):
         return
     changing, copies = _changed_by(optimizer), dict[int, Tensor]()
+    _CHANGING[optimizer] = changing
     for recipe in recipes:
         recipe.stepped = recipe.stepped or _has_lost_memory(recipe)
     if not is_capturing():
@@ -158,7 +163,7 @@ def _has_lost_memory(recipe: _Recipe) -> bool:
 def _notice(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After a step."""
     if not is_compiling() and (recipes := waiting()):
-        _mark(recipes, _changed_by(optimizer))
+        _mark(recipes, _CHANGING.pop(optimizer) if optimizer in _CHANGING else _changed_by(optimizer))
 
 
 def _mark(recipes: list[_Recipe], changed: Spans) -> None:

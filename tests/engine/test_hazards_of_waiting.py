@@ -1,5 +1,9 @@
 """Logits that wait, in programs that would otherwise get other numbers, or errors, than without the backend."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +12,7 @@ from torch import nn
 import fx_fusion
 from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.rewrite import deferral, loss_outside
-from fx_fusion.runtime import reads, speculate, steps
+from fx_fusion.runtime import reads, speculate, steps, streams
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from tests.helpers import rewriting_backend, tiny_llama, tokens
 
@@ -341,3 +345,113 @@ def test_all_ranks_take_the_same_chunks(monkeypatch):
         given = x, torch.randn(V, H), None, y, None, (-100, 0.0, 0.0, 1.0), None, (True, False, False), torch.empty(B)
         logit_chunks.each_chunk(*given, part=part)
     assert rows == [True, False]
+
+
+class Square(torch.autograd.Function):
+    """Differentiates what it is given, and never reads it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 2 * dy * x
+
+
+CHANGING_NOTHING = {
+    "float": lambda z: z.float(), "to": lambda z: z.to(torch.float32), "contiguous": lambda z: z.contiguous(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGING_NOTHING)
+def test_a_cast_that_changes_nothing_is_the_tensor_itself(name):
+    """With its gradient, also where it is made under ``no_grad``."""
+    found = []
+    for call in (torch.compile(model := Model(), backend=rewriting_backend()), model):
+        model.zero_grad()
+        loss, logits = call(x)
+        with torch.no_grad():
+            z = CHANGING_NOTHING[name](logits)
+        assert z is logits
+        assert z.requires_grad
+        (loss + Square.apply(z).mean()).backward()
+        found.append(model.head.weight.grad.clone())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hook_is_in_no_cycle():
+    """FSDP sets one on every output, and large runs switch the collector off."""
+
+    class Owner:
+        pass
+
+    call, alive = torch.compile(Model(), backend=rewriting_backend()), []
+    call(x)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            owner, logits = Owner(), call(x)[1]
+            logits.register_hook(lambda dy, owner=owner: None)
+            alive.append(weakref.ref(owner))
+            del owner, logits
+        assert [reference() for reference in alive] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_step_asks_each_parameter_once(monkeypatch):
+    """Before it and behind it the parameters are the same."""
+    model, asked = Model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss, logits = torch.compile(model, backend=rewriting_backend())(x)
+    loss.backward()
+    real = steps._changed_by
+    monkeypatch.setattr(steps, "_changed_by", lambda optimizer: asked.append(optimizer) or real(optimizer))
+    optimizer.step()
+    assert asked == [optimizer]
+    assert not steps._CHANGING
+    torch.testing.assert_close(logits + 0, logits)
+
+
+def test_memory_of_tensors_that_are_not_contiguous():
+    whole = torch.zeros(8, 8)
+    assert steps.Spans([whole[:, 2]]).overlap(whole[7])
+    assert not steps.Spans([whole[:, 2][:4]]).overlap(whole[4:])
+    assert steps.Spans([whole.t()]).overlap(whole[7, 7:])
+
+
+def test_what_is_read_on_another_stream_is_computed_on_the_models(monkeypatch):
+    """Operands are freed and written to in the order of the stream that the model ran on."""
+    said = []
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def entered(stream):
+        said.append(f"on {stream.name}")
+        yield
+
+    model, reader = Stream("model's"), Stream("reader's")
+    monkeypatch.setattr(streams, "stream_of", lambda device: reader)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    with streams.on_stream(model):
+        said.append("computed")
+    assert said == ["model's waits for reader's", "on model's", "computed", "reader's waits for model's"]
+    said.clear()
+    with streams.on_stream(reader), streams.on_stream(None):
+        said.append("computed")
+    monkeypatch.setattr(streams, "stream_of", lambda device: None)  # while a CUDA graph is captured
+    with streams.on_stream(model):
+        said.append("captured")
+    assert said == ["computed", "captured"]
