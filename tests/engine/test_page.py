@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,9 @@ def big():
 
 
 def test_20_000_nodes_are_small_and_made_soon(big):
-    """In a second of one processor, whatever else the machine does. A full collection of what other tests have left takes as
-    long again: Python's collector is off meanwhile."""
+    """In a second of one processor of 2026. Machines that run tests are up to five times slower: counted in what it takes to
+    write, read and compress the report's JSON, of which it is 2.4. A full collection of what other tests have left takes
+    long: Python's collector is off meanwhile."""
     (graph,) = big.graphs
     assert len(graph.rows_before) > 20_000
     assert len({row.module for row in graph.rows_before if re.fullmatch(r"model.layers.\d+.mlp", row.module)}) == LAYERS
@@ -133,12 +135,14 @@ def test_20_000_nodes_are_small_and_made_soon(big):
     gc.disable()
     try:
         for _ in range(3):
-            started = time.process_time()
+            began = time.process_time()
             page = html_of(big)
-            times.append(time.process_time() - started)
+            made = time.process_time()
+            zlib.compress(json.dumps(json.loads(big.to_json())).encode(), 3)
+            times.append((made - began) / (time.process_time() - made))
     finally:
         gc.enable()
-    assert min(times) < times_slower(), times
+    assert min(times) < 4, times
     assert len(page) < 3e6
     assert sum(len(block["rows"]) for block in data_of(page)["graphs"][0]["blocks"]) > 20_000
 
