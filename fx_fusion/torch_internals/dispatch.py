@@ -29,6 +29,8 @@ def autograd_inside_an_op() -> Iterator[None]:
 def is_freed_after_this_backward(saved: Tensor) -> bool:
     """Whether a tensor that a forward saved is a plain one with values, nobody traces, and the backward that runs frees its
     graph (no ``retain_graph=True``). Gone: False."""
+    if torch.compiler.is_compiling():  # by compiled autograd, which would end its graph at the question below
+        return False
     is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     modes = getattr(python_dispatch, "_get_current_dispatch_mode_stack", None)
     if is_kept is None or modes is None or type(saved) is not Tensor or saved.is_meta:
