@@ -101,7 +101,7 @@ def test_launches_that_are_traced(how):
     assert found["handed_out"] == 4
     assert found["ops"] == ["scaled"], "which Inductor lowers to a launch or a product"
     assert found["guards"] == []
-    assert found["bytes"]["min"] < 0.8 * found["bytes"]["speed"]
+    assert found["bytes"]["min"] < 0.81 * found["bytes"]["speed"], "with tables of RoPE, which are made of inputs"
 
 
 # -- which --------------------------------------------------------------------------------------------------------------
