@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from bench.families import FAMILIES
 from bench.process import Row, environment, give, in_turns, wait_for_turn
-from fx_fusion.options import NAMES
+from fx_fusion.options import inductors_own
 
 VARIANTS = ("eager", "inductor", "liger", "fx_fusion")
 SECONDS = 2.0  # the least that is measured: a step of some milliseconds is bound by the host, and varies
@@ -49,7 +49,7 @@ def measure(given: argparse.Namespace, variant: str) -> Row:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     step_model = model
     if variant == "inductor":
-        step_model = torch.compile(model, options={k: v for k, v in options.items() if k not in NAMES} or None)
+        step_model = torch.compile(model, options=inductors_own(options) or None)
     elif variant == "fx_fusion":
         step_model = torch.compile(model, backend="fx_fusion", options=options or None)
 

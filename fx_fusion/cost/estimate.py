@@ -66,9 +66,8 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
     if sizes is None or not floating or device_type(floating[0]) != "cuda":
         return None
     itemsize = floating[0].dtype.itemsize
-    ours, theirs = _moved(fusion, match, sizes, itemsize)
-    both = trained(*floating)  # the formulas are of forward and backward
-    ours, theirs = (ours, theirs) if both else (None, None)
+    moved = _moved(fusion, match, sizes, itemsize)
+    ours, theirs = moved if trained(*floating) else (None, None)  # the formulas are of forward and backward
     if options.select == "measure" and (times := measure.known(fusion, match)) is not None:
         speed = times["inductor"] / times["ours"]
         return Estimate("measured", speed, 1e3 * times["ours"], 1e3 * times["inductor"], ours, theirs)
@@ -78,9 +77,10 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
         source, slower = _source(cell, floating[0])
         mine, its = (None if scale is None else 1e3 * scale * slower * ms for ms in (cell.ours, cell.inductor))
         return Estimate(source, cell.inductor / cell.ours, mine, its, ours, theirs)
+    if moved[0] is None or moved[1] is None:
+        return None
     if ours is None or theirs is None:
-        moved = _traffic(fusion, sizes, itemsize)
-        return None if moved[0] is None or moved[1] is None else Estimate("formula", moved[1] / moved[0])
+        return Estimate("formula", moved[1] / moved[0])
     a_microsecond = _bytes_a_microsecond(floating[0].device)
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
 

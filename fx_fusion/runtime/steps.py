@@ -162,8 +162,11 @@ def _has_lost_memory(recipe: _Recipe) -> bool:
 
 def _notice(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After a step."""
-    if not is_compiling() and (recipes := waiting()):
-        _mark(recipes, _CHANGING.pop(optimizer) if optimizer in _CHANGING else _changed_by(optimizer))
+    if is_compiling():
+        return
+    changed = _CHANGING.pop(optimizer) if optimizer in _CHANGING else None
+    if recipes := waiting():
+        _mark(recipes, changed or _changed_by(optimizer))
 
 
 def _mark(recipes: list[_Recipe], changed: Spans) -> None:
