@@ -100,11 +100,13 @@ def register_autograd(
 ) -> None:  # fmt: skip
     """Connect an op with its gradient. ``twice``: the gradient is made of differentiable ops, and has a gradient itself;
     otherwise a backward with ``create_graph=True`` is an error (it would find zeros, or a part of the truth)."""
-    once = backward if twice else _first_derivatives_only(name, backward)
+    once = backward if twice else first_derivatives_only(name, backward)
     torch.library.register_autograd(f"{NAMESPACE}::{name}", once, setup_context=setup_context, lib=LIBRARY)
 
 
-def _first_derivatives_only(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_derivatives_only(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of an op of this name; with ``create_graph=True`` it is an error."""
+
     def run(ctx: Any, *dys: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(

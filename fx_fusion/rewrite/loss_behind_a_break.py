@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.graph.view import View
-from fx_fusion.rewrite.loss_outside import Operands, operands_of
+from fx_fusion.rewrite.unread_logits import Operands, operands_of
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.torch_internals.dynamo import sets_hooks_behind
@@ -110,7 +110,7 @@ def _reading(logits: Any) -> Iterator[Operands | None]:
         found = None
         if logits._value is None and autocast_dtype(logits.device.type) in (None, source.recipe.of_linear):
             found = None if logits.has_hooks() else operands_of(logits)
-        yield found
+        yield found if found is None or found.is_the_linear_layer else None
 
 
 def _with_linear(

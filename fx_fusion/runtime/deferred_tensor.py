@@ -127,7 +127,8 @@ class _Link(torch.autograd.Function):
         sources = ctx.source.sources()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
-            leaves = [_plain(s).detach() if isinstance(s, Tensor) else s for s in sources]
+            plain = tree_map_only(DeferredTensor, DeferredTensor.materialize, sources)
+            leaves = [s.detach() if isinstance(s, Tensor) else s for s in plain]
             for n in wanted:
                 leaves[n].requires_grad_()
             found = torch.autograd.grad(ctx.source.again(leaves), [leaves[n] for n in wanted], dy, allow_unused=True)
@@ -135,10 +136,6 @@ class _Link(torch.autograd.Function):
         for n, gradient in zip(wanted, found, strict=True):
             grads[n] = gradient
         return (None, None, None, *grads)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.materialize() if isinstance(tensor, DeferredTensor) else tensor
 
 
 def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
@@ -195,6 +192,11 @@ class DeferredTensor(torch.Tensor):
     def step(self) -> _Step | None:
         """The cast or view that it is of another deferred tensor; None where it is an output of a graph."""
         return self._source if isinstance(self._source, _Step) else None
+
+    def followed_by(self, function: Callable[..., Tensor], *args: Any) -> DeferredTensor:
+        """``function(self, *args)`` of numbers and dtypes, deferred: another tensor, with memory of its own."""
+        step = _Step(self, function, args, {})
+        return DeferredTensor._make(step, step.meta(), self.device)  # type: ignore[arg-type]
 
     def has_hooks(self) -> bool:
         """Whether somebody waits for its gradient."""
@@ -277,13 +279,11 @@ class DeferredTensor(torch.Tensor):
                     return Hook(args[0], *args[1:])
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
-                step = None
-                if args[0]._value is None:
-                    step = _Step(args[0], func, *tree_map(lambda item: item, (args[1:], kwargs)))
-                if step is not None and step.is_lazy():
+                copied = tree_map(lambda item: item, (args[1:], kwargs))
+                if args[0]._value is None and (step := _Step(args[0], func, *copied)).is_lazy():
                     meta = step.meta()
                     return args[0] if meta is None else DeferredTensor._make(step, meta, args[0].device)
-        if func in TAKEN and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
+        if func in TAKEN and args and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 found = TAKEN[func](*args, **kwargs) if args[0]._value is None else None
             if found is not None:

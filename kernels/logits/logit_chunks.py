@@ -82,6 +82,13 @@ def _rows_of_a_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: in
     return max(1, min(m, cdiv(cdiv(m, max(1, chunks)), _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
+def again_takes_longer(h: float, dtype: torch.dtype, device: str) -> bool:
+    """Whether to make logits of x (m, ``h``) again in a backward, a fourth product of m·h·v beside three, takes longer than
+    their passes through memory: on an H200 from some 1000 columns on; without tensor cores, which multiply 15 times as
+    fast, from some 150 to 200."""
+    return device == "cuda" and h > (1024 if on_tensor_cores(dtype) else 128)
+
+
 def each_chunk_that_counts(
     x, lm_head, bias, target, weight, options, dloss, needs, loss, headroom=None, small=False, part=None, z_factor=None,
     number=None,
@@ -163,7 +170,7 @@ def each_chunk(
             all_logits[rows].copy_(chunk[:, :v])
         upstream, h, dh, z = (None if t is None else t[rows] for t in (dloss, entropy, dentropy, z_factor))
         dlogits = chunk if gradient else None
-        fill = _rows if part is None else part.rows
+        fill = loss_of_rows if part is None else part.rows
         fill(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh, z)
         if dx is not None:
             torch.mm(chunk, lm_head, out=dx[rows])
@@ -207,7 +214,7 @@ def _add_product(dw, dlogits, x, *, first: bool) -> None:
         torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)
 
 
-def _rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, dentropy, z_factor):
+def loss_of_rows(logits, v, target, weight, options, loss, dloss, dlogits, entropy, dentropy, z_factor):
     """Fill ``loss`` of one chunk, over its first ``v`` columns, and ``dlogits``, which may be the chunk itself or None."""
     if logits.is_cuda or interpreting():
         stats = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)

@@ -11,10 +11,11 @@ from torch import fx
 
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.graph.devices import device_type
-from fx_fusion.graph.dtypes import computed_in, on_tensor_cores
+from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.size_hints import elements, expected, trained
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
+from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
 from fx_fusion.ops.shards import own_part, replica, replicated_beside
 from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
@@ -101,11 +102,8 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> s
 
 
 def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again, 8
-    products of m·h·v instead of 6. On an H200 that costs more than their passes through memory from some 1000 columns on;
-    without tensor cores, which multiply 15 times as fast, from some 150 to 200."""
-    most = 1024 if on_tensor_cores(computed_in(x)) else 128
-    if device_type(x) != "cuda" or not trained(x, lm_head, bias) or expected(x.shape[-1]) <= most:
+    """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again."""
+    if not trained(x, lm_head, bias) or not again_takes_longer(expected(x.shape[-1]), computed_in(x), device_type(x)):
         return None
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
 

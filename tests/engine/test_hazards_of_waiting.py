@@ -337,7 +337,7 @@ def test_all_ranks_take_the_same_chunks(monkeypatch):
         largest, group = V, ""
 
         def rows(self, *given):
-            return logit_chunks._rows(*given)
+            return logit_chunks.loss_of_rows(*given)
 
     monkeypatch.setattr(logit_chunks, "add_up", lambda rows, group: None)
     monkeypatch.setattr(logit_chunks, "arrived", lambda dx: dx)

@@ -85,6 +85,8 @@ LOSSES = {
     "smoothing": lambda z: F.cross_entropy(z.view(-1, V), some.view(-1), label_smoothing=0.1),
     "weights": lambda z: F.cross_entropy(z.view(-1, V), ids.view(-1), of_classes, ignore_index=5),
     "input by name": lambda z: F.cross_entropy(input=z.view(-1, V), target=ids.view(-1)),
+    "temperature": lambda z: F.cross_entropy((z / 2).view(-1, V), ids.view(-1)),
+    "scale": lambda z: F.cross_entropy((3 * z.mul(0.5)).float().view(-1, V), ids.view(-1)),
 }
 
 
@@ -152,8 +154,8 @@ def test_a_head_that_is_compiled_alone(weighed):
 
 
 READS = {
-    "log_softmax": lambda z: -z.log_softmax(-1)[..., 0].mean(),
-    "temperature": lambda z: F.cross_entropy((z / 2).view(-1, V), ids.view(-1)),
+    "log_softmax of one class": lambda z: -z.log_softmax(-1)[..., 0].mean(),
+    "a tensor as temperature": lambda z: F.cross_entropy((z / torch.tensor(2.0)).view(-1, V), ids.view(-1)),
     "narrower": lambda z: F.cross_entropy(z.half().float().view(-1, V), ids.view(-1)),
     "float64": lambda z: F.cross_entropy(z.double().view(-1, V), ids.view(-1)),
     "some classes": lambda z: F.cross_entropy(z[..., :4000].reshape(-1, 4000), ids.clamp(max=3999).view(-1)),
@@ -161,7 +163,7 @@ READS = {
     "classes as rows": lambda z: F.cross_entropy(z.reshape(-1, B * L), torch.zeros(V, dtype=torch.long)),
     "probabilities": lambda z: F.cross_entropy(z.view(-1, V), F.one_hot(ids.view(-1), V).float()),
     "old arguments": lambda z: F.cross_entropy(z.view(-1, V), ids.view(-1), size_average=False),
-    "written to": lambda z: F.cross_entropy(z.mul(2).view(-1, V), ids.view(-1)),
+    "written to": lambda z: F.cross_entropy(z.mul_(2).view(-1, V), ids.view(-1)),
 }
 
 

@@ -17,6 +17,7 @@ from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits.kept_logits import log_probs_of_kept_logits
 from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
@@ -285,11 +286,28 @@ def test_a_table_whose_ids_are_many(v):
 def test_attention_with_a_causal_mask_is_cudnns():
     fusion = registry.fusion_named("attention")
     q, k, v = (torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(fusion.pattern, backend="fx_fusion", options={"strict": True})
+    compiled = torch.compile(fusion.pattern, backend="fx_fusion", options={"strict": True, "select": "always"})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         out = compiled(q, k, v)
     torch.testing.assert_close(out, fusion.pattern(q, k, v), rtol=2e-2, atol=2e-2)
     assert any("cudnn" in e.key.lower() for e in profile.key_averages())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_log_probs_of_kept_logits_are_as_accurate(dtype):
+    """What an eager loss takes of a wide head's unread logits."""
+    m, h, v = 1000, 1152, 32000
+    inputs = {"x": torch.randn(m, h, device="cuda").to(dtype), "weight": torch.randn(v, h, device="cuda").to(dtype) / 32}
+    target = torch.randint(0, v, (m, 1), device="cuda")
+
+    def kept(x, weight):
+        return log_probs_of_kept_logits(x, weight, None, target[:, 0], 0.7)
+
+    def eager(x, weight):
+        return torch.log_softmax((x @ weight.t()).to(torch.promote_types(x.dtype, torch.float32)) * 0.7, -1).gather(-1, target)[:, 0]
+
+    name, used = worst_excess(run(kept, inputs), run(eager, inputs), run_oracle(eager, inputs), dtype)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

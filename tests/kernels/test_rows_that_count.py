@@ -71,8 +71,8 @@ def test_few_ignored_rows_stay(ignored, rows_of_chunks, device):
 
 def test_chunks_of_fewer_rows_are_of_equal_size(rows_of_chunks, monkeypatch):
     """65 of 96 rows in chunks of at most 32: three of 24, not two of 32 and one of 1."""
-    chunks, original = [], logit_chunks._rows
-    monkeypatch.setattr(logit_chunks, "_rows", lambda logits, *rest: (chunks.append(logits.shape[0]), original(logits, *rest)))
+    chunks, original = [], logit_chunks.loss_of_rows
+    monkeypatch.setattr(logit_chunks, "loss_of_rows", lambda logits, *rest: (chunks.append(logits.shape[0]), original(logits, *rest)))
     target = torch.randint(0, V, (M,))
     target[65:] = -100
     linear_cross_entropy(torch.randn(M, H), torch.randn(V, H), None, target, None, "sum", -100, 0.0, 0.0, 1.0, [False] * 3, False)
