@@ -58,7 +58,7 @@ def _window(s: int) -> int:
 
 _SCORES: dict[str, Callable[[int], int]] = {
     "attention": _causal, "causal_mask": _causal, "repeat_kv": _causal, "block_sparse_attention": _window,
-    "dense_mask": lambda s: s * s,
+    "dense_mask": lambda s: s * s, "biased_attention": lambda s: s * s,
 }  # fmt: skip
 
 

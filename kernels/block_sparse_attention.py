@@ -4,6 +4,7 @@
                  and  shown[k] for all of ``keys``  and  shown[q] for all of ``queries``     (``fx_fusion.graph.masks``)
     score[q, k] = query · keyᵀ · scale,  or  softcap · tanh(query · keyᵀ · scale / softcap)
     out = softmax(score, where mask) · value;  0 for a query that sees nothing, as PyTorch's attention
+    score[q, k] = query · keyᵀ · scale + bias[b, h, q, k],  where there is one; its gradient is added up by atomics
 
 A *sink* is one more score of each row, which is in the sum of its softmax and has no value: it makes of out
 
@@ -15,7 +16,8 @@ first and last positions, from its smallest and largest labels, and from whether
 are tested one by one, so the bound need not be tight.
 
 Shapes     query: (b, h, s, d); key, value: (b, g, t, d), g divides h; labels: (s) or (b, s) of integers, where t = s;
-           keys, of booleans: (t) or (b, t); queries: (s) or (b, s); sink: (b or 1, h or 1, s or 1, 1). out: as query.
+           keys, of booleans: (t) or (b, t); queries: (s) or (b, s); sink: (b or 1, h or 1, s or 1, 1); bias: (s, t),
+           (h, s, t) or (b, h, s, t), in fp32. out: as query.
 Dtypes     bf16 | fp16 (fp32 where it is run eagerly).
 Source     Dong et al. 2024, arXiv:2412.05496, behind torch.nn.attention.flex_attention; sinks: Xiao et al. 2023,
            arXiv:2309.17453, learned ones as in gpt-oss; softcap: Gemma 2, arXiv:2408.00118.
@@ -33,7 +35,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.ops.library import plain_function
-from fx_fusion.torch_internals.flex_attention import flex_attention
+from fx_fusion.torch_internals.flex_attention import flex_attention, value_at
 
 BLOCK = 128
 
@@ -117,9 +119,20 @@ def block_sparse_attention_and_lse(
     return _attend(query, key, value, blocks, labels, keys, queries, low, high, scale, softcap, with_lse=True)
 
 
+@plain_function
+def biased_attention(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], keys: Sequence[Tensor],
+    queries: Sequence[Tensor], low: int | None, high: int | None, scale: float, bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """Returns softmax(score + bias, where visible) · value."""
+    given = query, key, value, blocks, labels, keys, queries, low, high, scale, None
+    return _attend(*given, with_lse=False, biases=(bias,))[0]
+
+
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], labels: Sequence[Tensor], keys: Sequence[Tensor],
     queries: Sequence[Tensor], low: int | None, high: int | None, scale: float, softcap: float | None, *, with_lse: bool,
+    biases: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *data: Tensor) -> Tensor:
         conditions = [] if low is None else [q - k >= low]
@@ -131,16 +144,17 @@ def _attend(
                 conditions.append(_at(values, b, k if i < len(labels) + len(keys) else q))
         return functools.reduce(torch.logical_and, conditions) if conditions else q >= 0
 
-    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *biases: Tensor) -> Tensor:
+        for bias in biases:
+            score = score + value_at(bias, (b, h, q, k)[-bias.dim() :])
         if softcap is None:
             return score
         return softcap * (2 * torch.sigmoid(score * (2 / softcap)) - 1)  # tanh: half the instructions, registers too
 
     mask = BlockMask((query.shape[-2], key.shape[-2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
     operands = (*labels, *keys, *queries)
-    return flex_attention(
-        query, key, value, score, mask.as_tuple(), scale, operands, tiles_for(query), with_lse=with_lse
-    )  # fmt: skip
+    given = query, key, value, score, mask.as_tuple(), scale, operands, tiles_for(query)
+    return flex_attention(*given, score_operands=biases, with_lse=with_lse)
 
 
 def tiles_for(query: Tensor) -> dict[str, int]:

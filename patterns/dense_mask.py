@@ -11,7 +11,6 @@ made of a learned bias and of masks that are proved to leave something of every 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch.nn.functional as F
 from torch import fx
@@ -24,10 +23,9 @@ from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.terms import example, is_tensor
-from fx_fusion.graph.walk import NotThis, attention_calls, binary
+from fx_fusion.graph.walk import NotThis, attention_calls
+from fx_fusion.patterns.sites.learned_biases import read_bias
 from fx_fusion.rewrite.editor import Editor
-
-_MOVES = ("permute", "transpose", "unsqueeze", "squeeze", "getitem", "view", "reshape", "expand", "contiguous")
 
 
 def attention_with_a_bias(query, key, value, bias):
@@ -44,7 +42,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             continue
         proofs: list[MaskProof] = []
         try:
-            _read(search, mask, proofs)
+            read_bias(search, mask, proofs)
         except NotThis as why:
             yield NearMiss("dense_mask", node, why.node if isinstance(why.node, fx.Node) else mask, str(why))
             continue
@@ -55,43 +53,6 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             inputs={n: bound[n] for n in ("query", "key", "value")} | {"bias": mask},
             reading=proofs,
         )
-
-
-def _read(search: Search, node: Any, proofs: list[MaskProof]) -> None:
-    """Down from a mask to the learned biases and the proved masks that it is made of; both leave something of each row."""
-    if not is_tensor(node):
-        raise NotThis(node, f"{node} is added to the scores")
-    view, proof = search.view, search.masks.prove(node)
-    below, name = view.transparent(node), view.name(node)
-    if _shows_every_row(proof, node):
-        proofs.append(proof)
-    elif below is not None:
-        _read(search, below, proofs)
-    elif name == "add":
-        for operand in binary(view, node):
-            _read(search, operand, proofs)
-    elif name == "where" and (chosen := view.arguments(node)) is not None:
-        _read(search, chosen["condition"], proofs)
-        _read(search, chosen["input"], proofs)
-    elif name == "masked_fill":
-        bound = view.arguments(node)
-        hidden = None if bound is None else search.masks.prove(bound["mask"], hides=True)
-        if bound is None or hidden is None or not _shows_every_row(hidden, bound["mask"]):
-            raise NotThis(node, f"{node.name} may hide a row entirely")
-        proofs.append(hidden)
-        _read(search, bound["input"], proofs)
-    elif name in _MOVES and node.args and is_tensor(node.args[0]):
-        _read(search, node.args[0], proofs)
-    elif (name != "embedding" and node.op != "placeholder" and node.op != "get_attr") or not example(node).requires_grad:
-        raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
-
-
-def _shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
-    """Every query sees something: key 0 in a causal mask, itself in a structured one, if there are as many keys."""
-    if proof.structure is None:
-        return proof.kind in ("causal", "none")
-    as_many_keys = statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
-    return as_many_keys and proof.structure.shows_every_query_itself
 
 
 def emit(editor: Editor, match: Match) -> None:

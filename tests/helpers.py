@@ -16,7 +16,7 @@ from fx_fusion import pipeline
 from fx_fusion.testing import rewriting_backend
 from fx_fusion.torch_internals.nodes import take_name
 
-OF_INDUCTOR = ("block_sparse_attention", "flex_attention")  # fusions whose kernels are Inductor's own
+OF_INDUCTOR = ("biased_attention", "block_sparse_attention", "flex_attention")  # fusions whose kernels are Inductor's own
 
 
 def rewritten(function, *args, dynamic=False, options=None, **kwargs):

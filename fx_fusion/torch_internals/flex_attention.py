@@ -18,7 +18,8 @@ _OPTIONS = {
 
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Tensor], blocks: tuple[Any, ...], scale: float,
-    mask_operands: Sequence[Tensor], tiles: Mapping[str, int], *, with_lse: bool = False,
+    mask_operands: Sequence[Tensor], tiles: Mapping[str, int], *, score_operands: Sequence[Tensor] = (),
+    with_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a block mask, by the operator that AOTAutograd and Inductor know; the public function compiles itself
     where nothing is being compiled. Gone: raises when the replacement is made, and the graph goes to Inductor unchanged.
@@ -30,5 +31,14 @@ def flex_attention(
     options: dict[str, Any] = {**_OPTIONS, "OUTPUT_LOGSUMEXP": with_lse or torch.is_grad_enabled(), **tiles}
     if tiles:
         options["FORCE_USE_FLEX_ATTENTION"] = True  # the other kernel, for short queries, tiles in another way
-    out, lse, *_ = operator(query, key, value, score, blocks, scale, options, (), tuple(mask_operands))
+    given = tuple(score_operands), tuple(mask_operands)
+    out, lse, *_ = operator(query, key, value, score, blocks, scale, options, *given)
     return out, lse * math.log(2)  # its own is to the base of 2
+
+
+def value_at(values: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """``values[indices]`` inside of a score function, with a gradient that the kernels know how to add up. Gone: raises when
+    the replacement is made, and the graph goes to Inductor unchanged."""
+    from torch._dynamo._trace_wrapped_higher_order_op import mod_index
+
+    return mod_index(values, list(indices))

@@ -36,10 +36,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "group_norm": ("group_norm", "group_norm_swish"),
     "embedding": ("embedding",),
     "loss": ("linear_cross_entropy", "cross_entropy"),
-    "masked attention": ("causal_mask", "block_sparse_attention"),
-    "dense_mask": ("dense_mask", "causal_mask", "block_sparse_attention"),
+    "masked attention": ("causal_mask", "block_sparse_attention", "biased_attention"),
+    "dense_mask": ("dense_mask", "causal_mask", "block_sparse_attention", "biased_attention"),
     "attention": ("attention", "flex_attention"),
-    "repeat_kv": ("repeat_kv", "block_sparse_attention"),
+    "repeat_kv": ("repeat_kv", "block_sparse_attention", "biased_attention"),
     "swish": ("swish", "swiglu", "gated_rms_norm", "group_norm_swish", "evonorm_s0", "evonorm_b0"),
 }
 IN_NO_CALL: dict[str, tuple[str, ...]] = {

@@ -103,6 +103,30 @@ def test_the_lse_of_the_scores(s):
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(("s", "shape"), [(300, (300, 300, 8)), (515, (515, 515, 8)), (515, (2, 8, 515, 515))], ids=str)
+def test_a_learned_bias(s, shape, masked):
+    """Its gradient, a sum over all sequences, too; with the heads last, as T5 looks it up."""
+
+    def function(query, key, value, bias):
+        bias = bias.permute(2, 0, 1)[None] if bias.dim() == 3 else bias
+        at = torch.arange(s, device="cuda")
+        if masked:
+            bias = torch.where(at[:, None] >= at[None, :], bias, torch.finfo(bias.dtype).min).contiguous()
+        for _ in range(2):
+            query = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=0.2)
+        return query
+
+    inputs = {n: torch.randn(2, 8, s, 64, device="cuda", dtype=torch.bfloat16) for n in ("query", "key", "value")}
+    inputs["bias"] = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    options = {"select": "always", "strict": True}
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend="fx_fusion", options=options, dynamic=False), inputs)
+    assert report.count("biased_attention") == 2, str(report)
+    name, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
+
+
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_an_evaluation_of_padded_batches(left):
     """Without a gradient nothing pins how the lists of blocks lie in memory but the op that makes them."""

@@ -1,0 +1,108 @@
+"""Biases of attention that are learned, and the masks that hide some of their scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.masks.prover import MaskProof
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.walk import NotThis, binary
+
+_MOVES = ("permute", "transpose", "unsqueeze", "squeeze", "getitem", "view", "reshape", "expand", "contiguous")
+
+
+def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
+    """Down from a mask to the learned biases and the proved masks that it is made of; both leave something of each row."""
+    if not is_tensor(node):
+        raise NotThis(node, f"{node} is added to the scores")
+    view, proof = search.view, search.masks.prove(node)
+    below, name = view.transparent(node), view.name(node)
+    if shows_every_row(proof, node):
+        proofs.append(proof)
+    elif below is not None:
+        read_bias(search, below, proofs)
+    elif name == "add":
+        for operand in binary(view, node):
+            read_bias(search, operand, proofs)
+    elif name == "where" and (chosen := view.arguments(node)) is not None:
+        read_bias(search, chosen["condition"], proofs)
+        read_bias(search, chosen["input"], proofs)
+    elif name == "masked_fill":
+        bound = view.arguments(node)
+        hidden = None if bound is None else search.masks.prove(bound["mask"], hides=True)
+        if bound is None or hidden is None or not shows_every_row(hidden, bound["mask"]):
+            raise NotThis(node, f"{node.name} may hide a row entirely")
+        proofs.append(hidden)
+        read_bias(search, bound["input"], proofs)
+    elif name in _MOVES and node.args and is_tensor(node.args[0]):
+        read_bias(search, node.args[0], proofs)
+    elif (name != "embedding" and node.op != "placeholder" and node.op != "get_attr") or not example(node).requires_grad:
+        raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
+
+
+def shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
+    """Every query sees something: key 0 in a causal mask, itself in a structured one, if there are as many keys."""
+    if proof.structure is None:
+        return proof.kind in ("causal", "none")
+    as_many_keys = statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
+    return as_many_keys and proof.structure.shows_every_query_itself
+
+
+def without_masks(search: Search, mask: fx.Node) -> tuple[fx.Node, list[MaskProof], list[fx.Node]]:
+    """The learned bias in a mask that is added to the scores, the proofs of what hides some of it, and the nodes that make
+    the one of the other. Raises NotThis where a row may be hidden entirely, or nothing is learned."""
+    node = mask
+    proofs: list[MaskProof] = []
+    nodes: list[fx.Node] = []
+    while True:
+        below, hiding = _step(search, node)
+        if below is None:
+            break
+        if hiding is not None:
+            if not shows_every_row(hiding, node):
+                raise NotThis(node, f"{node.name} may hide a row entirely")
+            proofs.append(hiding)
+        nodes.append(node)
+        node = below
+    learned: list[MaskProof] = []
+    read_bias(search, node, learned)
+    if learned or not example(node).requires_grad:
+        raise NotThis(node, f"{node.name} is no learned bias alone")
+    return node, proofs, nodes
+
+
+def _step(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | None]:
+    """What is below a node that casts or hides some of it, and the proof of what it hides; None where it does neither."""
+    view, name, bound = search.view, search.view.name(node), search.view.arguments(node)
+    below = view.transparent(node)
+    if below is not None:
+        return below, None
+    if name == "contiguous" and is_tensor(node.args[0]):
+        return node.args[0], None  # type: ignore[return-value]
+    if name == "add":
+        return _masked_sum(search, node)
+    if name not in ("where", "masked_fill") or bound is None or not is_tensor(bound["input"]):
+        return None, None
+    shown, number = (bound["condition"], bound["other"]) if name == "where" else (bound["mask"], bound["value"])
+    if not is_tensor(shown) or not _is_lowest(view.folded(number), node):
+        return None, None
+    return bound["input"], search.masks.prove(shown, hides=name == "masked_fill")
+
+
+def _masked_sum(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | None]:
+    """The operand of a sum that is learned, and the proof of the other, a mask; two None for another sum."""
+    operands = binary(search.view, node)
+    for bias, mask in (operands, operands[::-1]):
+        if is_tensor(bias) and is_tensor(mask) and not example(mask).requires_grad:
+            return bias, search.masks.prove(mask)
+    return None, None
+
+
+def _is_lowest(number: Any, node: fx.Node) -> bool:
+    """Whether a number hides what it replaces: the lowest of the dtype, or lower."""
+    return type(number) in (int, float) and number <= torch.finfo(example(node).dtype).min

@@ -1,0 +1,196 @@
+"""Attention with a learned bias: what is read of the mask, and FlexAttention's numbers."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fx_fusion
+from fx_fusion.kernels.block_sparse_attention import visible_blocks
+from fx_fusion.patterns import biased_attention
+from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
+from tests.helpers import reasons
+from tests.structured_masks import blocks as sites_blocks
+from tests.structured_masks import by_blocks
+
+B, H, S, D = 2, 4, 37, 16
+LOWEST = torch.finfo(torch.float32).min
+
+
+def as_flex_attention_does(query, key, value, blocks, labels, keys, queries, low, high, scale, bias):
+    """FlexAttention with a bias has no CPU kernel: scores, bias and mask as its formula has them."""
+    assert bias.dtype == torch.float32
+    assert bias.is_contiguous()
+    assert bias.dim() == 2 or bias.shape[-3] == query.shape[1]
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])[None, :]
+    visible = torch.ones_like(distance, dtype=torch.bool) if low is None else distance >= low
+    visible = visible if high is None else visible & (distance <= high)
+    for label in labels:
+        visible = visible & (label[..., :, None] == label[..., None, :])
+    assert not keys
+    assert not queries
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * scale + bias.to(query.dtype)
+    return torch.softmax(scores.masked_fill(~visible, float("-inf")), -1) @ value
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    guard = biased_attention.FUSION.guard
+
+    def lenient(**given):
+        why = guard(**given)
+        return None if why is not None and "no backward" in why else why
+
+    monkeypatch.setattr(sites_blocks, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(biased_attention, "biased_attention", as_flex_attention_does)
+    object.__setattr__(biased_attention.FUSION, "guard", lenient)
+    yield
+    object.__setattr__(biased_attention.FUSION, "guard", guard)
+
+
+def given(**sizes):
+    made = {n: torch.randn(B, H, S, D) for n in ("q", "k", "v")}
+    return {**made, **{n: torch.randn(*shape) for n, shape in sizes.items()}}
+
+
+def distance():
+    return torch.arange(S)[:, None] - torch.arange(S)[None, :]
+
+
+def causal():
+    return torch.arange(S)[:, None] >= torch.arange(S)[None, :]
+
+
+def heads_last(bias):
+    return bias.permute(2, 0, 1)[None]
+
+
+PROGRAMS = {
+    "alone": (lambda bias: bias, (1, H, S, S), ""),
+    "heads last": (heads_last, (S, S, H), ""),
+    "of all heads": (lambda bias: bias, (S, S), ""),
+    "of each sequence": (lambda bias: bias, (B, H, S, S), ""),
+    "where": (lambda bias: torch.where(causal().view(1, 1, S, S), heads_last(bias), LOWEST).contiguous(), (S, S, H), "causal"),
+    "filled": (lambda bias: bias.masked_fill(~causal(), float("-inf")), (1, H, S, S), "causal"),
+    "added": (lambda bias: bias + torch.zeros(S, S).masked_fill(~causal(), LOWEST), (1, H, S, S), "causal"),
+    "window": (lambda bias: bias.masked_fill((distance() < 0) | (distance() > 8), LOWEST), (H, S, S), "window of 9"),
+    "two": (lambda bias: bias + bias.transpose(-1, -2), (1, H, S, S), ""),
+    "looked up": (lambda table: F.embedding((torch.arange(S)[:, None] - torch.arange(S)).clamp(-3, 3) + 3, table)
+                  .permute(2, 0, 1)[None], (7, H), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_learned_bias_is_added_to_the_scores(name, on_cpu):
+    mask_of, shape, structure = PROGRAMS[name]
+
+    def function(q, k, v, bias):
+        for _ in range(2):
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(bias), scale=0.3)
+        return q
+
+    inputs = given(bias=shape)
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(fusions=["biased_attention"]), dynamic=False), inputs)
+    assert report.count("biased_attention") == 2, str(report)
+    assert structure in str(report)
+    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)
+    assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
+    after = report.graphs[0].after
+    assert "masked_fill" not in after
+    assert "where(" not in after
+
+
+def test_layers_share_a_bias_that_is_laid_out_once(on_cpu):
+    def function(q, k, v, bias):
+        bias = heads_last(bias)
+        for _ in range(3):
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(causal(), bias, LOWEST).contiguous())
+        return q
+
+    with fx_fusion.recording() as report:
+        run(torch.compile(function, backend=rewriting_backend(), dynamic=False), given(bias=(S, S, H)))
+    assert report.count("biased_attention") == 3, str(report)
+    assert report.count("dense_mask") == 0
+    assert report.graphs[0].after.count(".contiguous(") == 1, report.graphs[0].after
+
+
+def test_a_padding_mask_of_ones_leaves_the_bias_alone(on_cpu):
+    """As T5 of transformers has it: ``where(mask, bias, lowest)``, a mask for each sequence."""
+
+    def function(q, k, v, bias, shown):
+        mask = torch.where(shown[:, None, None, :].bool().expand(B, 1, S, S), bias, LOWEST).contiguous()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def call(shown):
+        inputs = given(bias=(1, H, S, S))
+        compiled = torch.compile(lambda q, k, v, bias: function(q, k, v, bias, shown), backend=rewriting_backend(), dynamic=False)
+        with fx_fusion.recording() as report:
+            fused = run(compiled, inputs)
+        expected = run(lambda q, k, v, bias: function(q, k, v, bias, shown), inputs)
+        exact = run_oracle(lambda q, k, v, bias: function(q, k, v, bias, shown), inputs)
+        assert worst_excess(fused, expected, exact, torch.float32)[1] <= 1
+        return report
+
+    report = call(torch.ones(B, S, dtype=torch.long))
+    assert report.count("biased_attention") == 1, str(report)
+    assert "is all ones" in str(report)
+    padded = call((torch.arange(S) < torch.tensor([[S], [S - 9]])).long())
+    assert padded.count("biased_attention") == 0
+    assert "may hide a row entirely" in reasons(padded, "biased_attention")
+
+
+DECLINED = {
+    "dropout": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b, dropout_p=0.5), (1, H, S, S), "no dropout"),
+    "a frozen bias": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.detach()), (1, H, S, S), ""),
+    "for one query": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (1, H, 1, S), "the kernel takes"),
+    "for sequences, not heads": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (B, 1, S, S), "the kernel takes"),
+    "computed of the input": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b * q.mean()), (1, H, S, S), "row entirely"),
+    "hidden by a small number": (
+        lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.masked_fill(~causal(), -5.0)), (1, H, S, S), "no learned bias alone",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_stays_a_dense_mask(name, on_cpu):
+    function, shape, why = DECLINED[name]
+    with fx_fusion.recording() as report, contextlib.suppress(NotImplementedError):
+        run(torch.compile(function, backend=rewriting_backend(), dynamic=False), given(b=shape))
+    assert report.count("biased_attention") == 0, str(report)
+    assert why in reasons(report, "biased_attention")
+
+
+def one_call(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def test_deterministic_algorithms_keep_the_dense_mask(on_cpu):
+    torch.use_deterministic_algorithms(True)
+    try:
+        with fx_fusion.recording() as report:
+            run(torch.compile(one_call, backend=rewriting_backend(), dynamic=False), given(bias=(1, H, S, S)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert report.count("biased_attention") == 0
+    assert "atomics" in reasons(report, "biased_attention")
+
+
+def test_short_rows_and_wide_heads_are_kept():
+    def sizes(s, d, b=64):
+        query = torch.empty(b, 12, s, d, device="meta")
+        return biased_attention.why_keep(query, query, query, torch.empty(1, 12, s, s, device="meta"))
+
+    assert sizes(512, 64) is None
+    assert "512 positions" in sizes(197, 64)
+    assert "head dim" in sizes(512, 256)
+    assert "scores" in sizes(512, 64, b=4)
+
+
+def test_the_reference_of_these_tests_is_that_of_masks():
+    inputs = given()
+    listed = visible_blocks(inputs["q"], inputs["k"], (), (), (), 0, None)
+    rest = (inputs["q"], inputs["k"], inputs["v"], listed, (), (), (), 0, None, 0.25)
+    torch.testing.assert_close(as_flex_attention_does(*rest, torch.zeros(S, S)), by_blocks(*rest))
