@@ -79,6 +79,8 @@ def guard(query, key, value, bias):
     wanted = (*query.shape[:3], key.shape[2])
     if _own_dims(bias, wanted) is None:
         return f"the bias is {tuple(bias.shape)}; the kernel takes ([{wanted[0]},] [{wanted[1]},] {wanted[2]}, {wanted[3]})"
+    if not all(isinstance(n, int) for n in (*query.shape, *key.shape, *bias.shape)):
+        return "sizes are symbolic: FlexAttention adds up the gradient of a bias in memory of static size"
     if torch.are_deterministic_algorithms_enabled():
         return "gradients of the bias are added up by atomics, and torch.use_deterministic_algorithms() is on"
     return under_a_mask.guard(query, key, value)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from fx_fusion.kernels import block_sparse_attention as kernel
 from fx_fusion.kernels.block_sparse_attention import visible_blocks
 from fx_fusion.patterns import biased_attention
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
@@ -176,6 +177,26 @@ def test_deterministic_algorithms_keep_the_dense_mask(on_cpu):
         torch.use_deterministic_algorithms(False)
     assert report.count("biased_attention") == 0
     assert "atomics" in reasons(report, "biased_attention")
+
+
+def test_symbolic_sizes_keep_the_dense_mask(on_cpu):
+    with fx_fusion.recording() as report:
+        run(torch.compile(one_call, backend=rewriting_backend(), dynamic=True), given(bias=(1, H, S, S)))
+    assert report.count("biased_attention") == 0, str(report)
+    assert "symbolic" in reasons(report, "biased_attention")
+
+
+def test_eager_flex_attention_has_the_gradient_of_the_bias():
+    """What verify() calls, and what the reference above stands for."""
+    inputs = given(bias=(H, S, S))
+    q, k, v, bias = (t.requires_grad_() for t in inputs.values())
+    rest = (visible_blocks(q, k, (), (), (), 0, None), (), (), (), 0, None, 0.25, bias)
+    found = kernel.biased_attention(q, k, v, *rest)
+    expected = as_flex_attention_does(q, k, v, *rest)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    for ours, theirs in zip(*(torch.autograd.grad(out, (q, k, v, bias), upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_short_rows_and_wide_heads_are_kept():
