@@ -24,7 +24,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
-from fx_fusion.ops.launch import launch
+from fx_fusion.ops.launch import launch, refuse_symbols
 from fx_fusion.ops.layouts import stored_once
 from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
@@ -167,11 +167,12 @@ def _gather(ids, weight, padding_idx):
 
 def _fwd(ids, weight, padding_idx):
     y = _fake(ids, weight, padding_idx)  # not a view: the caller may write to it in place
-    torch.index_select(weight, 0, ids.reshape(-1), out=y.view(-1, weight.shape[1]))
+    torch.index_select(weight, 0, ids.reshape(-1), out=y.view(ids.numel(), weight.shape[1]))
     return y
 
 
 def _bwd(dy, ids, v, padding_idx):
+    refuse_symbols(v)
     h = dy.shape[-1]
     dweight = _fake_bwd(dy, ids, v, padding_idx)
     if not dweight.numel():
@@ -238,7 +239,7 @@ def segments_plan(n: int, h: int) -> Plan:
 def _bwd_on_cpu(dy, ids, v, padding_idx):
     """Returns dweight, summed in float32 (float64 for float64)."""
     index = ids.reshape(-1)
-    rows = dy.reshape(-1, dy.shape[-1])
+    rows = dy.reshape(ids.numel(), dy.shape[-1])
     kept = rows if padding_idx < 0 else torch.where((index == padding_idx)[:, None], 0.0, rows)
     wide = torch.zeros(v, dy.shape[-1], dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
     return wide.index_add_(0, index, kept.to(wide.dtype)).to(dy.dtype)
@@ -255,7 +256,7 @@ def _fake_bwd(dy, ids, v, padding_idx):
 embedding = plain_op("embedding", "(Tensor ids, Tensor weight, int padding_idx) -> Tensor y", _fwd, _fake)
 embedding_bwd = plain_op(
     "embedding_bwd",
-    "(Tensor dy, Tensor ids, int v, int padding_idx) -> Tensor dweight",
+    "(Tensor dy, Tensor ids, SymInt v, int padding_idx) -> Tensor dweight",
     lambda dy, *rest: _bwd(dy, *rest) if dy.is_cuda or interpreting() else _bwd_on_cpu(dy, *rest),
     _fake_bwd,
 )

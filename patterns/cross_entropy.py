@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
@@ -15,7 +16,7 @@ from fx_fusion.graph.size_hints import expected, too_small
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.cross_entropy import cross_entropy
-from fx_fusion.patterns.sites.log_probs import is_indexed
+from fx_fusion.patterns.sites.log_probs import is_indexed, one_hot_of
 from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.patterns.sites.rows import rows_of, shaped_as
 from fx_fusion.rewrite.editor import Editor
@@ -74,6 +75,10 @@ def unread(view: View) -> Iterator[NearMiss]:
             reason = "log(softmax(x)) is -inf where log_softmax(x) is not; write log_softmax"
         elif name == "kl_div":
             reason = "the divergence of two distributions has no kernel"
+        elif any(isinstance(bound.get(number), fx.Node) for number in ("ignore_index", "label_smoothing")):
+            reason = "ignore_index or label_smoothing changes between calls; the kernel takes constants"
+        elif one_hot_of(view, bound["target"]) is not None and bound["weight"] is not None:
+            reason = "one_hot(...) beside class weights is not read; hand over the classes"
         elif is_tensor(bound["target"]) and example(bound["target"]).is_floating_point():
             reason = "targets that are probabilities have no kernel; those of one_hot(...) are read as classes"
         elif name == "nll_loss":

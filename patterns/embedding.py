@@ -49,11 +49,11 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             yield NearMiss("embedding", node, node, reason)
             continue
         padding = view.folded(bound["padding_idx"])
+        if isinstance(padding, int) and padding < 0:
+            padding += example(bound["weight"]).shape[0]
         if padding is not None and not isinstance(padding, int):
             yield NearMiss("embedding", node, node, f"padding_idx is {padding}, which is no constant")
             continue
-        if padding is not None and padding < 0:
-            padding += example(bound["weight"]).shape[0]
         inputs = {"ids": bound["input"], "weight": bound["weight"]}
         statics = {"padding_idx": NO_PADDING if padding is None else padding}
         try:
@@ -74,6 +74,8 @@ def _indexed(view: View, node: fx.Node) -> Match | None:
     if bound is None or not is_tensor(bound["input"]) or not is_tensor(bound["index"]):
         return None
     weight, ids = bound["input"], bound["index"]
+    if view.name(node) == "getitem" and example(ids).dim() == 0:
+        return None  # one row: a view
     if not _is_table(weight) or bound.get("dim", 0) != 0 or example(ids).dtype not in (torch.int64, torch.int32):
         return None
     statics, counts = {"padding_idx": NO_PADDING}, view.name(node) == "getitem"

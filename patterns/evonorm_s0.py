@@ -29,7 +29,7 @@ from fx_fusion.patterns.sites.evonorm import (
 
 def swish_over_group_deviation(x, groups, v, weight, bias, eps, correction):
     v, weight, bias = (t.view(1, -1, *(1,) * (x.dim() - 2)).to(x.dtype) for t in (v, weight, bias))
-    grouped = x.reshape(x.shape[0], groups, -1)
+    grouped = x.reshape(x.shape[0], groups, x.shape[1] // groups * x.shape[2] * x.shape[3])
     deviation = grouped.float().var(2, correction=correction, keepdim=True).add(eps).sqrt().to(x.dtype)
     deviation = deviation.expand(grouped.shape).reshape(x.shape)
     return x * (x * v).sigmoid() / deviation * weight + bias
@@ -49,7 +49,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 
 
 def _read(view: View, sigmoid: fx.Node, nodes: set[fx.Node]) -> Match:
-    scaled = sigmoid.args[0]
+    scaled = view.arguments_of(sigmoid, "sigmoid")["input"]  # type: ignore[index]
     if view.name(scaled) != "mul" or not all(map(is_tensor, binary(view, scaled))) or len(scaled.users) != 1:
         raise NotThis(sigmoid, "not a sigmoid of v x")
     gated = only_user(view, sigmoid, ("mul",))

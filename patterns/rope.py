@@ -75,8 +75,10 @@ def unread(view: View) -> Iterator[NearMiss]:
 def guard(q, cos, sin, style, out, upcast):
     if q.dim() != 4 or q.shape[-1] % 2:
         return f"q has shape {tuple(q.shape)}; the kernel takes (batch, heads, length, even head dim)"
-    if cos.shape[-1] not in (q.shape[-1], q.shape[-1] // 2) or sin.shape != cos.shape:
-        return f"cos has {cos.shape[-1]} columns and sin {sin.shape[-1]} for a head dim of {q.shape[-1]}"
+    if cos.dim() == 0 or sin.shape != cos.shape:
+        return f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; the kernel takes tables of one shape"
+    if cos.shape[-1] not in (q.shape[-1], q.shape[-1] // 2):
+        return f"cos and sin have {cos.shape[-1]} columns for a head dim of {q.shape[-1]}"
     if cos.requires_grad or sin.requires_grad:
         return "cos or sin needs a gradient; the kernel has none for them"
     if q.dtype.itemsize > 4 or cos.dtype.itemsize > 4 or sin.dtype != cos.dtype:

@@ -18,7 +18,7 @@ from fx_fusion.graph.effects import entered
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.torch_internals.fakes import FakeTensor, hint_of
-from fx_fusion.torch_internals.nodes import sets_a_hook
+from fx_fusion.torch_internals.nodes import is_an_attribute, sets_a_hook
 
 
 def why_not(fusion: Fusion, match: Match, view: View) -> Reason:
@@ -71,6 +71,17 @@ def takes_a_hooked_gradient(fusion: Fusion, match: Match, view: View) -> Reason:
         hook = next((user for user in node.users if sets_a_hook(user)), None)
         if hook is not None:
             return f"{hook.name} sets a hook on {node.name}, whose gradient would not be computed"
+    return None
+
+
+def is_differentiated_inside(fusion: Fusion, match: Match, view: View) -> Reason:
+    """Which call of the graph differentiates by a value that the match steps over, or differentiates twice."""
+    for call in view.graph.find_nodes(op="call_function", target=torch.autograd.grad):
+        by = next((node for node in call.all_input_nodes if node in match.crossed), None)
+        if by is not None:
+            return f"{call.name} differentiates by {by.name}, which the op would not read"
+        if call.kwargs.get("create_graph"):
+            return f"{call.name} makes a gradient that is differentiated too; ops have first derivatives only"
     return None
 
 
@@ -143,8 +154,9 @@ def _is_fake_parameter(tensor: torch.Tensor) -> bool:
 
 
 # Numbers that sites were compiled with, by source line and parameter, for the whole process. Under ``dynamic=True`` every
-# float is symbolic; one that is another number the second time is one that changes.
-_NUMBERS: dict[tuple[str, str, str], Any] = {}
+# float is symbolic; one that is another number the second time is one that changes. A module's may be another module's.
+_NUMBERS: dict[tuple[str, str, str], set[Any]] = {}
+_MODULES = 4  # of one line, with numbers of their own
 
 
 def takes_a_changing_number(fusion: Fusion, match: Match, view: View) -> Reason:
@@ -154,9 +166,12 @@ def takes_a_changing_number(fusion: Fusion, match: Match, view: View) -> Reason:
         if not isinstance(number, (float, torch.SymFloat)):
             continue
         hint = hint_of(number)
-        known = _NUMBERS.setdefault((match.root.meta.get("stack_trace") or "", fusion.name, parameter), hint)
-        if isinstance(number, torch.SymFloat) and (hint is None or known != hint):
+        known = _NUMBERS.setdefault((match.root.meta.get("stack_trace") or "", fusion.name, parameter), set())
+        room = len(known) < (_MODULES if isinstance(bound, fx.Node) and is_an_attribute(bound) else 1)
+        if isinstance(number, torch.SymFloat) and (hint is None or not (room or hint in known)):
             return f"{parameter} changes between calls; the kernel would be compiled for each value"
+        if room:
+            known.add(hint)
     return None
 
 
@@ -203,6 +218,7 @@ _CHECKS: tuple[Callable[[Fusion, Match, View], Reason], ...] = (
     crosses_a_rounding,
     escapes,
     takes_a_hooked_gradient,
+    is_differentiated_inside,
     crosses_regions,
     is_written_between,
     is_overwritten_later,

@@ -143,7 +143,8 @@ def _sum_of_squares(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
         return None
     left, _, out = equation.replace(" ", "").partition("->")
     one, _, other = left.partition(",")
-    plain = one.isalpha() and len(set(one)) == len(one) and one == other and out == one[:-1] and "->" in equation
+    letters = one.removeprefix("...")
+    plain = letters.isalpha() and len(set(letters)) == len(letters) and one == other and out == one[:-1] and "->" in equation
     if not plain or not view.same_source(*operands) or example(node).dtype != example(operands[0]).dtype:
         return None
     return Term("sum", (Term("square", (operands[0],), (), (node,)),), ((-1,), False), (node,))

@@ -73,6 +73,7 @@ one_hot(input, num_classes=-1)
 broadcast_tensors(*tensors)
 kl_div(input, target, size_average=None, reduce=None, reduction='mean', log_target=False)
 clamp(input, min=None, max=None)
+clamp_min(input, min)
 mT(input, name="mT")
 T(input, name="T")
 dropout(input, p=0.5, training=True, inplace=False)
@@ -229,6 +230,7 @@ def _tables() -> tuple[dict[Any, str], dict[str, str], dict[Any, str]]:
             in_place[function] = name
     functions[torch.linalg.vector_norm] = "linalg_vector_norm"
     functions[torch.special.expit] = "sigmoid"
+    functions.pop(torch.embedding, None)  # the table comes first there
     methods |= {f"__{dunder}__": name for dunder, name in _DUNDERS.items()}
     return functions, methods, in_place
 

@@ -15,5 +15,11 @@ __all__ = ["map_nodes", "tree_leaves", "tree_map", "tree_map_only"]
 
 
 def map_nodes(change: Callable[[fx.Node], Any], items: Any) -> Any:
-    """``items`` with every node in it replaced by ``change(node)``."""
-    return tree_map_only(fx.Node, change, items)
+    """``items`` with every node in it replaced by ``change(node)``, also where one is a bound of a slice."""
+
+    def changed(item: Any) -> Any:
+        if isinstance(item, slice):
+            return slice(*map(changed, (item.start, item.stop, item.step)))
+        return change(item) if isinstance(item, fx.Node) else item
+
+    return tree_map(changed, items)

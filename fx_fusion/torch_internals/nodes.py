@@ -35,6 +35,16 @@ def sets_a_hook(node: fx.Node) -> bool:
     return node.op in ("call_method", "call_function") and name in _HOOKS
 
 
+def is_an_attribute(node: fx.Node) -> bool:
+    """Whether a number is an attribute of an object, a module's eps, and no argument of the function. Gone: False, and such
+    a number that is another one in another module is taken for one that changes."""
+    while node.op == "call_method" and node.target == "item" and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return "." in str(name() if callable(name) else name)
+
+
 def is_erased(node: fx.Node) -> bool:
     """Whether a node was erased from its graph. Gone: looked for in the graph, which is slower."""
     erased = getattr(node, "_erased", None)

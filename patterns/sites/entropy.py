@@ -124,7 +124,8 @@ def _einsum_factors(bound: Mapping[str, Any]) -> tuple[Any, ...]:
         return ()
     left, _, out = equation.replace(" ", "").partition("->")
     one, _, other = left.partition(",")
-    plain = one.isalpha() and len(set(one)) == len(one)
+    letters = one.removeprefix("...")
+    plain = letters.isalpha() and len(set(letters)) == len(letters)
     return tuple(operands) if plain and one == other and out == one[:-1] and "->" in equation else ()
 
 

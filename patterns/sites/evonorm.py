@@ -140,8 +140,9 @@ def deviation(view: View, node: fx.Node, x: fx.Node) -> Deviation:
     while True:
         op = view.name(node)
         below: Any = None
-        if root is None and (op == "sqrt" or (op == "pow" and node.args[1:] == (0.5,))):
-            root, below = node, node.args[0]
+        bound = view.arguments_of(node, "sqrt", "pow")
+        if root is None and bound is not None and bound.get("exponent", 0.5) == 0.5:
+            root, below = node, bound["input"]
         elif root is not None and total is None and op == "add":
             operands = binary(view, node)
             eps = next((o for o in operands if is_scalar(o)), None)

@@ -58,8 +58,9 @@ def _einsum(bound: Any) -> Linear | None:
         return None
     left, arrow, out = equation.replace(" ", "").partition("->")
     of_x, comma, of_weight = left.partition(",")
-    if not arrow or not comma or len(of_weight) != 2 or len(of_x) < 2 or len(set(of_x)) != len(of_x):
+    letters = of_x.removeprefix("...")
+    if not arrow or not comma or len(of_weight) != 2 or not letters or len(of_x) < 2 or len(set(letters)) != len(letters):
         return None
     classes, columns = of_weight[0], of_weight[1]
-    plain = of_x[-1] == columns and classes not in of_x and out == of_x[:-1] + classes
+    plain = letters.isalpha() and of_x[-1] == columns and classes not in of_x and out == of_x[:-1] + classes
     return Linear(operands[0], operands[1]) if plain else None

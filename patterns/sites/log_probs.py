@@ -122,7 +122,7 @@ def _one_class_a_row(view: View, index: fx.Node, source: fx.Node) -> tuple[fx.No
         if is_tensor(target) and view.effects.written_after(view.order[base], [base, target]) is not None:
             return None  # reshape may have copied what is written to afterwards
     else:
-        return None
+        return index, []  # y[:, 1:, None]: as it is
     return (target, nodes) if is_tensor(target) and example(target).dtype == torch.int64 else None
 
 

@@ -37,4 +37,6 @@ def shaped_as(editor: Editor, losses: fx.Node, site: LossSite, root: fx.Node) ->
         return editor.method("unsqueeze", (editor.method("view_as", (losses, site.target), like=root), -1), like=root)
     if same_shape(wanted, target):
         return editor.method("view_as", (losses, site.target), like=root)
+    if target.dim() == wanted.dim() + 1 and same_shape(target[..., 0], wanted):
+        return editor.method("squeeze", (editor.method("view_as", (losses, site.target), like=root), -1), like=root)
     return editor.method("view", (losses, tuple(wanted.shape)), like=root)

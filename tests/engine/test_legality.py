@@ -11,8 +11,10 @@ from fx_fusion.fusion.legality import why_not
 from fx_fusion.fusion.match import Match
 from fx_fusion.fusion.matcher import Attempt
 from fx_fusion.fusion.pattern import patterns_of
+from fx_fusion.graph.view import View
 from tests.engine.graphs import BF16, autocast, beside, capture, no_grad, symbolic_float, tensor
 from tests.engine.tiny import fusion_dyt, fusion_tanh
+from tests.helpers import rewritten
 
 DYT, TANH = fusion_dyt(), fusion_tanh()
 INPUTS = {"x": (4, 8), "w": (8,), "b": (8,)}
@@ -259,6 +261,41 @@ def test_a_number_that_changes_between_calls():
     assert at(symbolic_float(0.5)) is None
 
 
+def test_numbers_of_other_modules_are_others():
+    """An eps of the module: a second model from the same file may have another one. An argument is one that changes."""
+
+    class Bent(torch.nn.Module):
+        def __init__(self, alpha):
+            super().__init__()
+            self.alpha = alpha
+
+        def forward(self, x):
+            return torch.tanh(self.alpha * x)
+
+    def at(function, *given):
+        found = []
+
+        def backend(gm, _):
+            view = View(gm.graph)
+            match = next(m for n in view.graph.nodes for m in Attempt(view, patterns_of(TANH)[0], n).matches())
+            found.append(why_not(TANH, match, view))
+            return gm.forward
+
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend, dynamic=True)(*given)
+        return found[0]
+
+    x = torch.randn(4, 8)
+    assert [at(Bent(alpha), x) for alpha in (0.5, 0.25, 0.75, 0.5, 0.125)] == [None] * 5
+    assert "changes between calls" in at(Bent(0.0625), x), "more of them are taken for one that changes"
+
+    def bent(x, alpha):
+        return torch.tanh(alpha * x)
+
+    assert at(bent, x, 0.5) is None
+    assert "changes between calls" in at(bent, x, 0.25)
+
+
 def test_numbers_of_other_lines_are_others():
     def at(line, hint):
         graph = capture(lambda x, a: torch.tanh(a * x), x=(4, 8), a=symbolic_float(hint))
@@ -273,3 +310,26 @@ def test_numbers_of_other_lines_are_others():
 def test_a_literal_is_a_constant_of_the_graph():
     assert reason(dyt) is None
     assert reason(lambda x, w, b: torch.tanh(0.7 * x) * w + b) is None, "another site, compiled as it stands"
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="torch.autograd.grad ends a graph there")
+@pytest.mark.parametrize("twice", [False, True], ids=["by a cast", "twice"])
+def test_a_graph_that_differentiates_itself(twice):
+    def by_a_cast(x, w):
+        h = x.float()
+        y = w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return torch.autograd.grad(y.square().sum(), h)[0]
+
+    def penalty(x, w):
+        loss = torch.nn.functional.cross_entropy(x, torch.tensor([1, 2, 3, 4])) + w.sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    function = penalty if twice else by_a_cast
+    x, w = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.rand(8, dtype=torch.bfloat16, requires_grad=True)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        found, report = rewritten(function, x, w, options={"select": "always"})
+    torch.testing.assert_close(found, function(x, w), rtol=2e-2, atol=2e-2)
+    assert not any(graph.fallback for graph in report.graphs)
+    why = "first derivatives only" if twice else "which the op would not read"
+    assert any(why in site.reason for site in report.sites), str(report)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers import reasons, rewritten, statuses
 from tests.images import (
@@ -96,3 +97,16 @@ def test_a_near_miss_says_why():
     x, (v, w, b) = images(), parameters()
     _, report = rewritten(NOT_S0["groups interleaved"], x, v, w, b)
     assert "expands (3, 1, 2, 1, 1) to (3, 4, 2, 5, 6)" in reasons(report, "evonorm_s0")
+
+
+def test_other_sigmoids_of_images_are_called_by_keyword():
+    """One of them cost the graph all of its fusions."""
+
+    def function(x, w):
+        gate = torch.sigmoid(input=x) * torch.special.expit(input=x)
+        return F.layer_norm(gate, (6,), w)
+
+    inputs = torch.randn(2, 3, 4, 6), torch.randn(6)
+    found, report = rewritten(function, *inputs, options={"select": "always"})
+    torch.testing.assert_close(found, function(*inputs))
+    assert report.count("layer_norm") == 1

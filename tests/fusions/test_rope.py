@@ -249,3 +249,13 @@ def test_a_llama_under_autocast_verifies():
         compiled(input_ids=ids, labels=ids).loss.backward()
     assert "out='input'" in report.graphs[0].after
     assert report.count("rope") == model.config.num_hidden_layers
+
+
+def test_angles_without_dims_are_left_alone():
+    def function(q, c, s):
+        return q * c + torch.cat((-q[..., 4:], q[..., :4]), -1) * s
+
+    given = torch.randn(2, 3, 5, 8), torch.tensor(0.6), torch.tensor(0.8)
+    found, report = rewritten(function, *given, options={"select": "always"})
+    torch.testing.assert_close(found, function(*given))
+    assert "tables of one shape" in reasons(report, "rope")

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
+import fx_fusion
 from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
+from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons, rewritten
 from tests.losses import compare
 
@@ -47,6 +49,11 @@ ONE_LOSS = {
     "one_hot_smoothed": lambda x, w, y: F.cross_entropy(
         F.linear(x, w).view(-1, V), F.one_hot(y.view(-1), V).to(x.dtype), label_smoothing=0.1, reduction="sum"
     ),
+    "shifted_index": lambda x, w, y: -F.log_softmax(F.linear(x, w)[:, :-1], -1).gather(-1, y[:, 1:, None]).mean(),
+    "shifted_index_squeezed": lambda x, w, y: (
+        F.log_softmax(F.linear(x, w)[:, :-1], -1).gather(-1, y[..., 1:, None]).squeeze(-1).exp().sum()
+    ),
+    "einsum_dots": lambda x, w, y: F.cross_entropy(torch.einsum("...d,vd->...v", x, w).view(-1, V), y.view(-1)),
     "view_of_index": lambda x, w, y: -log_p(x, w).view(-1, V).gather(1, y.view(-1, 1)).mean(),
     "reshape_of_index": lambda x, w, y: -log_p(x, w).gather(-1, y.reshape(B, S, 1)).squeeze(-1).sum(),
     "nll_of_view": lambda x, w, y: F.nll_loss(log_p(x, w).view(-1, V), y.view(-1)),
@@ -317,3 +324,47 @@ def test_another_tensor_in_the_shape_of_the_log_probabilities():
 
     x, w, target = torch.randn(6, 8), torch.randn(20, 8), torch.arange(6)
     torch.testing.assert_close(rewritten(function, x, w)[0], function(x, w))
+
+
+def test_rows_from_a_changing_one_on():
+    """``logits[:, -n:]`` of as many as there are targets: a bound of a slice is a node."""
+
+    def function(x, w, y):
+        z = F.linear(x, w)[:, :-1]
+        return F.cross_entropy(z[:, -y.size(1) :].flatten(0, 1), y.flatten())
+
+    compiled = torch.compile(function, backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for n in (3, 4, 2):
+            x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+            found, expected = (f(x_, w_, y[:, :n]) for f in (compiled, function))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(*(torch.autograd.grad(loss, (x_, w_)) for loss in (found, expected)))
+    assert report.count("linear_cross_entropy") == len(report.graphs) == 1, str(report)
+
+
+REASONS = {
+    "smoothing changes between calls": lambda x, w, y, s: F.cross_entropy(x @ w.t(), y, label_smoothing=s),
+    "not read; hand over the classes": lambda x, w, y, s: F.cross_entropy(x @ w.t(), F.one_hot(y, V).float(), w[:, 0].exp()) * s,
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_the_reason_is_the_reason(why):
+    given = x[0], w, y[0]
+    compiled = torch.compile(REASONS[why], backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for s in (0.1, 0.2):
+            torch.testing.assert_close(compiled(*given, s), REASONS[why](*given, s))
+    assert why in reasons(report, "cross_entropy"), str(report)
+
+
+@pytest.mark.parametrize("clamp", ["clamp(min=1)", "clamp_min(1)"])
+def test_a_z_loss_over_at_least_one_row(clamp):
+    def function(x, w, y):
+        z = F.linear(x, w).flatten(0, 1)
+        counts = y.flatten() != -100
+        rows = counts.sum().clamp(min=1) if "(min" in clamp else counts.sum().clamp_min(1)
+        return F.cross_entropy(z, y.flatten()) + 1e-4 * ((z.logsumexp(-1).square() * counts).sum() / rows)
+
+    compare(function, x, w, y.masked_fill(y < 9, -100))
