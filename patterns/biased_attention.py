@@ -79,6 +79,8 @@ def guard(query, key, value, bias):
     wanted = (*query.shape[:3], key.shape[2])
     if _own_dims(bias, wanted) is None:
         return f"the bias is {tuple(bias.shape)}; the kernel takes ([{wanted[0]},] [{wanted[1]},] {wanted[2]}, {wanted[3]})"
+    if bias.dim() == 4 and not statically_known_true(bias.shape[0] == 1):
+        return "the bias is another one for each sequence, and would be copied in float32; measured is one for all"
     if not all(isinstance(n, int) for n in (*query.shape, *key.shape, *bias.shape)):
         return "sizes are symbolic: FlexAttention adds up the gradient of a bias in memory of static size"
     if torch.are_deterministic_algorithms_enabled():

@@ -21,7 +21,7 @@ class Search:
         self, view: View, *, may_assume: bool = False, masks: str | None = None, may_defer: bool = False,
         outer: Search | None = None,
     ):  # fmt: skip
-        self.view, self.may_defer = view, may_defer
+        self.view, self.may_defer, self.outer = view, may_defer, outer
         self.masks: MaskProver = MaskProver(
             view, may_assume=may_assume, masks=masks, outer=None if outer is None else outer.masks
         )

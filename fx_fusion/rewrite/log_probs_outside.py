@@ -24,7 +24,8 @@ from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.rewrite.loss_outside import is_large, loss_of_unread
 from fx_fusion.rewrite.unread_logits import Operands, log_softmax_of_rows, operands_of, scaled
-from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
+from fx_fusion.runtime.deferred_tensor import TAKEN
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 
 _MOST_KEPT = 8  # logits that are kept for the backward have this part of the device's memory at most
 
@@ -32,7 +33,7 @@ _MOST_KEPT = 8  # logits that are kept for the backward have this part of the de
 # -- what waits ----------------------------------------------------------------------------------------------------------
 def _log_softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor | None:
     """``F.log_softmax`` of deferred logits over their classes, deferred; None for another one."""
-    if dim not in (-1, input.dim() - 1) or isinstance(dim, bool) or dtype not in (None, torch.float32):
+    if type(dim) is not int or dim not in (-1, input.dim() - 1) or dtype not in (None, torch.float32):
         return None
     if not is_large(input) or not torch.is_grad_enabled() or input.dtype == torch.float64:
         return None
@@ -67,8 +68,10 @@ def _over(input: Any, other: Any, *, rounding_mode: Any = None) -> Tensor | None
 
 
 def _scaled(input: Any, numerator: Any, denominator: Any) -> Tensor | None:
-    numbers = all(type(n) in (int, float) and math.isfinite(n) and n != 0 for n in (numerator, denominator))
-    if not numbers or not is_large(input) or not torch.is_grad_enabled() or not input.is_floating_point():
+    numbers = [n for n in (numerator, denominator) if isinstance(n, (int, float)) and type(n) is not bool]
+    if len(numbers) < 2 or not all(math.isfinite(n) and n != 0 for n in numbers):
+        return None
+    if not is_large(input) or not torch.is_grad_enabled() or not input.is_floating_point():
         return None
     return input.followed_by(scaled, numerator, denominator)
 
@@ -77,7 +80,7 @@ def _scaled(input: Any, numerator: Any, denominator: Any) -> Tensor | None:
 def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Tensor | None:
     """``log_probs.gather(-1, index)`` of one class a row, from what the logits would be computed of; None if it has to read
     them. Raises StaleTensorError if that has changed."""
-    if not isinstance(index, Tensor) or type(index) is DeferredTensor or index.dtype != torch.int64:
+    if type(index) is not Tensor or index.dtype != torch.int64 or type(dim) is not int or sparse_grad:
         return None
     one_a_row = dim in (-1, input.dim() - 1) and tuple(index.shape) == (*input.shape[:-1], 1)
     if not one_a_row or index.device != input.device or not torch.is_grad_enabled() or not is_large(input):
@@ -85,7 +88,7 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> T
     if not index.is_cuda and not ((index >= 0) & (index < input.shape[-1])).all():
         return None  # PyTorch's error
     found = operands_of(input)
-    if found is None or not found.log_probs:
+    if found is None or not found.log_probs or found.taken_again():  # each would make them, and perhaps keep them
         return None
     with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
         log_probs = _of_one_class(found, index.reshape(-1))
@@ -97,7 +100,9 @@ def _of_one_class(found: Operands, target: Tensor) -> Tensor:
     """The log-probability (rows), float32, of each row's ``target``."""
     x, lm_head, bias = found.for_a_product()
     kept = x.shape[0] * lm_head.shape[0] * x.element_size()
-    fits = kept * _MOST_KEPT <= memory_of_device(x) and lm_head.shape[0] * x.element_size() % 16 == 0
+    # Tensors that hooks pack, of checkpoints or offloading, are the inputs, not what is kept beside them.
+    plain = not has_saved_tensor_hooks() and not found.recipe.is_checkpointed
+    fits = plain and kept * _MOST_KEPT <= memory_of_device(x) and lm_head.shape[0] * x.element_size() % 16 == 0
     if fits and again_takes_longer(x.shape[1], x.dtype, x.device.type):
         return log_probs_of_kept_logits(x, lm_head, bias, target, found.scale)
     return token_log_probs(x, lm_head, bias, target, 0.0, found.scale)[0]
@@ -114,6 +119,8 @@ def _nll_loss(
     """``F.nll_loss`` of log-probabilities that nobody has read, like ``F.cross_entropy`` of logits."""
     if size_average is not None or reduce is not None:
         return None
+    if weight is not None and weight.dtype != input.dtype and autocast_dtype(input.device.type) is None:
+        return None  # PyTorch's error
     return loss_of_unread(input, target, weight, ignore_index, reduction, of_log_probs=True)
 
 

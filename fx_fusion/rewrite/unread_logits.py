@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.runtime.sources import in_turn
+from fx_fusion.runtime.tensor_methods import CASTS
 from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fsdp import is_freed
 
-_CASTS = {getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to")}
 _LAYOUTS = {getattr(torch.Tensor, name) for name in ("view", "reshape", "flatten", "contiguous")}
 
 
@@ -50,11 +52,16 @@ class Operands:
         """Whether nothing is computed of its result."""
         return self.scale == 1 and not self.log_probs
 
+    def taken_again(self) -> bool:
+        """Whether a loss that takes them takes rows that one took before."""
+        made = _linear(self.recipe)[0]
+        return self.recipe.rows_taken * made.shape[-1] + self.rows.numel() > made.numel()
+
     def were_taken(self) -> None:
         """Remember that a loss was computed of them."""
-        recipe, made = self.recipe, _linear(self.recipe)[0]
-        recipe.rows_taken += self.rows.numel() // self.rows.shape[-1]
-        recipe.call.was_taken(again=recipe.rows_taken * made.shape[-1] > made.numel())
+        again = self.taken_again()
+        self.recipe.rows_taken += self.rows.numel() // self.rows.shape[-1]
+        self.recipe.call.was_taken(again=again)
 
     def for_a_product(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (m, width), weight and bias in the dtype that the linear layer multiplies in."""
@@ -75,7 +82,8 @@ def operands_of(logits: Any) -> Operands | None:
         return None
     if any(map(is_freed, recipe.operands)) or (has_saved_tensor_hooks() and not recipe.is_checkpointed):
         return None  # a checkpointed loss alone runs again when they may have been read
-    if tensor.has_hooks() or any(made.has_hooks() for _, made in steps):  # they want the gradient of the logits
+    between = [t for step, _ in steps for _, t in step.between()]
+    if any(t.has_hooks() for t in (tensor, *(made for _, made in steps), *between)):  # they want the gradient of the logits
         return None
     recipe.check()
     (x, lm_head, bias), classes, scale, log_probs = _linear(recipe), tensor.shape[-1], 1.0, False
@@ -88,17 +96,34 @@ def operands_of(logits: Any) -> Operands | None:
             if not _keeps_classes(step.args[0], step.below.dim()):
                 return None
             x = x[step.args[0]]
-        elif step.func is scaled and not log_probs:
-            scale *= step.args[0] / step.args[1]
-        elif step.func is log_softmax_of_rows and not log_probs:
-            log_probs = True
-        elif step.func not in _CASTS:
+        elif step.func is in_turn:
+            found = None if log_probs else _computed(step.below.dtype, step.args)
+            if found is None:
+                return None
+            scale, log_probs = scale * found[0], found[1]
+        elif step.func not in CASTS:
             return None
     if logits.dtype == torch.float64:
         return None
     if recipe.rows_taken:  # a loss again: there was a backward, perhaps, and a step by hand
         recipe.check_samples()
     return Operands(recipe, x, lm_head, bias, scale, log_probs)
+
+
+def _computed(dtype: torch.dtype, calls: Sequence[Any]) -> tuple[float, bool] | None:
+    """What a tensor of this dtype is multiplied by, and whether a log_softmax follows; None for other calls."""
+    scale, log_probs = 1.0, False
+    for function, args, kwargs in calls:
+        before, dtype = dtype, function(torch.empty((1, 1), dtype=dtype, device="meta"), *args, **kwargs).dtype
+        if log_probs or not keeps_values(before, dtype):
+            return None
+        if function is scaled:
+            scale *= args[0] / args[1]
+        elif function is log_softmax_of_rows:
+            log_probs = True
+        elif function not in CASTS:
+            return None
+    return scale, log_probs
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:

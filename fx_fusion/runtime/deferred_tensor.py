@@ -1,7 +1,7 @@
 """The tensor that computes itself when it is read.
 
 A ``Recipe`` computes some outputs of a graph that share memory, all at once. Each of them is a ``DeferredTensor``, and so is
-a cast or view of one (a ``_Step``). Reading one of this family computes every member that is alive: eager would have had
+a cast or view of one (a ``Step``). Reading one of this family computes every member that is alive: eager would have had
 all of them by now, and what is then written to one shows in its views and not in its copies.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.runtime.hook import Hook, Hooks
 from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.runtime.sources import Output, Source, Step, in_turn
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
 from fx_fusion.torch_internals.containers import tree_map, tree_map_only
 from fx_fusion.torch_internals.dispatch import (
@@ -30,64 +31,6 @@ from fx_fusion.torch_internals.dispatch import (
 from fx_fusion.torch_internals.dynamo import is_asking, is_compiling, never_captured
 from fx_fusion.torch_internals.fakes import fake_beside, unset_fake_temporarily
 
-
-class _Output:
-    """One result of a recipe."""
-
-    def __init__(self, recipe: Recipe, index: int):
-        self.recipe, self.index, self.grad = recipe, index, recipe.grad
-
-    def sources(self) -> tuple[Any, ...]:
-        return self.recipe.operands
-
-    def again(self, sources: Sequence[Any]) -> Tensor:
-        return self.recipe.again(sources)[self.index]
-
-    def compute(self) -> Tensor:
-        return self.recipe.values()[self.index]
-
-
-class _Step:
-    """A cast or view of a deferred tensor."""
-
-    def __init__(self, below: DeferredTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.below, self.func, self.args, self.kwargs = below, func, args, kwargs
-        self.recipe: Recipe = below.source.recipe
-        self.grad = torch.is_grad_enabled() and func is not torch.Tensor.detach
-        self.inference = torch.is_inference_mode_enabled()
-
-    def is_lazy(self) -> bool:
-        """No operand is another tensor or array, which may change, and it stays on its device."""
-        flat = [*self.args, *self.kwargs.values()]
-        flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
-        flat += [bound for item in flat if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
-        if self.func is torch.Tensor.to and any(type(item) is int for item in flat):  # a GPU by its number
-            return False
-        if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
-            return False
-        return not any(isinstance(item, (torch.device, str)) or hasattr(item, "__array__") for item in flat)
-
-    def sources(self) -> tuple[Any, ...]:
-        return (self.below,)
-
-    def again(self, sources: Sequence[Any]) -> Tensor:
-        return self.func(sources[0], *self.args, **self.kwargs)
-
-    def meta(self) -> Tensor | None:
-        """Its type, without values; None where it is the tensor below itself (a cast that changes nothing)."""
-        with without_torch_function(), torch.no_grad():
-            below = torch.empty_strided(self.below.shape, self.below.stride(), dtype=self.below.dtype, device="meta")
-            made = self.func(below, *self.args, **self.kwargs)
-            return None if made is below else made
-
-    def compute(self) -> Tensor:
-        below = self.below._value if self.below._value is not None else self.below.source.compute()
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad or self.func is torch.Tensor.detach):
-            return self.func(below, *self.args, **self.kwargs)
-
-
-_Source = _Output | _Step
-
 # Functions that may take what a deferred tensor would be computed of: they are given their arguments, and return None where
 # they have to read it after all.
 TAKEN: dict[Any, Callable[..., Tensor | None]] = {}
@@ -98,7 +41,7 @@ class _Link(torch.autograd.Function):
     values (a custom autograd.Function in C++) gets the gradients of its operands."""
 
     @staticmethod
-    def forward(ctx: Any, source: _Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
+    def forward(ctx: Any, source: Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
         ctx.source = source
         tensor = _unlinked(source, meta, device)
         ctx.hooks, ctx.seen = tensor._hooks, tensor._seen  # the tensor itself may be gone when the gradient comes
@@ -138,7 +81,7 @@ class _Link(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-def _unlinked(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
+def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTensor:
     tensor = wrapper(DeferredTensor, meta, device)
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
@@ -158,7 +101,7 @@ def _around(value: Tensor, token: Tensor | None = None) -> DeferredTensor:
 class DeferredTensor(torch.Tensor):
     """A tensor whose values are computed at first use. Anything but a question about its type computes them."""
 
-    _source: _Source | None  # None once it is read
+    _source: Source | None  # None once it is read
     _value: Tensor | None
     _inner: Tensor | None  # the value without history
     _given: Tensor | None  # the token: one object, as Dynamo's guards tell inputs apart by identity
@@ -171,10 +114,10 @@ class DeferredTensor(torch.Tensor):
         """The outputs of a recipe, which waits from now on."""
         recipe.wait()
         device = recipe.device()
-        return tuple(DeferredTensor._make(_Output(recipe, i), meta, device) for i, meta in enumerate(metas))
+        return tuple(DeferredTensor._make(Output(recipe, i), meta, device) for i, meta in enumerate(metas))
 
     @staticmethod
-    def _make(source: _Source, meta: Tensor, device: torch.device) -> DeferredTensor:
+    def _make(source: Source, meta: Tensor, device: torch.device) -> DeferredTensor:
         with without_torch_function():
             if not source.grad or not any(isinstance(s, Tensor) and s.requires_grad for s in source.sources()):
                 tensor = _unlinked(source, meta, device)
@@ -184,18 +127,21 @@ class DeferredTensor(torch.Tensor):
         return tensor
 
     @property
-    def source(self) -> _Source:
+    def source(self) -> Source:
         """How it is computed, until it is."""
         assert self._source is not None, "it was computed already"
         return self._source
 
-    def step(self) -> _Step | None:
+    def step(self) -> Step | None:
         """The cast or view that it is of another deferred tensor; None where it is an output of a graph."""
-        return self._source if isinstance(self._source, _Step) else None
+        return self._source if isinstance(self._source, Step) else None
 
     def followed_by(self, function: Callable[..., Tensor], *args: Any) -> DeferredTensor:
-        """``function(self, *args)`` of numbers and dtypes, deferred: another tensor, with memory of its own."""
-        step = _Step(self, function, args, {})
+        """``function(self, *args)`` of numbers and dtypes, deferred: another tensor, with memory of its own. If this one is
+        cast or computed itself, it is not kept alive for that."""
+        step = Step(self, in_turn, ((function, args, {}),), {})
+        if (last := self.step()) is not None and last.grad == step.grad and not self._hooks:
+            step.begin_with(last)
         return DeferredTensor._make(step, step.meta(), self.device)  # type: ignore[arg-type]
 
     def has_hooks(self) -> bool:
@@ -275,12 +221,15 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if func is torch.Tensor.register_hook and (source := args[0]._source) is not None and args[0].requires_grad:
             with source.recipe.reading:
+                source.recipe.refuse_hooks()
                 if args[0]._value is None:
                     return Hook(args[0], *args[1:])
+        if func is torch.Tensor.retain_grad and (source := args[0]._source) is not None:
+            source.recipe.refuse_hooks()
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 copied = tree_map(lambda item: item, (args[1:], kwargs))
-                if args[0]._value is None and (step := _Step(args[0], func, *copied)).is_lazy():
+                if args[0]._value is None and (step := Step(args[0], func, *copied)).is_lazy():
                     meta = step.meta()
                     return args[0] if meta is None else DeferredTensor._make(step, meta, args[0].device)
         if func in TAKEN and args and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:

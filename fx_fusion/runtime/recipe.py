@@ -146,6 +146,12 @@ class Recipe:
             f"{which}. Read {name} before what changes them (an optimizer step), or {_NOT_DEFERRED}."
         )
 
+    def refuse_hooks(self) -> None:
+        """Raise RuntimeError if a loss took what the outputs would be made of: their own gradient is computed nowhere."""
+        if self.rows_taken:
+            why = f"a loss took what {self.names[0]} would be computed of; no gradient comes through it"
+            raise RuntimeError(f"{why}. Set hooks and retain_grad() before the loss, or {_NOT_DEFERRED}.")
+
     def values(self) -> tuple[Tensor, ...]:
         """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
         if self._values is None and self._computed is None:

@@ -46,6 +46,7 @@ ANSWERED = {
         "is_inference",
     )
 }
+CASTS = {getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to")}
 # What only renames, casts or slices: the result is deferred too.
 KEPT_LAZY = {
     getattr(torch.Tensor, name)

@@ -52,4 +52,4 @@ def _losses(logits, target, scale, dloss=None, dlogits=None):
 
 def log_probs_of_kept_logits(x, lm_head, bias, target, scale):
     """Returns logp (m), float32; shapes and dtypes as above."""
-    return _KeptLogits.apply(x, lm_head, bias, target, scale)
+    return _KeptLogits.apply(x, lm_head, bias, target.contiguous(), scale)

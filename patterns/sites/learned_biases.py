@@ -41,8 +41,15 @@ def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
         read_bias(search, bound["input"], proofs)
     elif name in _MOVES and node.args and is_tensor(node.args[0]):
         read_bias(search, node.args[0], proofs)
-    elif (name != "embedding" and node.op != "placeholder" and node.op != "get_attr") or not example(node).requires_grad:
+    elif node.op == "placeholder" and view.outside is not None and search.outer is not None:
+        read_bias(search.outer, view.outside.operands[node], proofs)
+    elif not example(node).requires_grad or not (name == "embedding" or _is_given(node)):
         raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is a parameter: what another graph computed may be a mask."""
+    return node.op in ("placeholder", "get_attr") and example(node).is_leaf
 
 
 def shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
@@ -82,7 +89,7 @@ def _step(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | No
     below = view.transparent(node)
     if below is not None:
         return below, None
-    if name == "contiguous" and is_tensor(node.args[0]):
+    if name in ("contiguous", "expand") and is_tensor(node.args[0]):
         return node.args[0], None  # type: ignore[return-value]
     if name == "add":
         return _masked_sum(search, node)

@@ -1,9 +1,12 @@
 """Log-probabilities of unread logits outside of the compiled model: log_softmax and gather, nll_loss."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.kernels.logits import kept_logits
@@ -93,6 +96,114 @@ def test_their_type_is_known_and_their_values_are_eagers():
         assert report.graphs[0].reads.calls_read == 0
         torch.testing.assert_close(found + 0, expected)
     assert report.graphs[0].reads.calls_read == 1
+
+
+GATHERED_LATER = {
+    "a column": lambda lp: lp.gather(-1, torch.stack((ids, ids + 1), -1)[..., :1]),
+    "expanded": lambda lp: lp.gather(-1, torch.tensor([[[7]]]).expand(B, L, 1)),
+    "the last position": lambda lp: lp[:, -1].gather(-1, ids[:, -1:]),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kept", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("name", GATHERED_LATER)
+def test_an_index_that_lies_otherwise(name, kept, monkeypatch):
+    """The kernels read one class behind the other."""
+    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: kept)
+    check(Model(), lambda z: GATHERED_LATER[name](z.log_softmax(-1)).sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_many_gathers_of_one_log_softmax_read_it(monkeypatch):
+    """Each would keep the logits."""
+    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: True)
+    check(Model(), lambda z: sum(gathered(lp) * k for lp in [z.log_softmax(-1)] for k in range(4)).sum(), read=1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "hooks"])
+def test_saved_tensor_hooks_have_all_that_is_saved(how, monkeypatch):
+    """Logits are not kept beside what a checkpoint drops or offloading moves."""
+    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(log_probs_outside, "log_probs_of_kept_logits", None)
+    model = Model()
+    call = compiled_of(model)
+    loss_of = lambda i: (gathered(call(i).log_softmax(-1)) * weights).sum()  # noqa: E731
+    if how == "checkpoint":
+        loss = checkpoint(loss_of, ids, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            loss = loss_of(ids)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    exact = torch.autograd.grad((gathered(model(ids).log_softmax(-1)) * weights).sum(), list(model.parameters()))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_kept_for_the_next_step_is_computed():
+    """A KL to the step before: eager's log-probabilities are tensors like any other."""
+    losses = []
+    for ours in (False, True):
+        model, before = Model(), None
+        call = compiled_of(model) if ours else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            now = F.log_softmax(call(ids) / 0.7, -1)
+            loss = -gathered(now).mean()
+            if before is not None:
+                loss = loss + F.kl_div(now, before, log_target=True, reduction="batchmean")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before = now.detach()
+            losses.append(loss.detach())
+    torch.testing.assert_close(torch.stack(losses[:3]), torch.stack(losses[3:]))
+
+
+def test_what_was_between_is_freed():
+    """As in eager, where a cast and a quotient keep nothing of themselves."""
+
+    def alive():
+        gc.collect()
+        found = (o for o in gc.get_objects() if type(o) is torch.Tensor and o.device.type == "cpu")
+        return {id(o) for o in found if tuple(o.shape) == (B, L, V)}
+
+    before = alive()
+    log_probs = F.log_softmax(compiled_of(Model().bfloat16())(ids).float() / 0.7, -1)
+    assert log_probs.exp().shape == (B, L, V)
+    assert len(alive() - before) == 2, "the logits, and their log-probabilities"
+
+
+def test_hooks_on_what_is_between():
+    found = []
+    for ours in (False, True):
+        model = Model()
+        for early in (True, False):
+            scaled = (compiled_of(model) if ours else model)(ids) / 0.7
+            if early:
+                scaled.register_hook(lambda g: found.append(g.abs().sum()))
+            log_probs = scaled.log_softmax(-1)
+            if not early:
+                scaled.register_hook(lambda g: found.append(g.abs().sum()))
+            (gathered(log_probs) * weights).sum().backward()
+    torch.testing.assert_close(found[:2], found[2:])
+
+
+@pytest.mark.parametrize("which", ["logits", "log-probabilities"])
+@pytest.mark.parametrize("how", [lambda t: t.register_hook(print), lambda t: t.retain_grad()], ids=["hook", "retain_grad"])
+def test_a_hook_behind_the_loss_is_an_error(which, how):
+    """It would never be called."""
+    z = compiled_of(Model())(ids)
+    log_probs = z.log_softmax(-1)
+    gathered(log_probs).sum().backward()
+    with pytest.raises(RuntimeError, match="no gradient comes through it"):
+        how(z if which == "logits" else log_probs)
+
+
+def test_arguments_that_eager_refuses():
+    log_probs = compiled_of(Model())(ids).log_softmax(-1)
+    with pytest.raises(RuntimeError, match=r"Double|Float"):
+        F.nll_loss(log_probs.flatten(0, 1), ids.flatten(), of_classes.double())
+    with pytest.raises(TypeError, match="dim"):
+        compiled_of(Model())(ids).log_softmax(-1.0)
 
 
 def test_errors_are_those_of_pytorch():

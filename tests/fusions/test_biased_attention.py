@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.kernels import block_sparse_attention as kernel
@@ -72,7 +73,7 @@ PROGRAMS = {
     "alone": (lambda bias: bias, (1, H, S, S), ""),
     "heads last": (heads_last, (S, S, H), ""),
     "of all heads": (lambda bias: bias, (S, S), ""),
-    "of each sequence": (lambda bias: bias, (B, H, S, S), ""),
+    "expanded": (lambda bias: bias.expand(B, H, S, S), (1, H, S, S), ""),
     "where": (lambda bias: torch.where(causal().view(1, 1, S, S), heads_last(bias), LOWEST).contiguous(), (S, S, H), "causal"),
     "filled": (lambda bias: bias.masked_fill(~causal(), float("-inf")), (1, H, S, S), "causal"),
     "added": (lambda bias: bias + torch.zeros(S, S).masked_fill(~causal(), LOWEST), (1, H, S, S), "causal"),
@@ -144,6 +145,7 @@ def test_a_padding_mask_of_ones_leaves_the_bias_alone(on_cpu):
 
 
 DECLINED = {
+    "of each sequence": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (B, H, S, S), "for each sequence"),
     "dropout": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b, dropout_p=0.5), (1, H, S, S), "no dropout"),
     "a frozen bias": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.detach()), (1, H, S, S), ""),
     "for one query": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (1, H, 1, S), "the kernel takes"),
@@ -162,6 +164,37 @@ def test_what_stays_a_dense_mask(name, on_cpu):
         run(torch.compile(function, backend=rewriting_backend(), dynamic=False), given(b=shape))
     assert report.count("biased_attention") == 0, str(report)
     assert why in reasons(report, "biased_attention")
+
+
+def test_a_mask_of_another_graph_is_no_learned_bias(on_cpu):
+    """It has a gradient, and it may hide a row entirely."""
+
+    def function(q, k, v, bias):
+        shown = torch.arange(S) > 5
+        mask = torch.where(causal() & shown, bias, LOWEST)
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    inputs = given(bias=(1, H, S, S))
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+    assert report.count("biased_attention") == 0, str(report)
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["bias made outside", "bias made inside"])
+def test_checkpointed_attention(inside, on_cpu):
+    def attend(q, k, v, bias):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=heads_last(bias) if inside else bias)
+
+    def function(q, k, v, bias):
+        return checkpoint(attend, q, k, v, bias if inside else heads_last(bias), use_reentrant=False)
+
+    inputs = given(bias=(S, S, H))
+    with fx_fusion.recording() as report:
+        fused = run(torch.compile(function, backend=rewriting_backend(), dynamic=False), inputs)
+    assert report.count("biased_attention") == 1, str(report)
+    assert worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)[1] <= 1
 
 
 def one_call(q, k, v, bias):

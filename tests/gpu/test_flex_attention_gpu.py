@@ -104,12 +104,12 @@ def test_the_lse_of_the_scores(s):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize(("s", "shape"), [(300, (300, 300, 8)), (515, (515, 515, 8)), (515, (2, 8, 515, 515))], ids=str)
+@pytest.mark.parametrize(("s", "shape"), [(300, (300, 300, 8)), (515, (515, 515, 8)), (515, (8, 515, 515))], ids=str)
 def test_a_learned_bias(s, shape, masked):
     """Its gradient, a sum over all sequences, too; with the heads last, as T5 looks it up."""
 
     def function(query, key, value, bias):
-        bias = bias.permute(2, 0, 1)[None] if bias.dim() == 3 else bias
+        bias = bias.permute(2, 0, 1)[None] if bias.shape[0] == s else bias
         at = torch.arange(s, device="cuda")
         if masked:
             bias = torch.where(at[:, None] >= at[None, :], bias, torch.finfo(bias.dtype).min).contiguous()
