@@ -133,6 +133,7 @@ SPELLINGS = {
     "broadcast_tensors": [lambda x, y: torch.broadcast_tensors(x, y)],
     "kl_div": [lambda x, y: F.kl_div(x, y), lambda x, y: F.kl_div(input=x, target=y)],
     "clamp": [lambda x: torch.clamp(x, 0.6), lambda x: x.clamp(0.6), lambda x: x.clamp(min=0.6)],
+    "clamp_min": [lambda x: torch.clamp_min(x, 0.6), lambda x: x.clamp_min(0.6), lambda x: torch.clamp_min(x, min=0.6)],
     "mT": [lambda x: x.mT],
     "T": [lambda x: x[0].T],
     "roll": [lambda x: torch.roll(x, 2, -1), lambda x: x.roll(2, -1), lambda x: x.roll(shifts=2, dims=-1)],
