@@ -268,7 +268,7 @@ def test_sites_can_be_compared_with_what_was_measured(fusion):
     given = make_inputs(fusion, case, fusion.variants[0], torch.float32, "cpu")
     sizes = tables.sizes_of(fusion, {n: t for n, t in given.items() if isinstance(t, torch.Tensor)})
     measured = list(tables.cells_of("NVIDIA H200", fusion.name))
-    decided = measured or fusion.traffic or fusion.name in ("linear_cross_entropy", "flex_attention")  # by their why_keep
+    decided = measured or fusion.traffic or fusion.name in ("linear_cross_entropy", "flex_attention", "biased_attention")  # why_keep
     assert decided, "nothing decides about an unmeasured fusion without traffic"
     for cell in measured:
         assert set(sizes) & set(cell.sizes), "nothing to compare"
