@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fx_fusion import pipeline
@@ -55,6 +56,7 @@ from fx_fusion.runtime.mask_values import read_anew
 from fx_fusion.runtime.reads import follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
 from fx_fusion.runtime.speculate import Checks, Inputs, compiled_apart, first_inputs, speculate
+from fx_fusion.runtime.steps import before_writes
 from fx_fusion.torch_internals import bisector, loggers
 from fx_fusion.torch_internals import inductor as inductor_itself
 from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, when_dynamo_is_reset
@@ -231,6 +233,7 @@ def rewrite(
 
     layers: list[Callable[[Compiled], Compiled]] = [
         read_anew(gm, replayed=options.cuda_graphs),
+        before_writes(report.memory.written, _written_attributes(untouched)),
         hand_masks_on(untouched),
         verifying(gm, untouched, sites_of, options.verify, report.verified),
         lambda compiled: deferred.wrap(compiled, report.reads),
@@ -243,6 +246,15 @@ def rewrite(
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds += time.perf_counter() - started
     return Rewritten(gm, example_inputs, report, sites, layers)
+
+
+def _written_attributes(untouched: fx.GraphModule) -> list[torch.Tensor]:
+    """The tensors that a graph holds itself, as Dynamo has an optimizer's parameters, and writes to."""
+    if not untouched.graph.find_nodes(op="get_attr"):
+        return []
+    written = View(untouched.graph).effects.written_inputs()
+    found = (getattr(untouched, str(node.target), None) for node in written if node.op == "get_attr")
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def rewrite_graphs(

@@ -81,6 +81,18 @@ class _Link(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
+class _Given(torch.autograd.Function):
+    """The values of a deferred tensor, with the gradient that the tensor itself was given."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredTensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy, None
+
+
 def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTensor:
     tensor = wrapper(DeferredTensor, meta, device)
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
@@ -155,6 +167,10 @@ class DeferredTensor(torch.Tensor):
         if self._value is None and source is not None:
             source.recipe.settle()
         assert self._value is not None
+        if not self._value.requires_grad and torch.is_grad_enabled():
+            with without_torch_function():
+                if self.requires_grad:  # since a custom Function has returned it, as a reentrant checkpoint does
+                    self._value = _Given.apply(self, self._value)
         return self._value
 
     # -- as an input of another compiled function -------------------------------------------------------------------

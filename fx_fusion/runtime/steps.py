@@ -134,12 +134,33 @@ class _Keeping:
 
 
 def _keep(optimizer: torch.optim.Optimizer) -> None:
-    """Copy what an optimizer is about to change, for who reads later. A step that is compiled, or captured as a CUDA graph,
-    keeps nothing, nor does one without memory for it: a read says so then."""
-    if not (recipes := waiting()):
-        return
-    changing, copies = _changed_by(optimizer), dict[int, Tensor]()
-    _CHANGING[optimizer] = changing
+    """Copy what an optimizer is about to change, for who reads later."""
+    if recipes := waiting():
+        _CHANGING[optimizer] = changing = _changed_by(optimizer)
+        _copy(recipes, changing)
+
+
+def before_writes(
+    positions: Sequence[int], held: Sequence[Tensor]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A layer around a compiled graph that writes to its arguments at these positions, and to tensors that it holds: an
+    optimizer's step, compiled."""
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if recipes := waiting():
+                _copy(recipes, Spans([*held, *(args[i] for i in positions if isinstance(args[i], Tensor))]))
+            return compiled(*args)
+
+        return run if positions or held else compiled
+
+    return wrap
+
+
+def _copy(recipes: list[_Recipe], changing: Spans) -> None:
+    """Copy what is about to change and recipes are made of. What is captured as a CUDA graph keeps nothing, nor does a step
+    without memory for it, or one that another backend compiled: a read says so then."""
+    copies = dict[int, Tensor]()
     for recipe in recipes:
         recipe.stepped = recipe.stepped or _has_lost_memory(recipe)
     if not is_capturing():

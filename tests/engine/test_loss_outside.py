@@ -586,3 +586,50 @@ def test_another_head_beside_logits_that_are_read():
     assert products(step) == 6, "three for each head"
     assert [graph.computed != () for graph in report.graphs] == [False, True]
     assert [(g.reads.calls_at_once, g.reads.calls_taken) for g in report.graphs] == [(0, 5)] * 2, "one count for both versions"
+
+
+@pytest.mark.parametrize("read", ["inside", "outside"])
+@pytest.mark.parametrize("what", ["both", "logits", "loss"])
+def test_a_reentrant_checkpoint_around_the_model(what, read):
+    """It runs the model without gradients, and gives its outputs one; what is read of them had none."""
+    found = []
+    for ours in (False, True):
+        model = Model()
+
+        def function(ids, model=model):
+            z = model(ids)
+            return z, LOSSES["rows"](z)
+
+        call = torch.compile(function, backend=rewriting_backend()) if ours else function
+
+        def segment(ids, anchor, call=call):
+            z, loss = call(ids)
+            assert read == "outside" or not z.isnan().any()
+            return z, loss
+
+        z, loss = checkpoint(segment, ids, torch.ones(1, requires_grad=True), use_reentrant=True)
+        extra = z.pow(2).mean()
+        {"both": loss + extra, "logits": extra, "loss": loss}[what].backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_compiled_with_the_model():
+    """It returns logits of the weights that it has changed since."""
+    found = []
+    for ours in (False, True):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+
+        def step(ids, model=model, optimizer=optimizer):
+            z = model(ids)
+            loss = LOSSES["rows"](z)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), z.detach()
+
+        call = torch.compile(step, backend=rewriting_backend()) if ours else step
+        for _ in range(3):
+            found.append([t + 0 for t in call(ids)])
+    torch.testing.assert_close(found[:3], found[3:], rtol=1e-4, atol=1e-6)
