@@ -169,9 +169,13 @@ class DeferredTensor(torch.Tensor):
         assert self._value is not None
         if not self._value.requires_grad and torch.is_grad_enabled():
             with without_torch_function():
-                if self.requires_grad:  # since a custom Function has returned it, as a reentrant checkpoint does
+                # Since a custom Function has returned it, as a reentrant checkpoint does; not by a link of ours.
+                if self.requires_grad and not isinstance(self.grad_fn, _Link._backward_cls):  # type: ignore[attr-defined]
                     self._value = _Given.apply(self, self._value)
         return self._value
+
+    def as_subclass(self, cls: Any) -> Any:
+        return self.materialize().as_subclass(cls)
 
     # -- as an input of another compiled function -------------------------------------------------------------------
     # Dynamo looks inside of a subclass whenever it checks its guards, and finds an empty token: nobody may want the values

@@ -155,3 +155,16 @@ def test_two_outputs_of_one_head_behind_a_graph_break():
     for _ in range(2):
         for ours, theirs in zip(compiled(x, y), function(x, y), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_as_another_subclass(deferred):
+    """As fastai and torchvision have their images and masks."""
+
+    class Named(torch.Tensor):
+        pass
+
+    x, (_, expected), (_, z) = deferred
+    named = z.as_subclass(Named)
+    assert type(named) is Named
+    torch.testing.assert_close(named.as_subclass(torch.Tensor), expected)
+    torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), head.weight)[0] for t in (named.as_subclass(torch.Tensor), expected)))
