@@ -167,10 +167,10 @@ class DeferredTensor(torch.Tensor):
         if self._value is None and source is not None:
             source.recipe.settle()
         assert self._value is not None
-        if not self._value.requires_grad and torch.is_grad_enabled():
+        if not self._value.requires_grad and not self._traced and torch.is_grad_enabled():
             with without_torch_function():
                 # Since a custom Function has returned it, as a reentrant checkpoint does; not by a link of ours.
-                if self.requires_grad and not isinstance(self.grad_fn, _Link._backward_cls):  # type: ignore[attr-defined]
+                if self.grad_fn is not None and not isinstance(self.grad_fn, _Link._backward_cls):  # type: ignore[attr-defined]
                     self._value = _Given.apply(self, self._value)
         return self._value
 
