@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -47,15 +46,6 @@ def as_eager(function, *args):
 def worst_of(errors):
     """The largest; NaN if one of them is, which Python's ``max`` steps over."""
     return torch.tensor(list(errors), dtype=torch.float64).max().item()
-
-
-def times_slower():
-    """How many times slower this machine is, as it is loaded now, than one that limits in seconds are for; 1 at least."""
-    started = time.process_time()
-    total = 0
-    for n in range(3_000_000):
-        total += n
-    return max(1.0, (time.process_time() - started) / 0.25)
 
 
 def slow_but(fast, values):

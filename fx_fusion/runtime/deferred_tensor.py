@@ -170,7 +170,7 @@ class DeferredTensor(torch.Tensor):
         if not self._value.requires_grad and not self._traced and torch.is_grad_enabled():
             with without_torch_function():
                 # Since a custom Function has returned it, as a reentrant checkpoint does; not by a link of ours.
-                if self.grad_fn is not None and not isinstance(self.grad_fn, _Link._backward_cls):  # type: ignore[attr-defined]
+                if self.grad_fn is not None and not isinstance(getattr(self.grad_fn, "source", None), Source):
                     self._value = _Given.apply(self, self._value)
         return self._value
 

@@ -21,7 +21,7 @@ from fx_fusion.report.page import Shown
 from fx_fusion.report.page import page as page_of
 from fx_fusion.report.verdict import verdict
 from tests.engine.large_report import LAYERS, large
-from tests.helpers import times_slower, tiny_llama, tokens
+from tests.helpers import tiny_llama, tokens
 
 EVIL = "</script><script>window_stolen = 1</script><img src=x onerror=alert(1)>"
 
@@ -286,16 +286,26 @@ SEEN = """new MutationObserver((_, observer) => {
 }).observe(document, { childList: true, subtree: true });"""  # performance.now() is since the navigation began
 
 
-def test_it_opens_in_300_ms(opened, big):
-    """From the navigation to the first rows: parsed, unpacked, read and drawn. The best of several: other tests run as well."""
+UNPACK = """async () => {
+    const began = performance.now();
+    JSON.parse(await unpacked("document"));
+    return performance.now() - began;
+}"""
+
+
+def test_it_opens_at_once(opened, big):
+    """From the navigation to the first rows: parsed, unpacked, read and drawn; 300 ms on a machine of 2026 with nothing else
+    to do. Counted in what the browser takes to unpack the report's JSON, of which it is 3 to 5; a page that draws all of its
+    rows takes seconds. The best of several, since other tests run as well."""
     page = opened(big)
     page.add_init_script(SEEN)
-    times, limit = [], 300 * times_slower()
-    while len(times) < 30 and min(times, default=limit) >= limit:
+    times, units = [], []
+    while len(times) < 30 and (not times or min(times) >= 8 * min(units)):
         page.reload()
         page.wait_for_selector(".row")
         times.append(page.evaluate("drawn"))
-    assert min(times) < limit, times
+        units.append(page.evaluate(UNPACK))
+    assert min(times) < 8 * min(units), (times, units)
     assert page.locator(".row").count() < 200, "only what is seen is drawn"
 
 
