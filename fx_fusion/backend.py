@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from fx_fusion import pipeline
@@ -233,7 +232,7 @@ def rewrite(
 
     layers: list[Callable[[Compiled], Compiled]] = [
         read_anew(gm, replayed=options.cuda_graphs),
-        before_writes(report.memory.written, _written_attributes(untouched)),
+        before_writes(report.memory.written, [getattr(untouched, name) for name in report.memory.attributes]),
         hand_masks_on(untouched),
         verifying(gm, untouched, sites_of, options.verify, report.verified),
         lambda compiled: deferred.wrap(compiled, report.reads),
@@ -246,15 +245,6 @@ def rewrite(
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds += time.perf_counter() - started
     return Rewritten(gm, example_inputs, report, sites, layers)
-
-
-def _written_attributes(untouched: fx.GraphModule) -> list[torch.Tensor]:
-    """The tensors that a graph holds itself, as Dynamo has an optimizer's parameters, and writes to."""
-    if not untouched.graph.find_nodes(op="get_attr"):
-        return []
-    written = View(untouched.graph).effects.written_inputs()
-    found = (getattr(untouched, str(node.target), None) for node in written if node.op == "get_attr")
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def rewrite_graphs(

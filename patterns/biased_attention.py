@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.masks.structure import Structure
+from fx_fusion.graph.masks.structure import CAUSAL, Structure
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import NotThis, attention_calls
@@ -32,7 +32,6 @@ from fx_fusion.patterns.sites.blocks import data_and_blocks, operands, read_when
 from fx_fusion.patterns.sites.learned_biases import without_masks
 from fx_fusion.rewrite.editor import Editor, differs
 
-_CAUSAL = Structure(low=0)
 _SHORTEST = 512  # queries and keys; blocks of 128 are filled badly by short rows
 
 
@@ -59,7 +58,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             continue
         structure = Structure()
         for proof in proofs:
-            structure &= proof.structure or (_CAUSAL if proof.kind == "causal" else Structure())
+            structure &= proof.structure or (CAUSAL if proof.kind == "causal" else Structure())
         key, value, crossed = without_repeats(view, bound["key"], bound["value"])
         yield Match(
             fusion="biased_attention",

@@ -18,7 +18,7 @@ import torch
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.masks.structure import Structure
+from fx_fusion.graph.masks.structure import CAUSAL, Structure
 from fx_fusion.graph.size_hints import trained
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_and_lse
@@ -29,8 +29,6 @@ from fx_fusion.patterns.sites.scores import Scores
 from fx_fusion.patterns.sites.softmax_attention import times, written_out
 from fx_fusion.rewrite.editor import Editor, differs
 from fx_fusion.rewrite.replace import insertion_point
-
-_CAUSAL = Structure(low=0)
 
 
 def capped_attention_in_a_window(query, key, value):
@@ -80,7 +78,7 @@ def _beyond(found: Match, scores: Scores) -> str | None:
 
 
 def _shown(scores: Scores) -> Structure:
-    return (scores.structure or Structure()) & (_CAUSAL if scores.causal else Structure())
+    return (scores.structure or Structure()) & (CAUSAL if scores.causal else Structure())
 
 
 def _described(scores: Scores) -> str:

@@ -6,7 +6,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.forms import Bound, Rules, inner_term
+from fx_fusion.graph.forms import Bound, Rules, inner_term, multiplied_and_summed
 from fx_fusion.graph.gelu import written_out_gelu
 from fx_fusion.graph.terms import Reader, Term, example, is_tensor, negative_dim
 
@@ -138,14 +138,8 @@ def reduction(name: str, node: fx.Node, bound: Bound) -> Term | None:
 @RULES.of("einsum")
 def _sum_of_squares(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     """``einsum("...d,...d->...", x, x)``."""
-    equation, operands = bound["equation"], bound["operands"]
-    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
-        return None
-    left, _, out = equation.replace(" ", "").partition("->")
-    one, _, other = left.partition(",")
-    letters = one.removeprefix("...")
-    plain = letters.isalpha() and len(set(letters)) == len(letters) and one == other and out == one[:-1] and "->" in equation
-    if not plain or not view.same_source(*operands) or example(node).dtype != example(operands[0]).dtype:
+    operands = multiplied_and_summed(bound)
+    if not operands or not view.same_source(*operands) or example(node).dtype != example(operands[0]).dtype:
         return None
     return Term("sum", (Term("square", (operands[0],), (), (node,)),), ((-1,), False), (node,))
 

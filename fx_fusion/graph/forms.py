@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
-from fx_fusion.graph.terms import Reader, Term
+from fx_fusion.graph.terms import Reader, Term, is_tensor
 
 Bound = dict[str, Any]
 Rule = Callable[[Reader, fx.Node, Bound], Term | None]
@@ -34,6 +34,18 @@ def inner_term(view: Reader, operand: Any, op: str) -> Term | None:
         return None
     term = view.term(edge.base)
     return Term(term.op, term.operands, term.attrs, (*edge.crossed, *term.nodes)) if term.op == op else None
+
+
+def multiplied_and_summed(bound: Mapping[str, Any]) -> tuple[fx.Node, ...]:
+    """The two tensors of ``einsum("...d,...d->...", a, b)``, by the bound arguments of an einsum; none of another one."""
+    equation, operands = bound["equation"], bound["operands"]
+    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
+        return ()
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    one, _, other = left.partition(",")
+    letters = one.removeprefix("...")
+    each_once = letters.isalpha() and len(set(letters)) == len(letters)
+    return tuple(operands) if each_once and arrow and one == other and out == one[:-1] else ()
 
 
 def plain(name: str, node: fx.Node, bound: Bound) -> Term:

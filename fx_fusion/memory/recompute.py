@@ -42,12 +42,13 @@ class Value:
 class Decisions:
     """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already.
     ``written``: the inputs that the graph writes to, which the backward then finds as they were left; ``parameters``: those
-    that are parameters, in memory anyway."""
+    that are parameters, in memory anyway; ``attributes``: the names of tensors that the graph itself holds and writes to."""
 
     narrowed: int = 0  # norms that are stored in 16 bits, as they are read (``memory.narrow``)
     added: int = 0  # embeddings whose gradient is added into lm_head's (``memory.tied``)
     written: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
+    attributes: tuple[str, ...] = ()
     asked: bool = False
     made: bool = False
     values: list[Value] = field(default_factory=list)
@@ -135,10 +136,11 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
 
 
 def describe_inputs(gm: fx.GraphModule, views: Mapping[fx.GraphModule, View], decisions: Decisions) -> None:
-    """Write down which inputs of Dynamo's graph are parameters, and which it writes to."""
+    """Write down which inputs of Dynamo's graph are parameters, and what it writes to."""
     inside = any(view.effects.written_inputs() for module, view in views.items() if module is not gm)
     written = views[gm].effects.written_inputs()
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         decisions.written += (i,) if inside or node in written else ()
         decisions.parameters += (i,) if isinstance(example(node), Parameter) else ()
+    decisions.attributes = tuple(sorted({str(node.target) for node in written if node.op == "get_attr"}))
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.match import Match
-from fx_fusion.graph.forms import inner_term
+from fx_fusion.graph.forms import inner_term, multiplied_and_summed
 from fx_fusion.graph.terms import example, is_tensor, over_last_dim, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
@@ -103,7 +102,7 @@ def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[st
     products."""
     nodes: set[fx.Node] = set()
     if (inner := view.arguments_of(node, "einsum")) is not None:
-        factors = _einsum_factors(inner)
+        factors = multiplied_and_summed(inner)
     else:
         product = source_of(node) if _is_over_classes(view, node, "sum") else None
         if product is None or view.name(product) != "mul":
@@ -115,18 +114,6 @@ def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[st
             return None
     kinds = {kind for factor in factors for kind in _kind(view, factor, logits, nodes)}
     return kinds, nodes
-
-
-def _einsum_factors(bound: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The factors of ``einsum("...v,...v->...", a, b)``."""
-    equation, operands = bound["equation"], bound["operands"]
-    if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):
-        return ()
-    left, _, out = equation.replace(" ", "").partition("->")
-    one, _, other = left.partition(",")
-    letters = one.removeprefix("...")
-    plain = letters.isalpha() and len(set(letters)) == len(letters)
-    return tuple(operands) if plain and one == other and out == one[:-1] and "->" in equation else ()
 
 
 def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> Iterator[str]:

@@ -86,6 +86,9 @@ class Structure:
         return ", ".join(parts)
 
 
+CAUSAL = Structure(low=0)
+
+
 def structure_of(
     predicate: Boolean, b: sympy.Basic, q: sympy.Symbol, k: sympy.Symbol, nodes: Mapping[Any, fx.Node]
 ) -> Structure | None:  # fmt: skip
