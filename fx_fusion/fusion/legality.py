@@ -106,8 +106,8 @@ def is_written_between(fusion: Fusion, match: Match, view: View) -> Reason:
     bound = {v for v in match.operands.values() if isinstance(v, fx.Node)}
     order = view.order
     first, last = min(order[n] for n in nodes), max(order[n] for n in (match.root, *match.nodes))
-    write = view.effects.writes_between(first, last, nodes | bound)
-    if write is not None and write not in match.nodes:
+    write = view.effects.writes_between(first, last, nodes | bound, but=match.nodes)
+    if write is not None:
         return f"{write.name} changes a value of the pattern in place, in between"
     return None
 

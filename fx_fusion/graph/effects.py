@@ -7,7 +7,7 @@ to share memory with its base. Writes are read off operator schemas and the nami
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _IN_PLACE_DUNDERS = {f"__{op.__name__.strip('_')}__" for op in IN_PLACE_OPERATOR
 
 
 _RUNNING_STATISTICS = ("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_WRITE_TO_SEVERAL = ("_fused_", "_amp_foreach_", "fused_moving_avg_obs_fake_quant")  # how functions begin that do
 
 
 class Effects:
@@ -102,19 +103,22 @@ class Effects:
 
     def written_after(self, position: int, nodes: Iterable[fx.Node]) -> fx.Node | None:
         """The first write behind a graph position to memory of ``nodes``."""
-        if not self.writes:
-            return None
-        return self.writes_between(position, len(self.order), set(nodes), include=True)
+        return self.writes_between(position, len(self.order), nodes) if self.writes else None
 
-    def writes_between(self, first: int, last: int, nodes: set[fx.Node], *, include: bool = False) -> fx.Node | None:
-        """The first write in ``first..last`` (graph positions) to memory of ``nodes`` by a node not among them
-        (``include``: or among them)."""
-        touched = {storage for node in nodes for storage in storages(node)}
+    def writes_between(
+        self, first: int, last: int, nodes: Iterable[fx.Node], *, but: Collection[fx.Node] = ()
+    ) -> fx.Node | None:
+        """The first write in ``first..last`` (graph positions), none of ``but``, to memory of those of ``nodes`` that are
+        before it: the result of a write, and views of that, are what it left."""
+        nodes = list(nodes)
         for write in self.writes:
-            if first < self.order[write] < last and (include or write not in nodes):
-                for target in self.mutated(write):
-                    if target in nodes or touched.intersection(storages(target)):
-                        return write
+            at, written = self.order[write], self.mutated(write)
+            if not first < at < last or write in but:
+                continue
+            changed = {storage for target in written for storage in storages(target)}
+            for node in nodes:
+                if self.order.get(node, -1) < at and (node in written or changed.intersection(storages(node))):
+                    return write
         return None
 
 
@@ -151,12 +155,13 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     if (schemas := schemas_of(target)) is not None:
-        return list({w: None for schema in schemas for w in _written_by_schema(node, schema)})
+        written_to = {w: None for schema in schemas for w in _written_by_schema(node, schema)}
+        return list(written_to | dict.fromkeys(_running_statistics(node, str(schemas[0].name).rpartition("::")[2])))
     if is_higher_order(target):
         return list(node.all_input_nodes) if may_write_to_operands(target) or _body_writes(node) else []
     written: list[Any] = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name.startswith(NUMPY_CALL):
+    if name.startswith((NUMPY_CALL, *_WRITE_TO_SEVERAL)):
         return list(node.all_input_nodes)
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes
@@ -164,13 +169,19 @@ def _written(node: fx.Node) -> list[fx.Node]:
     in_place = in_place or sets_a_hook(node)
     if in_place:
         written.extend(node.args[:1] or [node.kwargs[k] for k in ("input", "self") if k in node.kwargs])
-    if name in _RUNNING_STATISTICS:
-        first = 1 if getattr(target, "__module__", "").startswith("torch.nn") else 3  # torch.batch_norm: behind the weights
-        written.extend(node.args[first : first + 2])
-        written.extend(node.kwargs[k] for k in ("running_mean", "running_var") if k in node.kwargs)
-    if name == "embedding" and (node.kwargs.get("max_norm") or (len(node.args) > 3 and node.args[3])):
+    written.extend(_running_statistics(node, name))
+    if name in ("embedding", "embedding_bag") and (node.kwargs.get("max_norm") or (len(node.args) > 3 and node.args[3])):
         written.extend(node.all_input_nodes)
     return [w for item in written for w in (item if isinstance(item, (tuple, list)) else (item,)) if isinstance(w, fx.Node)]
+
+
+def _running_statistics(node: fx.Node, name: str) -> list[fx.Node]:
+    """Those that a call of a norm writes to; its schema says nothing of them."""
+    if name not in _RUNNING_STATISTICS:
+        return []
+    first = 1 if getattr(node.target, "__module__", "").startswith("torch.nn") else 3  # torch.batch_norm: behind the weights
+    found = (*node.args[first : first + 2], *(node.kwargs.get(k) for k in ("running_mean", "running_var")))
+    return [statistic for statistic in found if isinstance(statistic, fx.Node)]
 
 
 def _asks_for_it(node: fx.Node) -> bool:

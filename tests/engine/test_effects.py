@@ -57,6 +57,10 @@ WRITES = {
     # running statistics, and weights that are renormalised
     "batch_norm": (lambda x, y: beside(x, F.batch_norm, x, y[0], y[1], training=True), "01"),
     "embedding": (lambda x, y: F.embedding((x[0] > 1).long(), y), ""),
+    "batch_norm of aten": (lambda x, y: beside(x, torch.ops.aten.batch_norm.default, x, None, None, y[0], y[1], True, 0.1, 1e-5, False), "01"),
+    "fused optimizer": (lambda x, y: beside(x, torch._fused_sgd_, [x], [y], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False, is_first_step=False), "xy"),
+    "embedding_bag": (lambda x, y: F.embedding_bag((x > 1).long(), y), ""),
+    "embedding_bag, max_norm": (lambda x, y: beside(x, F.embedding_bag, (x > 1).long(), y, None, 1.0), "ly"),
     "embedding, max_norm": (lambda x, y: beside(x, F.embedding, (x[0] > 1).long(), y, max_norm=1.0), "ly"),
 }  # fmt: skip
 
@@ -161,8 +165,9 @@ def test_writes_between_two_positions():
     assert effects.writes_between(*everywhere, {a}) is graph["add__1"], "through a view"
     assert effects.writes_between(*everywhere, {graph["x"]}) is None
     assert effects.writes_between(order[a], order[graph["add__1"]], {a}) is None, "not yet"
-    assert effects.writes_between(*everywhere, {b, graph["add__1"]}) is None, "it is one of them"
-    assert effects.writes_between(*everywhere, {b, graph["add__1"]}, include=True) is graph["add__1"]
+    assert effects.writes_between(*everywhere, {graph["add__1"]}) is None, "it is what it left"
+    assert effects.writes_between(*everywhere, {b, graph["add__1"]}) is graph["add__1"]
+    assert effects.writes_between(*everywhere, {a, y}, but={graph["add_"]}) is graph["add__1"]
     assert effects.written_after(order[graph["add_"]], [y]) is None
     assert effects.written_after(order[a], [y]) is graph["add_"]
     assert effects.written_after(order[y], []) is None

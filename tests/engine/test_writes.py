@@ -50,6 +50,65 @@ def test_a_write_inside_a_checkpointed_body():
     same(_write(lambda h: checkpoint(lambda a: a.add_(1), h, use_reentrant=False)), x)
 
 
+def _attention_of_what_it_reads(q, k):
+    q = q * 1
+    scores = q @ k.mT
+    return torch.softmax(scores, -1) @ q.mul_(2)
+
+
+def _attention_with_a_bias_that_becomes_values(q, k, b):
+    b = b * 1
+    return torch.softmax(q @ k.mT + b, -1) @ b.mul_(2)
+
+
+def _glu(x, u):
+    x = x * 1
+    return F.silu(x) * x.add_(u)
+
+
+def _layer_norm(x, w):
+    y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5)
+    w = w * 1
+    y = y * w
+    return y + w.add_(1)
+
+
+def _half_turned(x):
+    return torch.cat([-x[..., 4:], x[..., :4]], -1)
+
+
+def _rope(q, cos):
+    q, cos = q * 1, cos * 1
+    a = q * cos
+    return a + _half_turned(q) * cos.sin_()
+
+
+square = torch.randn(2, 4, 8, 8)
+MADE_OF_EACH_OTHER = {
+    "values of queries": (_attention_of_what_it_reads, [q4, k4], []),
+    "values of a bias": (_attention_with_a_bias_that_becomes_values, [square, square.flip(-1), square.flip(-2)], []),
+    "the two halves of a glu": (_glu, [x, u], ["swish"]),
+    "a bias of a weight": (_layer_norm, [x, w8], ["layer_norm"]),  # without the bias
+    "sines of cosines": (_rope, [torch.randn(2, 3, 7, 8), torch.randn(7, 8)], []),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_EACH_OTHER)
+def test_an_input_that_is_written_to_the_memory_of_another(name):
+    """The op would read both behind the write. Eager has read the first before it."""
+    function, inputs, fires = MADE_OF_EACH_OTHER[name]
+    report = same(function, *inputs, fires=fires)
+    assert fires or "in place" in str(report)
+
+
+def test_an_input_that_a_write_between_has_left():
+    def function(x, u):
+        u, gate = u * 1, F.silu(x)
+        return gate * u.add_(1)
+
+    same(function, x, u, fires=["swiglu"])
+
+
 def _clone_then_write(use):
     def function(x, u):
         y = x.clone()
