@@ -182,6 +182,72 @@ def test_what_a_dtype_holds_counts(name):
     torch.testing.assert_close(found, attention(q))
 
 
+LOW = torch.finfo(torch.float32).min
+NOT_HELD = {  # what shows or hides other scores than whole numbers and reals would
+    "indices that are added to bfloat16": lambda n: _earlier(torch.arange(n) + torch.zeros(n, dtype=torch.bfloat16)),
+    "indices in a where of bfloat16": lambda n: _earlier(
+        torch.where(torch.arange(n) >= 0, torch.arange(n), torch.zeros(n, dtype=torch.bfloat16))
+    ),
+    "indices compared to bfloat16": lambda n: torch.arange(n)[None] < torch.full((n, 1), n, dtype=torch.bfloat16),
+    "int32 that wraps around": lambda n: (torch.arange(n, dtype=torch.int32) * 2**30)[None].expand(n, n) >= 0,
+    "unsigned": lambda n: (torch.full((n, n), -1).to(torch.uint8) < 0) | torch.ones(n, n, dtype=torch.bool).tril(),
+    "2049 in float16": lambda n: (torch.full((n, n), 2048.0, dtype=torch.half) + 1) > 2048,
+    "a mask of many parts": lambda n: _many_parts(n),
+}
+
+
+def _earlier(positions):
+    return positions[None] <= positions[:, None]
+
+
+def _many_parts(n):
+    q, k = torch.arange(n)[:, None], torch.arange(n)[None]
+    mask = k <= q
+    for i in range(14):
+        a = k % (i + 2) == 0
+        mask = (mask & a) | (~mask & (q > i))
+    return mask | (k <= q)
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
+def test_what_a_dtype_does_not_hold_is_not_proved(name):
+    def attention(q):
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=NOT_HELD[name](q.shape[2]))
+
+    wide = torch.randn(1, 1, 257, 8, generator=torch.Generator().manual_seed(0))
+    found, report = rewritten(attention, wide)
+    report.assert_fused(causal_mask=0)
+    torch.testing.assert_close(found, attention(wide), equal_nan=True)
+
+
+OF_A_MASK = {  # a function of a mask that comes in, and what fires under it
+    "unlike the lowest number": (lambda m: m != LOW, 0),
+    "no infinity": (lambda m: m > float("-inf"), 0),
+    "no infinity, of all": (lambda m: ~(m == float("-inf")), 0),
+    "scaled away": (lambda m: m * 1e-38, 0),
+    "from itself": (lambda m: m - m, 0),
+    "above half of the lowest": (lambda m: m >= LOW / 2, 1),
+    "zeros": (lambda m: m == 0, 1),
+    "added": (lambda m: m + torch.zeros(S, S), 1),
+    "as it is": (lambda m: m, 1),
+}
+
+
+@pytest.mark.parametrize("hides_by", [LOW, float("-inf")], ids=["lowest", "inf"])
+@pytest.mark.parametrize("name", OF_A_MASK)
+def test_what_hides_in_a_mask_that_comes_in_is_not_known(name, hides_by):
+    """It is -inf, or the lowest number of its dtype: both pass the check when the model runs."""
+    of_mask, fires = OF_A_MASK[name]
+
+    def attention(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=of_mask(mask))
+
+    mask = torch.full((1, 1, S, S), hides_by).triu(1)
+    found, report = rewritten(attention, q, k, v, mask)
+    torch.testing.assert_close(found, attention(q, k, v, mask), rtol=1e-5, atol=1e-5, equal_nan=True)
+    report.assert_fused(causal_mask=fires)
+
+
 def test_proofs_are_forgotten_with_their_graph():
     import gc
 

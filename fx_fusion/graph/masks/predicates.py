@@ -8,6 +8,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from fx_fusion.graph.masks.expressions import Opaque, as_predicate, at_most_zero, condition_for, upper_bound
+from fx_fusion.graph.masks.held import numbers_of
 
 
 def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boolean:
@@ -20,7 +21,8 @@ def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boole
     for added, _ in parts:
         if added is sympy.nan or added.has(sympy.nan):
             raise Opaque(node, f"{node.name} is not a number somewhere")
-        hides = added == sympy.S.NegativeInfinity or (added.is_number and bool(added <= lowest))
+        values = numbers_of(added)
+        hides = values is not None and all(bool(value <= lowest) for value in values)
         if not hides and not added.is_zero:
             raise Opaque(node, f"{node.name} adds {added} to the scores")
     return condition_for(parts, lambda added: added.is_zero)

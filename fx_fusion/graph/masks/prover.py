@@ -13,6 +13,7 @@ the model runs.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.masks.assumed import ONES, Assumed, in_order, kind_for, shown
 from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predicate, size_of
+from fx_fusion.graph.masks.held import HIDDEN, held
 from fx_fusion.graph.masks.predicates import is_causal, undecided, visible
 from fx_fusion.graph.masks.shape_rules import RULES
 from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
 from fx_fusion.graph.places import named
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import Outside, View
+
+_LARGEST = 500  # parts of an expression; what is made of it would take sympy seconds
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,12 @@ class MaskProver:
         """The value of a tensor node at index (i0, i1, ...)."""
         if node not in self._known:
             self._assumed[node] = set()
-            self._known[node] = self._read(node)
-            if not is_predicate(self._known[node]) and self._known[node].has(sympy.nan):
+            read = self._read(node)
+            if not is_predicate(read) and read.has(sympy.nan):
                 raise Opaque(node, f"{node.name} is not a number")
+            if any(itertools.islice(sympy.preorder_traversal(read), _LARGEST, None)):
+                raise Opaque(node, f"{node.name} is made of too many parts to be proved")
+            self._known[node] = read
         return self._known[node]
 
     def _read(self, node: fx.Node) -> sympy.Basic:
@@ -173,7 +180,7 @@ class MaskProver:
         if unread := set(bound.get("keywords", ())) - _KEYWORDS:
             raise Opaque(node, f"{node.name} is given {', '.join(sorted(unread))} by keyword")
         try:
-            return rule(self, node, bound)
+            return held(rule(self, node, bound), example(node).dtype, node)
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:  # an unusual call: not proved
             raise Opaque(node, f"{node.name} is called in an unusual way ({error})") from error
 
@@ -205,7 +212,7 @@ class MaskProver:
         predicate = shown(kind, sympy.Ne(function(DIMS[0], DIMS[3]), 0))
         if example(node).dtype == torch.bool:
             return predicate
-        return sympy.Integer(0) if kind == "none" else sympy.Piecewise((0, predicate), (-sympy.oo, True))
+        return sympy.Integer(0) if kind == "none" else sympy.Piecewise((0, predicate), (HIDDEN[example(node).dtype], True))
 
     def _from_outside(self, node: fx.Node, outside: Outside) -> sympy.Basic:
         """An input of a checkpointed body is what the graph around it hands in."""

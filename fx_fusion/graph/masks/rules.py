@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from fx_fusion.graph.dtypes import keeps_values, name
+from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.masks.expressions import (
     DIMS,
     Interpreter,
@@ -19,13 +20,12 @@ from fx_fusion.graph.masks.expressions import (
     as_number,
     as_predicate,
     condition_for,
-    is_predicate,
 )
+from fx_fusion.graph.masks.held import held, may_be_hidden, numbers_of
 from fx_fusion.graph.terms import example, is_tensor
 
 Bound = Mapping[str, Any]
 Rule = Callable[[Interpreter, fx.Node, Bound], sympy.Basic]
-_NARROW = (torch.int8, torch.uint8, torch.int16)
 RULES: dict[str, Rule] = {}
 
 
@@ -45,9 +45,7 @@ def _arange(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     from_zero = len(bounds) == 1 and "end" not in keywords
     start = 0 if from_zero else bounds[0] if bounds else keywords.get("start", 0)
     step = bounds[2] if len(bounds) > 2 else keywords.get("step", 1)
-    expression = prover.at(start, node) + prover.at(step, node) * DIMS[0]
-    _exact_indices(node, expression)
-    return expression
+    return prover.at(start, node) + prover.at(step, node) * DIMS[0]
 
 
 @rule_of("ones", "new_ones", "ones_like")
@@ -62,52 +60,74 @@ def _zeros(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
 
 @rule_of("full", "new_full", "full_like")
 def _full(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    fill, dtype = prover.at(bound["fill_value"], node), example(node).dtype
-    if dtype == torch.bool:
-        return as_predicate(fill, node)
-    fill = as_number(fill)
-    if isinstance(fill, sympy.Number) and fill.is_finite and not fill.is_Integer:
-        # As the dtype holds it: an integer truncates, 1e-8 is 0 in float16.
-        fill = sympy.sympify(torch.tensor(float(fill), dtype=torch.float64).to(dtype).tolist())
-    return fill
+    fill = prover.at(bound["fill_value"], node)
+    return as_predicate(fill, node) if example(node).dtype == torch.bool else as_number(fill)
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Rule:
+def _visible_numbers(prover: Interpreter, operand: Any, node: fx.Node) -> sympy.Basic:
+    """An operand of what would make a number of an infinity: ``-inf * 0``."""
+    expression = prover.numbers(operand, node)
+    if may_be_hidden(expression):
+        raise Opaque(node, f"{node.name} calculates with what hides in a mask that comes in")
+    return expression
+
+
+def _arithmetic(function: Callable[[Any, Any], Any], *, hidden: bool = False) -> Rule:
+    """``hidden``: also of a mask that comes in."""
+
     def rule(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-        if example(node).dtype in _NARROW:
-            raise Opaque(node, f"{node.name} counts in {name(example(node).dtype)}, which wraps around")
         if bound.get("alpha", 1) != 1:
             raise Opaque(node, f"{node.name} scales an operand by alpha")
-        result = function(prover.numbers(bound["input"], node), prover.numbers(bound["other"], node))
+        read = prover.numbers if hidden else functools.partial(_visible_numbers, prover)
+        result = function(read(bound["input"], node), read(bound["other"], node))
         # A sum of booleans is one of them or both, no 2.
         return as_predicate(result, node) if example(node).dtype == torch.bool else result
 
     return rule
 
 
-for _name, _function in {
-    "add": operator.add,
-    "sub": operator.sub,
-    "rsub": lambda a, b: b - a,
-    "mul": operator.mul,
-    "le": lambda a, b: _compare(sympy.Le, a, b),
-    "lt": lambda a, b: _compare(sympy.Lt, a, b),
-    "ge": lambda a, b: _compare(sympy.Ge, a, b),
-    "gt": lambda a, b: _compare(sympy.Gt, a, b),
-    "eq": lambda a, b: _compare(sympy.Eq, a, b),
-    "ne": lambda a, b: _compare(sympy.Ne, a, b),
-}.items():
-    RULES[_name] = _binary(_function)
+RULES["add"] = _arithmetic(operator.add, hidden=True)
+RULES["sub"] = _arithmetic(operator.sub)
+RULES["rsub"] = _arithmetic(lambda a, b: b - a)
+RULES["mul"] = _arithmetic(operator.mul)
 
 
-def _compare(relation: Any, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
+def _comparison(relation: Any) -> Rule:
+    def rule(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
+        operands = bound["input"], bound["other"]
+        dtype = torch.result_type(*map(_for_its_dtype, operands))  # both are converted to it
+        a, b = (held(prover.numbers(operand, node), dtype, node) for operand in operands)
+        return _compare(relation, a, b, node)
+
+    return rule
+
+
+for _name in ("le", "lt", "ge", "gt", "eq", "ne"):
+    RULES[_name] = _comparison(getattr(sympy, _name.capitalize()))
+
+
+def _for_its_dtype(operand: Any) -> Any:
+    known = example(operand)
+    return 0 if isinstance(known, torch.SymInt) else 0.0 if isinstance(known, torch.SymFloat) else known
+
+
+def _compare(relation: Any, a: sympy.Basic, b: sympy.Basic, node: fx.Node) -> sympy.Basic:
     """A comparison; a Piecewise of numbers against a number becomes the condition of its matching pieces."""
     if isinstance(a, sympy.Abs) and relation in (sympy.Le, sympy.Lt):
         return sympy.And(relation(a.args[0], b), relation(-a.args[0], b))
     for left, right, flip in ((a, b, False), (b, a, True)):
-        if isinstance(left, sympy.Piecewise) and right.is_number and all(e.is_number for e, _ in left.args):
-            hits = [e for e, _ in left.args if bool(relation(right, e) if flip else relation(e, right))]
-            return condition_for([(e, c) for e, c in left.args], hits.__contains__)
+        if not isinstance(left, sympy.Piecewise) or not right.is_number:
+            continue
+        values = {e: numbers_of(e) for e, _ in left.args}
+        if None in values.values():
+            continue
+        answers = {e: {bool(relation(right, n) if flip else relation(n, right)) for n in values[e] or ()} for e in values}
+        if any(len(answer) > 1 for answer in answers.values()):
+            raise Opaque(node, f"{node.name} asks which number hides in a mask that comes in")
+        hits = {e for e, answer in answers.items() if True in answer}
+        return condition_for([(e, c) for e, c in left.args], hits.__contains__)
+    if may_be_hidden(a) or may_be_hidden(b):
+        raise Opaque(node, f"{node.name} asks which number hides in a mask that comes in")
     return relation(a, b)
 
 
@@ -128,12 +148,12 @@ for _kind in ("bitwise", "logical"):
 
 @rule_of("abs")
 def _abs(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    return sympy.Abs(prover.numbers(bound["input"], node))
+    return sympy.Abs(_visible_numbers(prover, bound["input"], node))
 
 
 @rule_of("floor_divide")
 def _floor_divide(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    a, b = (prover.numbers(operand, node) for operand in bound.values())
+    a, b = (_visible_numbers(prover, operand, node) for operand in bound.values())
     if not (a.is_integer and b.is_Integer and b > 0):
         raise Opaque(node, f"{node.name} divides by {b}")
     return sympy.floor(a / b)
@@ -141,7 +161,7 @@ def _floor_divide(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Bas
 
 @rule_of("neg")
 def _neg(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    return -prover.numbers(bound["input"], node)
+    return -_visible_numbers(prover, bound["input"], node)
 
 
 @rule_of("to", "bool", "long", "int", "float", "half", "bfloat16", "type_as", "type")
@@ -152,18 +172,10 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         return as_predicate(inner, node)
     if before.is_floating_point and not after.is_floating_point and not inner.is_integer:
         raise Opaque(node, f"{node.name} truncates")
-    if inner.atoms(sympy.core.function.AppliedUndef) and not keeps_values(before, after):
+    unknown = inner.atoms(sympy.core.function.AppliedUndef) or may_be_hidden(inner)
+    if unknown and not keeps_values(before, after):
         raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
-    _exact_indices(node, inner)
     return as_number(inner)
-
-
-def _exact_indices(node: fx.Node, expression: sympy.Basic) -> None:
-    """Raise Opaque where an index (or a number made of one) is held in a dtype without room: a bfloat16 has no 257."""
-    numbers = expression.args if isinstance(expression, sympy.Piecewise) else [(as_number(expression), True)]
-    cannot_count = example(node).dtype in (torch.bfloat16, torch.float16, *_NARROW) and not is_predicate(expression)
-    if cannot_count and not all(e.is_number for e, _ in numbers):
-        raise Opaque(node, f"{node.name} holds indices in {example(node).dtype}, which can't count far")
 
 
 @rule_of("diff")
@@ -171,6 +183,7 @@ def _diff(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     x, dim, prepend = bound["input"], bound["dim"], bound["prepend"]
     if bound["n"] != 1 or bound["append"] is not None:
         raise Opaque(node, f"{node.name} is not a first difference")
+    _visible_numbers(prover, x, x)
     i = DIMS[dim % example(x).dim()]
     inner = as_number(prover.anywhere(x, node))
     if prepend is None:
@@ -185,12 +198,10 @@ def _diff(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
 @rule_of("cumsum")
 def _cumsum(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     i = DIMS[bound["dim"] % example(node).dim()]
-    inner = prover.numbers(bound["input"], node)
+    inner = _visible_numbers(prover, bound["input"], node)
     if inner.has(i):
         raise Opaque(node, f"{node.name} sums what changes along its dim")
-    total = inner * (i + 1)
-    _exact_indices(node, total)
-    return total
+    return inner * (i + 1)
 
 
 @rule_of("where")
