@@ -94,7 +94,7 @@ def emit(editor: Editor, match: Match) -> None:
         if example(call).stride() != example(root).stride():
             call = editor.restride(call, example(root), like=root)
         editor.check([root], [call])
-    for proof in scores.proofs:
+    for proof in (*scores.proofs, *scores.proofs_in_biases):
         editor.assume(proof.assumes)
     editor.replace(root, call)
     editor.erase([*match.nodes, *(node for proof in scores.proofs for node in proof.nodes)])

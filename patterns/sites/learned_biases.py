@@ -11,8 +11,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
 
+_LEARNED = ("embedding", "linear")  # a table of relative positions, a bias of pairs
 _MOVES = ("permute", "transpose", "unsqueeze", "squeeze", "getitem", "view", "reshape", "expand", "contiguous")
 
 
@@ -41,10 +43,21 @@ def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
         read_bias(search, bound["input"], proofs)
     elif name in _MOVES and node.args and is_tensor(node.args[0]):
         read_bias(search, node.args[0], proofs)
+    elif name in ("mul", "div") and (scaled := _times_a_number(view, node)) is not None:
+        read_bias(search, scaled, proofs)
     elif node.op == "placeholder" and view.outside is not None and search.outer is not None:
         read_bias(search.outer, view.outside.operands[node], proofs)
-    elif not example(node).requires_grad or not (name == "embedding" or _is_given(node)):
+    elif not example(node).requires_grad or not (name in _LEARNED or _is_given(node)):
         raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
+
+
+def _times_a_number(view: View, node: fx.Node) -> fx.Node | None:
+    """What a node is a finite number times, or divides by one."""
+    tensor, number = binary(view, node)
+    if not is_tensor(tensor) and view.name(node) == "mul":
+        tensor, number = number, tensor
+    usual = isinstance(number, (int, float)) and 1e-3 <= abs(number) <= 1e3
+    return tensor if is_tensor(tensor) and usual else None
 
 
 def _is_given(node: fx.Node) -> bool:

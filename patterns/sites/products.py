@@ -48,6 +48,8 @@ def product_of(view: View, node: Any) -> Product | None:
         left, right, alpha, beta = bound["batch1"], bound["batch2"], bound["alpha"], bound["beta"]
         if not is_tensor(left) or not is_tensor(right) or not isinstance(alpha, (int, float)) or beta not in (0, 1):
             return None
+        if not beta and is_tensor(bound["input"]) and example(bound["input"]).requires_grad:
+            return None  # its gradient is zeros, not None
         return Product(left, right, alpha=float(alpha), added=bound["input"] if beta else None)
     left, right = bound["input"], bound["other" if "other" in bound else "mat2"]
     return Product(left, right) if is_tensor(left) and is_tensor(right) else None

@@ -25,6 +25,8 @@ def read_scores(search: Search, node: Any, scores: Scores) -> None:
     while True:
         if not isinstance(node, fx.Node) or not is_tensor(node):
             raise NotThis(node, "not a softmax of scores")
+        if not example(node).is_floating_point():
+            raise NotThis(node, f"{node.name} is {example(node).dtype}")
         scores.nodes.add(node)
         product = product_of(view, node)
         if product is not None:

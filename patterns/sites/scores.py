@@ -15,10 +15,11 @@ from fx_fusion.graph.ranges import bounds_of
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
+from fx_fusion.patterns.sites.learned_biases import read_bias
 from fx_fusion.patterns.sites.products import NAMES as PRODUCTS
 from fx_fusion.patterns.sites.products import Product
 
-_SMALL = 1e5  # of a bias, in magnitude
+_SMALL = 1e4  # of a bias, in magnitude: -1e4 is what BERT hid padding by
 _HIDDEN = -1e3  # what the lowest number of a dtype must still be below, behind all scales
 _SCALARS = (torch.tensor, torch.scalar_tensor)
 
@@ -33,6 +34,7 @@ class Scores:
     scale: float = 1.0
     factors: list[tuple[str, fx.Node]] = field(default_factory=list)  # "mul" or "div", and by what: one number for all keys
     proofs: list[MaskProof] = field(default_factory=list)
+    proofs_in_biases: list[MaskProof] = field(default_factory=list)  # of masks that are added to learned biases
     biases: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # and the scores with it
     levels: list[fx.Node] = field(default_factory=list)  # one for each way in which batch and heads are grouped
     nodes: set[fx.Node] = field(default_factory=set)
@@ -96,6 +98,8 @@ def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> No
     elif scores.scale != 1 or example(mask).dim() < 2:
         raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
     else:
+        if not finite:  # a row that it hides entirely is not the same beside another mask, nor in each fused kernel
+            read_bias(search, mask, scores.proofs_in_biases)
         scores.biases.append((mask, node))
         scores.levels.append(node)
 

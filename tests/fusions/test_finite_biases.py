@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers import reasons, rewritten
 
@@ -88,6 +89,79 @@ def test_what_may_hide_a_row(name):
     assert report.count("attention") == 0
     assert "the mask is not proved" in reasons(report, "attention")
     torch.testing.assert_close(result, NOT[name](q, k, v, mask), equal_nan=True)
+
+
+LOWEST = torch.finfo(torch.float32).min
+BESIDE_A_CAUSAL_MASK = {  # a learned bias, and what hides keys by a number
+    "added": lambda bias, shown: bias + torch.where(shown[:, None, None], 0.0, LOWEST),
+    "filled": lambda bias, shown: bias.expand(B, H, S, S).masked_fill(~shown[:, None, None], LOWEST),
+    "chosen": lambda bias, shown: torch.where(shown[:, None, None], bias, LOWEST),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE_A_CAUSAL_MASK)
+def test_learned_biases_that_hide_rows(name):
+    """Left padding: what a row that sees nothing is in eager depends on the number that hides."""
+    shown = torch.ones(B, S, dtype=torch.bool)
+    shown[0, :3] = False
+    bias = torch.randn(1, H, S, S, generator=generator, requires_grad=True)
+
+    def attention(q, k, v, bias, shown):
+        hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+        scores = (q @ k.mT / math.sqrt(D) + BESIDE_A_CAUSAL_MASK[name](bias, shown)).masked_fill(hidden, LOWEST)
+        return torch.softmax(scores, -1) @ v
+
+    result, report = rewritten(attention, q, k, v, bias, shown)
+    assert report.count("attention") == 0
+    assert "may hide a row entirely" in reasons(report, "attention")
+    torch.testing.assert_close(result, attention(q, k, v, bias, shown))
+
+
+LEARNED = {
+    "a parameter": lambda b, w: b,
+    "twice a parameter": lambda b, w: b * 2.0,
+    "a table": lambda b, w: F.embedding(torch.arange(S * S).view(S, S), w).permute(2, 0, 1)[None],
+    "a bias of pairs": lambda b, w: F.linear(b, w[:S, :S]) + torch.zeros(S, S).masked_fill(
+        torch.ones(S, S, dtype=torch.bool).triu(1), LOWEST
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_biases_that_hide_no_row(name):
+    bias = torch.randn(1, H, S, S, generator=generator, requires_grad=True)
+    table = torch.randn(S * S, H, generator=generator) if name == "a table" else torch.randn(S, S, generator=generator)
+    table.requires_grad_()
+
+    def attention(q, k, v, bias, table):
+        return attend(q, k, v, LEARNED[name](bias, table), causal=True)
+
+    result, report = rewritten(attention, q, k, v, bias, table)
+    report.assert_fused(attention=1)
+    torch.testing.assert_close(result, attention(q, k, v, bias, table), rtol=1e-5, atol=1e-5)
+
+
+def test_scores_that_are_integers():
+    """The graph is rewritten all the same."""
+    def function(x, q, k, v):
+        scores = (q @ k.mT).clamp(min=0)
+        return torch.softmax(scores, -1, dtype=torch.float32) @ v, F.silu(x) * x.sin()
+
+    whole = [(10 * t).long() for t in (q, k)]
+    result, report = rewritten(function, torch.randn(4, 8), *whole, v)
+    report.assert_fused(attention=0, swiglu=1)
+    assert "torch.int64" in reasons(report, "attention")
+    torch.testing.assert_close(result, function(torch.randn(4, 8), *whole, v)[:1] + result[1:])
+
+
+def test_what_a_product_does_not_add_has_a_gradient():
+    """Of zeros, in eager."""
+    def attention(q, k, v, b):
+        return torch.baddbmm(b, q[0], k[0].mT, beta=0).softmax(-1) @ v[0]
+
+    bias = torch.randn(H, S, S, requires_grad=True)
+    result, report = rewritten(attention, q, k, v, bias)
+    assert torch.autograd.grad(result.sum(), bias)[0].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
