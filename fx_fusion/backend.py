@@ -22,6 +22,7 @@ from fx_fusion.fallback import Rest, as_dynamo_wrote_it, tell
 from fx_fusion.float8.linears import Linears
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.outside import views_of
+from fx_fusion.graph.places import name_arguments, named
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.compile import DECISIONS, LINEARS, Compiled, OursFailed, inductor
@@ -137,6 +138,7 @@ def compile_graph(
     untouched = gm
     try:
         with without_saved_tensor_hooks():
+            name_arguments(gm.graph, () if version is None else version.inputs)
             untouched = snapshot(gm)
             rewritten = rewrite(gm, untouched, example_inputs, options, rest, version)
     except Exception as error:
@@ -196,6 +198,7 @@ def rewrite(
     listening = [weakref.ref(recorded) for recorded in recordings()]
 
     def another(version: Version, options: Options, graph: fx.GraphModule = untouched) -> Compiled:
+        version = replace(version, inputs=tuple(map(named, graph.graph.find_nodes(op="placeholder"))))
         backend = functools.partial(compile_graph, options=options, rest=rest, version=version)
         around = lambda: recording_in([r for reference in listening if (r := reference()) is not None])  # noqa: E731
         instead = f"graph {version.of} {version.sentence}: it runs uncompiled"
@@ -219,7 +222,8 @@ def rewrite(
             which, assumes = "for other inputs, compiled when they first came", unmet.sentences if inputs is None else ()
             return another(Version(report.index, which, assumes=assumes), unmet.options.for_inputs(inputs))
 
-        return speculate(fast, unmet.inputs, unmet.checks, for_others, report.unmet)
+        beyond = report.calls if checks else None  # what other inputs are is not what this version assumes either
+        return speculate(fast, unmet.inputs, unmet.checks, for_others, report.unmet, beyond)
 
     def computing() -> Compiled:
         sentence = "while its deferred outputs are read in call after call"

@@ -11,6 +11,9 @@ import torch
 from torch import fx
 
 _TORCH = f"{Path(torch.__file__).parent}/"
+# To a module through what its forward was before somebody wrapped it: accelerate's hooks, a patch, a function around it.
+_WRAPPED = re.compile(r"(^[LG]\['\w+'\]|\.\w*forward)(\.__func__)?(\.__closure__\[\d+\]\.cell_contents)*\.__self__")
+_NAME = "what the model calls it"  # of a placeholder, in its meta
 
 
 def module_of(node: fx.Node) -> str:
@@ -25,6 +28,7 @@ def module_of(node: fx.Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _readable(path: str) -> str:
+    path = _WRAPPED.sub("", path)
     path = re.sub(r"^[LG]\['args'\]\[0\]", "", path)  # the model, where a decorator of its forward takes (*args, **kwargs)
     path = re.sub(r"^[LG]\['\w+'\](?!\[)", "", path)  # self, or what a function calls the model
     path = re.sub(r"(\.__dict__)?(\._modules|\['_modules'\])", "", path)
@@ -39,8 +43,18 @@ def named(node: fx.Node) -> str:
     came in ``*args``, as ``args[2]``."""
     if node.op != "placeholder":
         return node.name
+    if _NAME in node.meta:
+        return str(node.meta[_NAME])
     name = str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_")
     return re.sub(r"^args_(\d+)$", r"args[\1]", name)
+
+
+def name_arguments(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Give the inputs of a graph that came in ``*args`` these names, by their places there."""
+    for node in graph.find_nodes(op="placeholder"):
+        found = re.fullmatch(r"L_args_(\d+)_", str(node.target))
+        if found is not None and int(found[1]) < len(names):
+            node.meta[_NAME] = names[int(found[1])]
 
 
 def location_of(node: fx.Node) -> str:

@@ -19,7 +19,8 @@ _TELLING = {
     **dict.fromkeys(("log_softmax", "logsumexp", "cross_entropy", "nll_loss", "kl_div"), "cross_entropy"),
 }
 _PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the result of a softmax, and attention does not
-_CHOSEN = {"topk"}  # what a router does with it
+_CHOSEN = {"topk"}  # what a router does with it, or before it
+_A_ROOT = "a root"
 _ROOT = re.compile(r"pow\(.*, -?0\.5\)")
 _ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "mish", "hardswish", "softplus", "leaky_relu", "elu"}
 _LINEARS = {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "chunk", "split"}
@@ -55,10 +56,12 @@ def unsaid(rows: Sequence[Row], sites: Iterable[Site]) -> list[Unsaid]:
     for body in _bodies(rows):
         graph = _Graph(body)
         parts = {name for site in sites for name in graph.above(site)}
+        roots = {name for site in sites for name in graph.above(site, steps=1)}
         for row in body:
             what = None if row.name in named else graph.tells(row)
-            if what is not None and not (row.name in parts and what[0] in _TELLING):
-                found.append(Unsaid(what[0], row.module, row.location, row.name, what[1]))
+            if what is None or row.name in (parts if what[0] in _TELLING else roots if what[0] == _A_ROOT else ()):
+                continue
+            found.append(Unsaid(what[0], row.module, row.location, row.name, what[1]))
     return found
 
 
@@ -88,12 +91,12 @@ class _Graph:
             inside = map(self._waves_in, row.operands)
             self._waves[row.name] = own.union(*inside) if self.ops[row.name] in _VIEWS else own
 
-    def above(self, site: Site) -> Iterator[str]:
+    def above(self, site: Site, steps: int = _FAR) -> Iterator[str]:
         """What a site that names its root alone may be about: what that is made of, in the same module."""
         if site.status != "near":
             return
         edge = {name for name in site.nodes if name in self.rows}
-        for _ in range(_FAR):
+        for _ in range(steps):
             edge = {n for name in edge for n in self.rows[name].operands if n in self.rows}
             edge = {name for name in edge if self.rows[name].module == site.module}
             yield from edge
@@ -101,14 +104,14 @@ class _Graph:
     def tells(self, row: Row) -> tuple[str, str] | None:
         """What a row does that a fusion does, and which; None if nothing."""
         op = self.ops[row.name]
-        if op == "softmax" and self._goes_to(_CHOSEN, row.name):
+        if op == "softmax" and (self._goes_to(_CHOSEN, row.name) or self._is_of_the_largest(row)):
             return None  # a router's, of experts: no fusion is near
         if op == "softmax" and self._goes_to(_PICKED, row.name):
             return op, "cross_entropy"
         if op in _TELLING:
             return op, _TELLING[op]
         if op == "pow" and _ROOT.search(row.text):
-            return "a root", "rms_norm"
+            return _A_ROOT, "rms_norm"
         if op == "log" and self._is(row, "sum") and self._is(self._first(row), "exp"):
             return "log of a sum of exponentials", "cross_entropy"
         if op in ("add", "sub", "addcmul") and {"cos", "sin"} <= self._times_waves(row):
@@ -148,6 +151,9 @@ class _Graph:
         onwards = (n for n in readers if self.ops[n] in {*_VIEWS, "add", "clamp"})
         return any(self.ops[n] in ops for n in readers) or any(self._goes_to(ops, n, steps - 1) for n in onwards)
 
+    def _is_of_the_largest(self, row: Row) -> bool:
+        return bool(row.operands) and self.ops.get(self._below(row.operands[0], _VIEWS)) in _CHOSEN
+
     def _is_divided_by_its_size(self, row: Row) -> bool:
         if len(row.operands) != 2:
             return False
@@ -171,10 +177,19 @@ class _Graph:
         if len(row.operands) != 2 or not all(name in self.rows for name in row.operands):
             return False
         for act, up in (row.operands, row.operands[::-1]):
+            if self._is_of_itself(act, up):
+                continue
             gate = self._activated(self._below(act, {"pow", "square", *_VIEWS})) or self._weighted(act)
             if gate is not None and {self.ops.get(gate), self.ops.get(self._below(up, _VIEWS))} <= _LINEARS:
                 return True
         return False
+
+    def _is_of_itself(self, act: str, up: str) -> bool:
+        """Whether an activation is one of what it is multiplied by, as ``h * sigmoid(1.702 * h)``: no gate."""
+        act = self._below(act, {"pow", "square", *_VIEWS})
+        operands = self.rows[act].operands if self.ops.get(act) in _ACTIVATIONS else ()
+        same = _VIEWS - {"getitem"}  # the halves of a chunk are two
+        return bool(operands) and self._below(operands[0], same) == self._below(up, same)
 
     def _activated(self, name: str) -> str | None:
         """What a node is an activation of."""

@@ -19,13 +19,14 @@ graph_numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Version:
-    """Another version of a graph: of which, in words which, who counts how its deferred outputs are read, and what it
-    assumes of inputs, by their names in that graph."""
+    """Another version of a graph: of which, in words which, who counts how its deferred outputs are read, what it assumes of
+    inputs, by their names in that graph, and those names."""
 
     of: int
     sentence: str
     reads: Reads | None = None
     assumes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
 
 
 def new_report(gm: fx.GraphModule, version: Version | None, options: Options) -> GraphReport:

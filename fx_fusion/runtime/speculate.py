@@ -44,10 +44,12 @@ class Calls:
 
 
 def speculate(
-    first: Compiled, of_first: Inputs, checks: Checks, compile_version: Callable[[Inputs], Compiled], calls: Calls
-) -> Compiled:
+    first: Compiled, of_first: Inputs, checks: Checks, compile_version: Callable[[Inputs], Compiled], calls: Calls,
+    of_first_alone: Calls | None = None,
+) -> Compiled:  # fmt: skip
     """Call the version of a graph for what its arguments are, made at first need: ``first`` is the one for ``of_first``.
-    Count how often they are what was assumed of them."""
+    Count how often they are what was assumed of them; ``of_first_alone``: what ``first`` counts itself, and does for the
+    calls that reach it."""
     if not checks:
         return first
     padding = {i: Padding() for i, kind in checks if kind == ONES}
@@ -59,6 +61,8 @@ def speculate(
         inputs = _inputs_of(checks, args, lambda i: padding[i].is_absent(args[i]))
         calls.assumed += inputs is None
         calls.otherwise += inputs is not None
+        if of_first_alone is not None:
+            of_first_alone.otherwise += inputs != of_first
         if inputs in versions:
             return versions[inputs](*args)
         version = compile_version(inputs)

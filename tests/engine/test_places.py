@@ -1,6 +1,7 @@
 """Paths of modules as the report says them: as a user would write them, whatever wraps the model."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -41,6 +42,30 @@ class Holds(nn.Module):
         return self.inner(x)
 
 
+def by_a_method(model):
+    """As TRL wraps a forward, and many a patch."""
+    forward = model.forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: forward(*args, **kwargs), model)
+    return model
+
+
+def by_a_function(model):
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    return model
+
+
+def by_accelerate(model):
+    """As accelerate's hooks for device_map and offloading."""
+    model._old_forward = model.forward
+
+    def new_forward(module, *args, **kwargs):
+        return module._old_forward(*args, **kwargs)
+
+    model.forward = functools.update_wrapper(functools.partial(new_forward, model), model._old_forward)
+    return model
+
+
 MODEL, MODELS = Norms(), [Norms()]
 
 
@@ -58,8 +83,11 @@ def of_a_closure(model):
         (lambda x: MODEL(x), "norms.0"),
         (of_a_closure(Norms()), "norms.0"),
         (lambda x: MODELS[0](x), "MODELS.0.norms.0"),
+        *((wrap(Norms()), "norms.0") for wrap in (by_a_method, by_a_function, by_accelerate)),
+        *((Holds(wrap(Norms())), "inner.norms.0") for wrap in (by_a_method, by_a_function, by_accelerate)),
     ],
-    ids=["self has another name", "decorated", "inside", "compiled inside", "global", "closure", "in a list"],
+    ids=["self has another name", "decorated", "inside", "compiled inside", "global", "closure", "in a list",
+         *(f"wrapped by {how}{where}" for where in ("", ", inside") for how in ("a method", "a function", "accelerate"))],
 )
 def test_a_path_is_what_a_user_would_write(called, path):
     seen = []

@@ -368,6 +368,35 @@ def test_a_version_that_cannot_be_compiled_runs_as_it_is():
     assert "this backend fails" in str(told[0])
 
 
+def test_a_mask_that_hides_nothing_at_first():
+    """Two assumptions: that it is causal, which the first one is not, and what is known of that one instead."""
+    function = lambda q, mask: F.scaled_dot_product_attention(q, q, q, attn_mask=mask)  # noqa: E731
+    q = torch.randn(2, 2, 8, 8)
+    nothing = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+    padding, causal = nothing.clone(), nothing.tril()
+    padding[0, :, :, 6:] = False
+    compiled = torch.compile(function, backend=rewriting_backend())
+    with fx_fusion.recording() as report:
+        for mask in (nothing, padding, padding.clone(), nothing.clone(), padding.clone(), causal):
+            torch.testing.assert_close(compiled(q, mask), function(q, mask))
+    first = report.graphs[0]
+    assert first.assumes == ("mask hides nothing",)
+    assert (first.calls.assumed, first.calls.otherwise) == (2, 4)
+    assert (first.unmet.assumed, first.unmet.otherwise) == (1, 5)
+    assert facts(report)["fx_fusion/assumption_held"] == 2 / 6
+
+
+def test_inputs_have_the_models_names_in_other_versions():
+    eager, ours, compiled = models()
+    with fx_fusion.recording() as report:
+        for mask in (ones, padded):
+            same_step(eager, ours, compiled, mask)
+    (other,) = [graph for graph in report.graphs if graph.version]
+    said = " ".join(site.reason for site in report.sites if site.graph == other.index)
+    assert "keys shown by attention_mask" in said
+    assert "args[" not in str(report)
+
+
 @pytest.mark.parametrize("order", ["padded padded ones padded", "ones padded ones", "left_padded ones left_padded"])
 def test_the_first_batch_says_what_is_compiled_first(order):
     """Whoever trains on padded batches compiles nothing for others, and pays for no call of a version."""
