@@ -10,6 +10,8 @@ of 361; 1.55 instead of 2.58 at 4 x 12 x 2048 x 64. It is slower where rows are 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.masks.structure import CAUSAL, Structure
+from fx_fusion.graph.masks.structure import Structure
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import NotThis, attention_calls
@@ -56,9 +58,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             why_not = "the scale is not a constant" if bound["dropout_p"] == 0 else "FlexAttention has no dropout"
             yield NearMiss("biased_attention", node, node, why_not)
             continue
-        structure = Structure()
-        for proof in proofs:
-            structure &= proof.structure or (CAUSAL if proof.kind == "causal" else Structure())
+        structure = functools.reduce(operator.and_, (proof.shown for proof in proofs), Structure())
         key, value, crossed = without_repeats(view, bound["key"], bound["value"])
         yield Match(
             fusion="biased_attention",
@@ -117,10 +117,7 @@ def emit(editor: Editor, match: Match) -> None:
 
     with editor.graph.inserting_before(root):
         query, key, value = operands(editor, match)
-        # One copy for all layers, in one grad mode, between two writes.
-        effects = editor.view.effects
-        writes = sum(editor.view.order[write] < editor.view.order[root] for write in effects.writes)
-        bias = editor.once((learned, "dense", effects.region[root], writes), laid_out)
+        bias = editor.once_between_writes((learned, "dense"), root, laid_out)  # one copy for all layers
         data, blocks = data_and_blocks(editor, query, key, structure, root)
         scale = example(query).shape[-1] ** -0.5 if scale is None else scale
         given = query, key, value, blocks, *data, structure.low, structure.high, float(scale), bias

@@ -63,10 +63,7 @@ def emit(editor: Editor, match: Match) -> None:
             cast = editor.cast(mask, example(root).dtype, like=root)  # as autocast would, at each call
             return editor.method("contiguous", (cast,), like=root)
 
-    # One copy for all layers, in one grad mode, between two writes.
-    effects = editor.view.effects
-    writes = sum(editor.view.order[write] < editor.view.order[root] for write in effects.writes)
-    dense = editor.once((mask, example(root).dtype, effects.region[root], writes), copied)
+    dense = editor.once_between_writes((mask, example(root).dtype), root, copied)  # one copy for all layers
     editor.change_call(root, restride=True, attn_mask=dense)
     for proof in proofs:
         editor.assume(proof.assumes)

@@ -98,6 +98,12 @@ class Editor:
             known = self._shared[key] = make()
         return known
 
+    def once_between_writes(self, key: Any, root: fx.Node, make: Callable[[], Any]) -> Any:
+        """``once`` for the sites that are in the grad mode of ``root``, and between the same two writes of the graph."""
+        effects, order = self.view.effects, self.view.order
+        before = sum(order[write] < order[root] for write in effects.writes)
+        return self.once((key, effects.region[root], before), make)
+
     def _operands(self, items: Any, like: fx.Node) -> Any:
         """Nodes as they are after the rewrites so far, and symbolic sizes as nodes: a graph that holds a symbol itself can't
         be run as it is."""

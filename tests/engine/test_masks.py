@@ -229,6 +229,10 @@ OF_A_MASK = {  # a function of a mask that comes in, and what fires under it
     "above half of the lowest": (lambda m: m >= LOW / 2, 1),
     "zeros": (lambda m: m == 0, 1),
     "added": (lambda m: m + torch.zeros(S, S), 1),
+    "narrower and wider": (lambda m: m.to(torch.bfloat16).float(), 0),  # the lowest bfloat16 is not the lowest float32
+    "narrower and zeros": (lambda m: m.half() == 0, 1),
+    "narrower, unlike the lowest number": (lambda m: m.half() != torch.finfo(torch.half).min, 0),
+    "a whole number": (lambda m: m.long() == 0, 0),
     "as it is": (lambda m: m, 1),
 }
 

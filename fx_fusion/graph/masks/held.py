@@ -28,6 +28,15 @@ def may_be_hidden(expression: sympy.Basic) -> bool:
     return not _LOWEST.keys().isdisjoint(expression.free_symbols)
 
 
+def hidden_in(expression: sympy.Basic, dtype: torch.dtype) -> sympy.Basic:
+    """An expression after a cast, where what hides does in that dtype, too: of the lowest float32 bfloat16 makes -inf."""
+    if not dtype.is_floating_point or not may_be_hidden(expression):
+        return expression
+    lowest = torch.finfo(dtype).min
+    lower = [s for s, number in _LOWEST.items() if torch.tensor(number, dtype=torch.float64).to(dtype).item() <= lowest]
+    return expression.subs(dict.fromkeys(lower, HIDDEN[dtype]))
+
+
 def numbers_of(expression: sympy.Basic) -> list[sympy.Basic] | None:
     """The numbers that an expression without indices may be; None for another one."""
     symbols = sorted(expression.free_symbols, key=str)

@@ -8,7 +8,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from fx_fusion.graph.masks.expressions import Opaque, as_predicate, at_most_zero, condition_for, upper_bound
-from fx_fusion.graph.masks.held import numbers_of
+from fx_fusion.graph.masks.held import may_be_hidden, numbers_of
 
 
 def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boolean:
@@ -24,7 +24,8 @@ def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boole
         values = numbers_of(added)
         hides = values is not None and all(bool(value <= lowest) for value in values)
         if not hides and not added.is_zero:
-            raise Opaque(node, f"{node.name} adds {added} to the scores")
+            what = "what hides in a mask of another dtype" if may_be_hidden(added) else added
+            raise Opaque(node, f"{node.name} adds {what} to the scores")
     return condition_for(parts, lambda added: added.is_zero)
 
 

@@ -28,7 +28,7 @@ from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predic
 from fx_fusion.graph.masks.held import HIDDEN, held
 from fx_fusion.graph.masks.predicates import is_causal, undecided, visible
 from fx_fusion.graph.masks.shape_rules import RULES
-from fx_fusion.graph.masks.structure import Structure, counted_runs, structure_of, within_runs
+from fx_fusion.graph.masks.structure import CAUSAL, Structure, counted_runs, structure_of, within_runs
 from fx_fusion.graph.places import named
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import Outside, View
@@ -54,6 +54,11 @@ class MaskProof:
     nodes: tuple[fx.Node, ...] = field(default=(), repr=False)  # everything that builds the mask
     structure: Structure | None = None
     or_hides_rows: Structure | None = None
+
+    @property
+    def shown(self) -> Structure:
+        """What a mask shows that is proved."""
+        return CAUSAL if self.kind == "causal" else self.structure or Structure()
 
 
 class MaskProver:

@@ -21,7 +21,7 @@ from fx_fusion.graph.masks.expressions import (
     as_predicate,
     condition_for,
 )
-from fx_fusion.graph.masks.held import held, may_be_hidden, numbers_of
+from fx_fusion.graph.masks.held import held, hidden_in, may_be_hidden, numbers_of
 from fx_fusion.graph.terms import example, is_tensor
 
 Bound = Mapping[str, Any]
@@ -172,10 +172,9 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         return as_predicate(inner, node)
     if before.is_floating_point and not after.is_floating_point and not inner.is_integer:
         raise Opaque(node, f"{node.name} truncates")
-    unknown = inner.atoms(sympy.core.function.AppliedUndef) or may_be_hidden(inner)
-    if unknown and not keeps_values(before, after):
+    if inner.atoms(sympy.core.function.AppliedUndef) and not keeps_values(before, after):
         raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
-    return as_number(inner)
+    return hidden_in(as_number(inner), after)
 
 
 @rule_of("diff")
