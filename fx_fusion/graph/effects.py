@@ -7,6 +7,7 @@ to share memory with its base. Writes are read off operator schemas and the nami
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ _IN_PLACE_DUNDERS = {f"__{op.__name__.strip('_')}__" for op in IN_PLACE_OPERATOR
 
 
 _RUNNING_STATISTICS = ("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-_WRITE_TO_SEVERAL = ("_fused_", "_amp_foreach_", "fused_moving_avg_obs_fake_quant")  # how functions begin that do
+_WRITES_TO_SEVERAL = re.compile(r"(_fused|_amp_foreach)_\w+_|fused_moving_avg_obs_fake_quant")
 
 
 class Effects:
@@ -108,8 +109,8 @@ class Effects:
     def writes_between(
         self, first: int, last: int, nodes: Iterable[fx.Node], *, but: Collection[fx.Node] = ()
     ) -> fx.Node | None:
-        """The first write in ``first..last`` (graph positions), none of ``but``, to memory of those of ``nodes`` that are
-        before it: the result of a write, and views of that, are what it left."""
+        """The first write in ``first..last`` (graph positions), none of ``but``, to memory of ``nodes``. Those that are made
+        behind it do not count: they hold what it left."""
         nodes = list(nodes)
         for write in self.writes:
             at, written = self.order[write], self.mutated(write)
@@ -161,7 +162,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes) if may_write_to_operands(target) or _body_writes(node) else []
     written: list[Any] = [v for k, v in node.kwargs.items() if k == "out"]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name.startswith((NUMPY_CALL, *_WRITE_TO_SEVERAL)):
+    if name.startswith(NUMPY_CALL) or _WRITES_TO_SEVERAL.fullmatch(name):
         return list(node.all_input_nodes)
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place and getattr(target, "__module__", "") != "_operator"  # and_, or_: keywords, not writes

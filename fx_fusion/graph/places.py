@@ -12,7 +12,8 @@ from torch import fx
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 # To a module through what its forward was before somebody wrapped it: accelerate's hooks, a patch, a function around it.
-_WRAPPED = re.compile(r"(^[LG]\['\w+'\]|\.\w*forward)(\.__func__)?(\.__closure__\[\d+\]\.cell_contents)*\.__self__")
+_BEFORE = r"(^[LG]\['\w+'\]|\.(?:_old_|_original_|_orig_|original_)?forward)"
+_WRAPPED = re.compile(_BEFORE + r"(\.__func__)?(\.__closure__\[\d+\]\.cell_contents)*\.__self__")
 _NAME = "what the model calls it"  # of a placeholder, in its meta
 
 

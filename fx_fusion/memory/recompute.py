@@ -16,7 +16,7 @@ from torch import fx
 from torch.nn import Parameter
 
 from fx_fusion.graph.places import module_of, shortened
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.memory.candidates import candidates
 from fx_fusion.memory.cost import is_expensive, seconds_again, seconds_of_step
@@ -142,5 +142,5 @@ def describe_inputs(gm: fx.GraphModule, views: Mapping[fx.GraphModule, View], de
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         decisions.written += (i,) if inside or node in written else ()
         decisions.parameters += (i,) if isinstance(example(node), Parameter) else ()
-    decisions.attributes = tuple(sorted({str(node.target) for node in written if node.op == "get_attr"}))
+    decisions.attributes = tuple(sorted({str(node.target) for node in written if node.op == "get_attr" and is_tensor(node)}))
 

@@ -20,7 +20,7 @@ def facts(report: Report) -> dict[str, float]:
     found: dict[str, float] = {"graphs": len(report.graphs)}
     for site in report.sites:
         found[site.status] = found.get(site.status, 0) + 1
-    checked = [graph.calls if graph.assumes else graph.unmet for graph in report.graphs if not graph.version]
+    checked = [graph.checked for graph in report.graphs if not graph.version]
     if calls := sum(c.assumed + c.otherwise for c in checked):
         found["assumption_held"] = sum(c.assumed for c in checked) / calls
     deferring = [graph.reads for graph in report.graphs if graph.deferred]

@@ -45,6 +45,11 @@ class GraphReport:
     seconds: float = 0.0
 
     @property
+    def checked(self) -> Calls:
+        """How often what it assumes of its inputs held; where it assumes nothing, what it would assume."""
+        return self.calls if self.assumes else self.unmet
+
+    @property
     def before(self) -> str:
         """The graph that Dynamo captured, a line a node."""
         return text(self.rows_before)

@@ -38,8 +38,9 @@ def verdict(graphs: Sequence[GraphReport], sites: Sequence[Site]) -> str:
     unmade = sum((Counter(site.unmade) for site in sites), Counter[str]())
     said += [f"{size_of(amount)} of {what} never in memory" for what, amount in unmade.items()]
     said.append(f"{counted(len(graphs), 'graph')}, {counted(sum(bool(g.broke) for g in graphs), 'graph break')}")
-    if calls := sum(g.calls.assumed + g.calls.otherwise for g in graphs):
-        said.append(f"assumptions held in {sum(g.calls.assumed for g in graphs)} of {calls} calls")
+    checked = [graph.checked for graph in graphs if not graph.version]
+    if calls := sum(c.assumed + c.otherwise for c in checked):
+        said.append(f"assumptions held in {sum(c.assumed for c in checked)} of {calls} calls")
     if again := sum(value.bytes for g in graphs for value in g.memory.values if value.again):
         said.append(f"{size_of(again)} computed again, not saved")
     return "; ".join(said)

@@ -48,7 +48,7 @@ def speculate(
     of_first_alone: Calls | None = None,
 ) -> Compiled:  # fmt: skip
     """Call the version of a graph for what its arguments are, made at first need: ``first`` is the one for ``of_first``.
-    Count how often they are what was assumed of them; ``of_first_alone``: what ``first`` counts itself, and does for the
+    Count how often they are what was assumed of them; ``of_first_alone``: the counter of ``first``, which counts only the
     calls that reach it."""
     if not checks:
         return first

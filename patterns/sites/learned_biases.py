@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.masks.prover import MaskProof
+from fx_fusion.graph.masks.prover import MaskProof, called
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
@@ -42,6 +42,11 @@ def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
         proofs.append(hidden)
         read_bias(search, bound["input"], proofs)
     elif name in _MOVES and node.args and is_tensor(node.args[0]):
+        read_bias(search, node.args[0], proofs)
+    elif name in ("cat", "stack") and (bound := view.arguments(node)) is not None:
+        for operand in bound["tensors"]:
+            read_bias(search, operand, proofs)
+    elif called(node) == "interpolate" and node.args and is_tensor(node.args[0]):
         read_bias(search, node.args[0], proofs)
     elif name in ("mul", "div") and (scaled := _times_a_number(view, node)) is not None:
         read_bias(search, scaled, proofs)

@@ -182,6 +182,47 @@ def test_what_a_dtype_holds_counts(name):
     torch.testing.assert_close(found, attention(q))
 
 
+def earlier(n):
+    positions = torch.arange(n)
+    return positions[None] <= positions[:, None]
+
+
+def in_chunks(n):
+    return (torch.arange(n)[None] // 4) == (torch.arange(n)[:, None] // 4)
+
+
+def hiding(shown, dtype):
+    return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, float("-inf"))
+
+
+BY_ARITHMETIC = {  # and what it is
+    "one minus": (lambda n, dtype: (1.0 - earlier(n).to(dtype)) * torch.finfo(dtype).min, "causal"),
+    "inverted and filled": (
+        lambda n, dtype: (1.0 - earlier(n).to(dtype)).masked_fill((1.0 - earlier(n).to(dtype)).bool(), torch.finfo(dtype).min),
+        "causal",
+    ),
+    "minus one": (lambda n, dtype: (earlier(n).to(dtype) - 1) * torch.finfo(dtype).max, "causal"),
+    "negated": (lambda n, dtype: -(torch.finfo(dtype).max * (1 - earlier(n).to(dtype))), "causal"),
+    "a sum": (lambda n, dtype: hiding(earlier(n), dtype) + hiding(in_chunks(n), dtype), "chunks of 4"),
+    "of both": (lambda n, dtype: (~(earlier(n) & in_chunks(n))).to(dtype) * torch.finfo(dtype).min, "chunks of 4"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BY_ARITHMETIC)
+def test_masks_that_are_calculated(name, dtype):
+    mask_of, what = BY_ARITHMETIC[name]
+
+    def attention(q):
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask_of(q.shape[2], q.dtype))
+
+    given = q.to(dtype)
+    found, report = rewritten(attention, given)
+    report.assert_fused(causal_mask=int(what == "causal"))
+    assert what == "causal" or what in reasons(report, "block_sparse_attention")
+    torch.testing.assert_close(found, attention(given), rtol=2e-2, atol=2e-2)
+
+
 LOW = torch.finfo(torch.float32).min
 NOT_HELD = {  # what shows or hides other scores than whole numbers and reals would
     "indices that are added to bfloat16": lambda n: _earlier(torch.arange(n) + torch.zeros(n, dtype=torch.bfloat16)),
@@ -228,6 +269,7 @@ OF_A_MASK = {  # a function of a mask that comes in, and what fires under it
     "from itself": (lambda m: m - m, 0),
     "above half of the lowest": (lambda m: m >= LOW / 2, 1),
     "zeros": (lambda m: m == 0, 1),
+    "as a boolean": (lambda m: ~m.bool(), 1),
     "added": (lambda m: m + torch.zeros(S, S), 1),
     "narrower and wider": (lambda m: m.to(torch.bfloat16).float(), 0),  # the lowest bfloat16 is not the lowest float32
     "narrower and zeros": (lambda m: m.half() == 0, 1),

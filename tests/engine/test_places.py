@@ -66,6 +66,17 @@ def by_accelerate(model):
     return model
 
 
+class Teaches(nn.Module):
+    """Another model's forward, which is no wrapper of its own."""
+
+    def __init__(self, teacher):
+        super().__init__()
+        self.teacher_forward = teacher.forward
+
+    def forward(self, x):
+        return self.teacher_forward(x)
+
+
 MODEL, MODELS = Norms(), [Norms()]
 
 
@@ -83,10 +94,11 @@ def of_a_closure(model):
         (lambda x: MODEL(x), "norms.0"),
         (of_a_closure(Norms()), "norms.0"),
         (lambda x: MODELS[0](x), "MODELS.0.norms.0"),
+        (Teaches(Norms()), "teacher_forward.__self__.norms.0"),
         *((wrap(Norms()), "norms.0") for wrap in (by_a_method, by_a_function, by_accelerate)),
         *((Holds(wrap(Norms())), "inner.norms.0") for wrap in (by_a_method, by_a_function, by_accelerate)),
     ],
-    ids=["self has another name", "decorated", "inside", "compiled inside", "global", "closure", "in a list",
+    ids=["self has another name", "decorated", "inside", "compiled inside", "global", "closure", "in a list", "a teacher",
          *(f"wrapped by {how}{where}" for where in ("", ", inside") for how in ("a method", "a function", "accelerate"))],
 )
 def test_a_path_is_what_a_user_would_write(called, path):

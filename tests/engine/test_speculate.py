@@ -15,6 +15,7 @@ from fx_fusion.graph.masks.assumed import ONES
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.options import parse
 from fx_fusion.report.facts import facts
+from fx_fusion.report.verdict import verdict
 from fx_fusion.runtime import mask_values
 from fx_fusion.runtime.mask_values import Padding, is_of_kind
 from fx_fusion.runtime.speculate import compiled_apart
@@ -384,6 +385,7 @@ def test_a_mask_that_hides_nothing_at_first():
     assert (first.calls.assumed, first.calls.otherwise) == (2, 4)
     assert (first.unmet.assumed, first.unmet.otherwise) == (1, 5)
     assert facts(report)["fx_fusion/assumption_held"] == 2 / 6
+    assert "assumptions held in 2 of 6 calls" in verdict(report.graphs, report.sites)
 
 
 def test_inputs_have_the_models_names_in_other_versions():

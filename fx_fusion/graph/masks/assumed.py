@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.masks.expressions import DIMS
+from fx_fusion.graph.masks.held import HIDDEN
 from fx_fusion.graph.places import named
 from fx_fusion.graph.terms import example
 
@@ -55,7 +56,7 @@ def kind_for(node: fx.Node, wanted: str | None) -> str | None:
     mask = example(node)
     if wanted is None or mask.dim() != 4 or mask.requires_grad:
         return None
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+    if mask.dtype not in (torch.bool, *HIDDEN):
         return None
     square = statically_known_true(mask.shape[2] == mask.shape[3])
     kind = ("causal" if square else "none") if wanted == GUESS else wanted

@@ -67,9 +67,9 @@ def as_predicate(expression: sympy.Basic, node: fx.Node) -> Boolean:
     if is_predicate(expression):
         return expression
     if isinstance(expression, sympy.Piecewise):
-        parts = [(e, c) for e, c in expression.args if e.is_number]
-        if len(parts) == len(expression.args):
-            return condition_for(parts, lambda e: not e.is_zero)
+        known = {e: e.is_zero for e, _ in expression.args}  # of what hides in a mask that comes in, too
+        if None not in known.values():
+            return condition_for(list(expression.args), lambda e: not known[e])
     return sympy.true if expression.is_nonzero else sympy.false if expression.is_zero else sympy.Ne(expression, 0)
 
 

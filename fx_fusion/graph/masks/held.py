@@ -52,6 +52,8 @@ def held(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Ba
     bfloat16 has no 257, an int8 wraps around."""
     if dtype == torch.bool or is_predicate(expression):
         return expression
+    if (dtype.is_floating_point or dtype in _COARSE) and expression.has(sympy.Piecewise):
+        expression = sympy.piecewise_fold(expression)  # 1 - Piecewise((1, shown), (0, True)) has two values
     if not isinstance(expression, sympy.Piecewise):
         return _value(expression, dtype, node)
     values = [_value(value, dtype, node) for value, _ in expression.args]
