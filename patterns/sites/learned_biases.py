@@ -46,18 +46,23 @@ def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
     elif name in ("cat", "stack") and (bound := view.arguments(node)) is not None:
         for operand in bound["tensors"]:
             read_bias(search, operand, proofs)
-    elif called(node) == "interpolate" and node.args and is_tensor(node.args[0]):
-        read_bias(search, node.args[0], proofs)
-    elif name in ("mul", "div") and (scaled := _times_a_number(view, node)) is not None:
-        read_bias(search, scaled, proofs)
+    elif (calculated := _calculated(view, node)) is not None:
+        masks: list[MaskProof] = []
+        read_bias(search, calculated, masks)
+        if masks:
+            raise NotThis(node, f"{node.name} calculates with a mask")
     elif node.op == "placeholder" and view.outside is not None and search.outer is not None:
         read_bias(search.outer, view.outside.operands[node], proofs)
     elif not example(node).requires_grad or not (name in _LEARNED or _is_given(node)):
         raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
 
 
-def _times_a_number(view: View, node: fx.Node) -> fx.Node | None:
-    """What a node is a finite number times, or divides by one."""
+def _calculated(view: View, node: fx.Node) -> fx.Node | None:
+    """What a node interpolates, or is a number times or divided by."""
+    if called(node) == "interpolate" and node.args and is_tensor(node.args[0]):
+        return node.args[0]  # type: ignore[return-value]
+    if view.name(node) not in ("mul", "div"):
+        return None
     tensor, number = binary(view, node)
     if not is_tensor(tensor) and view.name(node) == "mul":
         tensor, number = number, tensor
