@@ -19,7 +19,8 @@ def test_all_that_is_known_is_in_it():
         site("near"),
     ]
     memory = Decisions(values=[Value("swiglu", "m", 2.0**31, 1e-3, True), Value("swiglu", "m", 2.0**40, 1e-3, False)])
-    graphs = [GraphReport(0, broke="graph break at f.py:1", calls=Calls(9, 1), memory=memory), GraphReport(1)]
+    graphs = [GraphReport(0, broke="graph break at f.py:1", calls=Calls(9, 1), memory=memory, assumes=("mask is all ones",))]
+    graphs.append(GraphReport(1))
     assert verdict(graphs, sites) == (
         "2 of 4 sites fused (1 kept, 1 near); estimated: 2.5 ms and 3.0 MiB moved less a step than Inductor's; "
         "2 graphs, 1 graph break; assumptions held in 9 of 10 calls; 2.0 GiB computed again, not saved"
