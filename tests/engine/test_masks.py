@@ -183,7 +183,10 @@ def test_what_a_dtype_holds_counts(name):
 
 
 def earlier(n):
-    positions = torch.arange(n)
+    return in_order(torch.arange(n))
+
+
+def in_order(positions):
     return positions[None] <= positions[:, None]
 
 
@@ -225,8 +228,8 @@ def test_masks_that_are_calculated(name, dtype):
 
 LOW = torch.finfo(torch.float32).min
 NOT_HELD = {  # what shows or hides other scores than whole numbers and reals would
-    "indices that are added to bfloat16": lambda n: _earlier(torch.arange(n) + torch.zeros(n, dtype=torch.bfloat16)),
-    "indices in a where of bfloat16": lambda n: _earlier(
+    "indices that are added to bfloat16": lambda n: in_order(torch.arange(n) + torch.zeros(n, dtype=torch.bfloat16)),
+    "indices in a where of bfloat16": lambda n: in_order(
         torch.where(torch.arange(n) >= 0, torch.arange(n), torch.zeros(n, dtype=torch.bfloat16))
     ),
     "indices compared to bfloat16": lambda n: torch.arange(n)[None] < torch.full((n, 1), n, dtype=torch.bfloat16),
@@ -235,10 +238,6 @@ NOT_HELD = {  # what shows or hides other scores than whole numbers and reals wo
     "2049 in float16": lambda n: (torch.full((n, n), 2048.0, dtype=torch.half) + 1) > 2048,
     "a mask of many parts": lambda n: _many_parts(n),
 }
-
-
-def _earlier(positions):
-    return positions[None] <= positions[:, None]
 
 
 def _many_parts(n):

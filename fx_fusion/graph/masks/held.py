@@ -57,7 +57,7 @@ def held(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Ba
     if not isinstance(expression, sympy.Piecewise):
         return _value(expression, dtype, node)
     values = [_value(value, dtype, node) for value, _ in expression.args]
-    if all(a is b for a, (b, _) in zip(values, expression.args, strict=True)):
+    if values == [value for value, _ in expression.args]:
         return expression
     return sympy.Piecewise(*((value, condition) for value, (_, condition) in zip(values, expression.args, strict=True)))
 
@@ -77,17 +77,12 @@ def _constant(value: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Ba
         raise Opaque(node, f"{node.name} is {value}")
     if value.is_infinite and dtype.is_floating_point:
         return value
-    if value.is_integer and abs(value) <= 100:  # exact in every dtype but of unsigned ones
-        wraps = value < 0 and not dtype.is_signed
-    else:
-        wraps = not dtype.is_floating_point and not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
-    if wraps:
-        raise Opaque(node, f"{node.name} holds {value} in {name(dtype)}, which wraps around")
-    if value.is_integer and (abs(value) <= 100 or not dtype.is_floating_point):
-        return value
+    if not dtype.is_floating_point:
+        if not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
+            raise Opaque(node, f"{node.name} holds {value} in {name(dtype)}, which wraps around")
+        return sympy.Integer(int(value))
     number = torch.tensor(float(value), dtype=torch.float64).to(dtype).item()
-    exact = math.isfinite(number) and float(number).is_integer()
-    return sympy.Integer(int(number)) if exact else sympy.sympify(number)
+    return sympy.Integer(int(number)) if math.isfinite(number) and number.is_integer() else sympy.sympify(number)
 
 
 def _may_wrap(value: sympy.Basic, node: fx.Node) -> bool:

@@ -66,7 +66,10 @@ def _full(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
 
 def _visible_numbers(prover: Interpreter, operand: Any, node: fx.Node) -> sympy.Basic:
     """An operand of what would make a number of an infinity: ``-inf * 0``."""
-    expression = prover.numbers(operand, node)
+    return _visible_number(prover.numbers(operand, node), node)
+
+
+def _visible_number(expression: sympy.Basic, node: fx.Node) -> sympy.Basic:
     if may_be_hidden(expression):
         raise Opaque(node, f"{node.name} calculates with what hides in a mask that comes in")
     return expression
@@ -182,9 +185,8 @@ def _diff(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     x, dim, prepend = bound["input"], bound["dim"], bound["prepend"]
     if bound["n"] != 1 or bound["append"] is not None:
         raise Opaque(node, f"{node.name} is not a first difference")
-    _visible_numbers(prover, x, x)
     i = DIMS[dim % example(x).dim()]
-    inner = as_number(prover.anywhere(x, node))
+    inner = _visible_number(as_number(prover.anywhere(x, node)), node)
     if prepend is None:
         return sympy.expand(inner.subs(i, i + 1) - inner)
     if example(prepend).shape[dim] != 1:
