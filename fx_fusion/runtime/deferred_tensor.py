@@ -241,11 +241,11 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if func is torch.Tensor.register_hook and (source := args[0]._source) is not None and args[0].requires_grad:
             with source.recipe.reading:
-                source.recipe.refuse_hooks()
+                source.recipe.refuse_hook(*args[1:], **kwargs)
                 if args[0]._value is None:
-                    return Hook(args[0], *args[1:])
+                    return Hook(args[0], *args[1:], **kwargs)
         if func is torch.Tensor.retain_grad and (source := args[0]._source) is not None:
-            source.recipe.refuse_hooks()
+            source.recipe.refuse_hook()
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 copied = tree_map(lambda item: item, (args[1:], kwargs))

@@ -19,8 +19,8 @@ class Hook:
     """A hook on the gradient of a tensor that nobody has read: on the value as soon as there is one. FSDP puts one on every
     output of a module, to gather its parameters before the backward. Also its handle."""
 
-    def __init__(self, tensor: Any, function: Callable[[Tensor], Any]):
-        self.function, self.handle = function, None
+    def __init__(self, tensor: Any, hook: Callable[[Tensor], Any]):
+        self.function, self.handle = hook, None
         self._hooks = weakref.ref(tensor._hooks)  # which a loss that took the tensor has too, when the tensor itself is gone
         tensor._hooks.append(self)
 

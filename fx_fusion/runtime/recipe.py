@@ -27,12 +27,10 @@ from fx_fusion.torch_internals.dispatch import (
     without_torch_function,
 )
 from fx_fusion.torch_internals.fakes import FakeTensor
-from fx_fusion.torch_internals.fsdp import gathered, is_freed, owner_of
+from fx_fusion.torch_internals.fsdp import gathered, is_freed, is_its_hook, owner_of
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 _calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
-
-
 _NOT_DEFERRED = 'compile with options={"defer_outputs": False} (FX_FUSION_DEFER_OUTPUTS=0 where a trainer compiles)'
 
 
@@ -146,9 +144,10 @@ class Recipe:
             f"{which}. Read {name} before what changes them (an optimizer step), or {_NOT_DEFERRED}."
         )
 
-    def refuse_hooks(self) -> None:
-        """Raise RuntimeError if a loss took what the outputs would be made of: their own gradient is computed nowhere."""
-        if self.rows_taken:
+    def refuse_hook(self, hook: Any = None) -> None:
+        """Raise RuntimeError if a loss took what the outputs would be made of: no gradient of theirs is computed. FSDP's
+        own hook is on the loss, too, and passes gradients on as they are."""
+        if self.rows_taken and not is_its_hook(hook):
             why = f"a loss took what {self.names[0]} would be computed of; no gradient comes through it"
             raise RuntimeError(f"{why}. Set hooks and retain_grad() before the loss, or {_NOT_DEFERRED}.")
 

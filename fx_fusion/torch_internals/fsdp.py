@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -53,6 +54,14 @@ def is_freed(tensor: Any) -> bool:
     """Whether a tensor's memory was given back, as FSDP2 does behind a module; of a DTensor, this rank's part."""
     own = getattr(tensor, "_local_tensor", tensor)
     return isinstance(own, Tensor) and own.numel() > 0 and own.untyped_storage().size() == 0
+
+
+def is_its_hook(function: Any) -> bool:
+    """Whether a hook on a gradient is FSDP's own, which it puts on each output of a module to gather parameters before the
+    backward. Gone: False, and a model that FSDP wraps and that computes its loss behind a compiled head raises."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 @contextlib.contextmanager

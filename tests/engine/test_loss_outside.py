@@ -346,7 +346,7 @@ def test_hooks_see_the_gradient_once():
             model, seen = Model(), []
             model.head.weight.register_hook(lambda d: 2 * d)
             z = (compiled_of(model) if ours else model)(ids)
-            z.register_hook(lambda d, seen=seen: seen.append(d.float().norm()) or 3 * d)
+            z.register_hook(hook=lambda d, seen=seen: seen.append(d.float().norm()) or 3 * d)
             loss_of(z).backward()
             found.append((seen, [p.grad for p in model.parameters()]))
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)

@@ -164,7 +164,7 @@ MIXED = {"loss": 1e-3, "logits": 3e-2, "gradient": 2e-2, "gradient, of its large
 
 
 # "python_reducer" stays in force in its process, whatever the option is set to: it comes last.
-OTHERS = sorted((name for name in EVERY if name != "ddp" and name not in ON_FOUR), key=lambda name: "reducer" in name)
+OTHERS = sorted((name for name in EVERY if name not in ("ddp", "fsdp2, layers and the head", *ON_FOUR)), key=lambda name: "reducer" in name)
 
 
 @contextlib.contextmanager
@@ -390,8 +390,11 @@ def test_logits_of_a_head_that_fsdp_has_freed():
                 assert result == pytest.approx(expected, abs=1e-4), (when, freed)
 
 
-def test_ddp_in_buckets():
-    check(on_ranks(worker, ["ddp"]), "ddp")
+def test_ddp_in_buckets_and_a_loss_outside_under_fsdp():
+    names = ["ddp", "fsdp2, layers and the head"]
+    found = on_ranks(worker, names)
+    for name in names:
+        check(found, name)
 
 
 @pytest.fixture(scope="module")
