@@ -127,12 +127,14 @@ def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term
         dim = negative_dim(dim, example(tensor).dim())
         return _of_split_columns(view, tensor, dim, index, (node, x)) or Term("select", (tensor,), (dim, index), (node, x))
     if name == "chunk":
-        step = -(-size // bound["chunks"])
+        if not isinstance(chunks := view.folded(bound["chunks"]), int):
+            return None
+        step = -(-size // chunks)
         return _piece(tensor, dim, index * step, (index + 1) * step, 1, (node, x))
     sizes = view.folded(bound["split_size_or_sections"])
     if isinstance(sizes, int):
         return _piece(tensor, dim, index * sizes, (index + 1) * sizes, 1, (node, x))
-    if not all(isinstance(s, int) for s in sizes):
+    if not isinstance(sizes, tuple) or not all(isinstance(s, int) for s in sizes):
         return None
     start = sum(sizes[:index])
     return _piece(tensor, dim, start, start + sizes[index], 1, (node, x))

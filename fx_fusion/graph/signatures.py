@@ -203,6 +203,9 @@ _DUNDERS = {
 }  # fmt: skip
 
 
+DIMS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim")  # parameters that choose dims
+
+
 def _parse(row: str) -> tuple[str, inspect.Signature]:
     name, parameters = row.split("(", 1)
     scope: dict[str, Any] = {"torch": torch}

@@ -18,6 +18,7 @@ The same view reads the pattern functions, so both sides agree by construction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,11 +95,18 @@ class View:
         return name if name and self.effects.overwrites_dead_value(node) else None
 
     def arguments(self, node: fx.Node) -> Mapping[str, Any] | None:
-        """The arguments of a call by parameter, defaults filled in; None where the call or its arguments are not known."""
+        """The arguments of a call by parameter, defaults filled in, dims as numbers; None where the call or its arguments
+        are not known, or a dim changes between calls."""
         if node not in self._arguments:
             name = self.name(node)
-            self._arguments[node] = None if name is None else signatures.bind(name, node)
+            bound = None if name is None else signatures.bind(name, node)
+            self._arguments[node] = None if bound is None else self._with_dims(bound)
         return self._arguments[node]
+
+    def _with_dims(self, bound: dict[str, Any]) -> dict[str, Any] | None:
+        dims = {name: self.folded(bound[name]) for name in signatures.DIMS if name in bound}
+        each = itertools.chain.from_iterable(dim if isinstance(dim, tuple) else (dim,) for dim in dims.values())
+        return None if any(isinstance(dim, fx.Node) for dim in each) else bound | dims
 
     def arguments_of(self, node: Any, *names: str) -> Mapping[str, Any] | None:
         """``arguments`` if ``node`` is a call of one of these ops."""
