@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.patterns.sites.linear import Linear
+from fx_fusion.torch_internals.containers import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,33 @@ def shards_below(node: fx.Node) -> Shards | None:
         return None
     nodes = []
     below = node.args[0]
-    while isinstance(below, fx.Node) and placed(below) == "replicated" and is_call(below, "redistribute"):
+    while isinstance(below, fx.Node) and placed(below) == "replicated" and is_redistributed(below):
         nodes.append(below)
         below = below.args[0]
     if not nodes or not isinstance(below, fx.Node) or placed(below) != example(below).dim() - 1:
         return None
-    return Shards(below, (below, *reversed(nodes)))
+    linear, moved = _as_it_lies(below)
+    return Shards(linear, (linear, *moved, *reversed(nodes)))
 
 
 def _scattered_below(node: fx.Node) -> Shards:
-    nodes = []
-    while is_call(node, "redistribute") and isinstance(node.args[0], fx.Node) and placed(node.args[0]) == placed(node):
-        nodes.append(node)
+    linear, moved = _as_it_lies(node)
+    return Shards(linear, (linear, *moved), scattered=True)
+
+
+def _as_it_lies(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What is below calls that lay a DTensor out as it lies, and the calls."""
+    nodes: list[fx.Node] = []
+    while is_redistributed(node) and isinstance(node.args[0], fx.Node) and placed(node.args[0]) == placed(node):
+        nodes.insert(0, node)
         node = node.args[0]
-    return Shards(node, (node, *reversed(nodes)), scattered=True)
+    return node, nodes
 
 
 def made_of(x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The tensor from which a DTensor was made, and the calls that made it: ``from_local``, then ``redistribute``."""
     calls: list[fx.Node] = []
-    made = ("from_local", "redistribute")
-    while hasattr(example(x), "placements") and any(is_call(x, name) for name in made) and is_tensor(x.args[0]):
+    while hasattr(example(x), "placements") and (is_call(x, "from_local") or is_redistributed(x)) and is_tensor(x.args[0]):
         calls.insert(0, x)
         x = x.args[0]  # type: ignore[assignment]
     return x, calls
@@ -110,7 +118,17 @@ def is_call(node: fx.Node, name: str) -> bool:
     )
 
 
+def is_redistributed(node: fx.Node) -> bool:
+    """Whether a node is a DTensor laid out otherwise, its values and its gradient not rounded to another dtype."""
+    return is_call(node, "redistribute") and not any(isinstance(given, torch.dtype) for given in _given(node))
+
+
 def _takes_nothing_else(node: fx.Node) -> bool:
-    """Whether a call has no arguments besides the tensor, in the function that Dynamo made of it either."""
-    cells = getattr(node.target, "__closure__", None) or ()
-    return len(node.args) == 1 and not any(node.kwargs.values()) and not any(cell.cell_contents for cell in cells)
+    """Whether a call has no arguments besides the tensor."""
+    return not any(_given(node))
+
+
+def _given(node: fx.Node) -> list[Any]:
+    """What a call is given besides the tensor; up to torch 2.12 Dynamo has some of it in the closure of a function."""
+    cells = [cell.cell_contents for cell in getattr(node.target, "__closure__", None) or ()]
+    return tree_leaves((node.args[1:], dict(node.kwargs), cells))

@@ -590,6 +590,56 @@ def loss_parallel_worker(rank):
     return found
 
 
+class RoundedLogits(torch.nn.Module):
+    """Logits that are rounded, or whose gradient is, on the way to all ranks."""
+
+    def __init__(self, **dtypes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head, self.dtypes = torch.nn.Linear(64, 256, bias=False), dtypes
+
+    def forward(self, x, labels):
+        from torch.distributed.tensor import Replicate
+
+        logits = self.lm_head(x).redistribute(placements=[Replicate()], **self.dtypes).to_local()
+        return F.cross_entropy(logits.float(), labels)
+
+
+def rounded_logits(rank):
+    """Of each dtype that is asked for: how far our loss and gradient are from eager's, and what fused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    import fx_fusion
+    from fx_fusion.testing import rewriting_backend
+
+    found = []
+    for dtypes in ({}, {"forward_dtype": torch.bfloat16}, {"backward_dtype": torch.bfloat16}):
+        results = []
+        for backend in ("eager", rewriting_backend()):
+            torch._dynamo.reset()
+            model = RoundedLogits(**dtypes)
+            plan = {"lm_head": ColwiseParallel(use_local_output=False)}
+            parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+            with fx_fusion.recording() as report:
+                loss = torch.compile(model, backend=backend)(x, torch.arange(16))
+                loss.backward()
+            results.append((loss.item(), whole(model.lm_head.weight.grad)))
+        (loss, grad), (ours, our_grad) = results
+        errors = abs(loss - ours) / loss, ((grad - our_grad).abs().max() / grad.abs().max()).item()
+        found.append((errors, [(s.fusion, s.status, s.reason) for s in report.sites]))
+    return found
+
+
+@pytest.mark.slow
+def test_logits_that_are_rounded_between_ranks():
+    for found in on_ranks(rounded_logits).values():
+        for number, (errors, sites) in enumerate(found):
+            assert worst_of(errors) < 2e-6, number
+            assert (("linear_cross_entropy", "fused", "") in sites) == (number == 0), sites
+
+
 def check_loss_parallel(ranks):
     for results in on_ranks(loss_parallel_worker, ranks=ranks).values():
         for (kind, returns_logits, _), (errors, lies, our_lies, sites, fallbacks) in results.items():
