@@ -16,6 +16,7 @@ from fx_fusion.graph.size_hints import expected, too_small
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.cross_entropy import cross_entropy
+from fx_fusion.patterns.sites.entropy import losses_with_entropy
 from fx_fusion.patterns.sites.log_probs import is_indexed, one_hot_of
 from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.patterns.sites.rows import rows_of, shaped_as
@@ -56,15 +57,22 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         )
 
 
+_LOSSES = ("cross_entropy", "nll_loss", "kl_div", "log")
+_FEWEST_CLASSES = 4096
+
+
 def unread(view: View) -> Iterator[NearMiss]:
     """Losses in other words."""
     known = {node for site in find_losses(view) for node in site.nodes}
+    known |= {node for _, _, together in losses_with_entropy(view) for node in together.nodes}
     for node in view.graph.nodes:
         name = view.name(node)
         if node not in known and is_indexed(view, node):
             reason = "rows and classes are picked in pairs; the kernel takes arange(rows) and int64 classes, one a row"
             yield NearMiss("cross_entropy", node, node, reason)
-        if node in known or name not in ("cross_entropy", "nll_loss", "kl_div", "log"):
+        if node not in known and name == "log_softmax" and (reason := _read_otherwise(view, node)) is not None:
+            yield NearMiss("cross_entropy", node, node, reason)
+        if node in known or name not in _LOSSES:
             continue
         bound = view.arguments(node)
         if bound is None or not is_tensor(bound["input"]):
@@ -87,6 +95,16 @@ def unread(view: View) -> Iterator[NearMiss]:
             sizes = tuple(example(bound["input"]).shape)
             reason = f"logits of shape {sizes} are read as (rows, classes), or (batch, length, classes) transposed"
         yield NearMiss("cross_entropy", node, node, reason)
+
+
+def _read_otherwise(view: View, log_probs: fx.Node) -> str | None:
+    """Why log-probabilities over many classes are no part of a loss that is read; None where something else says so."""
+    large = example(log_probs).requires_grad and expected(example(log_probs).shape[-1]) >= _FEWEST_CLASSES
+    readers = [user for user in log_probs.users if user.op != "output"]
+    if not large or view.term(log_probs).attrs != (-1,) or not readers or any(view.name(u) in _LOSSES for u in readers):
+        return None
+    names = ", ".join(user.name for user in readers)
+    return f"{names} reads all log-probabilities; fused are those of one class a row: log_probs.gather(-1, y[..., None])"
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -131,8 +149,8 @@ def guard(logits, target, weight, ignore_index, label_smoothing, softcap, scale)
 
 
 def why_keep(logits, target, weight, ignore_index, label_smoothing, softcap, scale):
-    if expected(logits.shape[-1]) < 4096:
-        return f"{logits.shape[-1]} classes: Inductor's kernels are as good below 4096"
+    if expected(logits.shape[-1]) < _FEWEST_CLASSES:
+        return f"{logits.shape[-1]} classes: Inductor's kernels are as good below {_FEWEST_CLASSES}"
     return too_small(logits)
 
 

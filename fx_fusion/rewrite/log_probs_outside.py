@@ -119,8 +119,6 @@ def _nll_loss(
     """``F.nll_loss`` of log-probabilities that nobody has read, like ``F.cross_entropy`` of logits."""
     if size_average is not None or reduce is not None:
         return None
-    if weight is not None and weight.dtype != input.dtype and autocast_dtype(input.device.type) is None:
-        return None  # PyTorch's error
     return loss_of_unread(input, target, weight, ignore_index, reduction, of_log_probs=True)
 
 

@@ -100,7 +100,9 @@ def loss_of_unread(
     logits = _classes_last(input)
     if logits is None or logits.shape[:-1] != target.shape or not torch.is_grad_enabled() or not is_large(logits):
         return None
-    plain = weight is None or (not weight.requires_grad and weight.dtype != torch.float64 and weight.dim() == 1)
+    around = autocast_dtype(input.device.type)
+    of_weight = (input.dtype,) if around is None else (torch.float32, torch.bfloat16, torch.float16)
+    plain = weight is None or (not weight.requires_grad and weight.dtype in of_weight and weight.dim() == 1)
     if not plain or target.device != input.device:
         return None
     if weight is not None and (len(weight) != logits.shape[-1] or weight.device != input.device):
@@ -116,7 +118,7 @@ def loss_of_unread(
         loss = linear_cross_entropy(*found.for_a_product(), target.reshape(-1), weight, *options)[0]
     found.were_taken()
     loss = loss.view(target.shape) if reduction == "none" else loss
-    return loss.to(input.dtype if autocast_dtype(input.device.type) is None else torch.float32)
+    return loss.to(input.dtype if around is None else torch.float32)
 
 
 def _classes_last(logits: Any) -> Any:

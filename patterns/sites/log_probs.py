@@ -123,7 +123,7 @@ def _one_class_a_row(view: View, index: fx.Node, source: fx.Node) -> tuple[fx.No
             return None  # reshape may have copied what is written to afterwards
     else:
         return index, []  # y[:, 1:, None]: as it is
-    return (target, nodes) if is_tensor(target) and example(target).dtype == torch.int64 else None
+    return (target, nodes) if is_tensor(target) and example(target).dtype == torch.int64 else (index, [])
 
 
 def _first_column(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

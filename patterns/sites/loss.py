@@ -103,7 +103,8 @@ def _of_call(view: View, node: fx.Node, name: str) -> LossSite | None:
     smoothing = bound.get("label_smoothing", 0.0)
     if not isinstance(smoothing, (int, float)):
         return None
-    return LossSite(node, logits, target, weight, bound["reduction"], ignored, float(smoothing), nodes)
+    smoothing = float(smoothing) if smoothing > 0 else 0.0  # as torch has it: what is negative, or NaN, smooths nothing
+    return LossSite(node, logits, target, weight, bound["reduction"], ignored, smoothing, nodes)
 
 
 def _classes_last(view: View, logits: Any, nodes: set[fx.Node]) -> fx.Node | None:

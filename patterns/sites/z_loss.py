@@ -130,6 +130,8 @@ def _below(view: View, site: LossSite, term: Term, steps: _Steps) -> Any:
         steps.factor *= right if term.op == "mul" else 1 / right
         return left
     if term.op == "div":
+        if steps.counted:
+            return None
         steps.counted = steps.reduction == "none" and _counts(view, site, right, steps)
         return left if steps.counted else None
     for squares, mask in ((left, right), (right, left)):

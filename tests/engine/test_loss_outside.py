@@ -95,6 +95,14 @@ def test_spellings(name):
     check(Model(), LOSSES[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
+def test_class_weights_of_another_dtype_are_an_error_as_in_eager(dtype):
+    for call in (Model(), compiled_of(Model())):
+        z = call(ids)
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            F.cross_entropy(z.view(-1, V), ids.view(-1), of_classes.to(dtype))
+
+
 @pytest.mark.parametrize("kind", [{"bias": True}, {"wide": True}], ids=["bias", "float32 in the model"])
 def test_heads(kind):
     report = check(Model(**kind), LOSSES["module"])

@@ -1,5 +1,6 @@
 """Cross-entropy of logits that exist: what fires, and in which dtype they are read."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -79,3 +80,33 @@ def test_a_log_softmax_that_widens_reads_logits_in_their_own_dtype():
     logits = torch.randn(M, V).bfloat16()
     report = compare(loss, logits, target, expect=("cross_entropy",))
     assert f"float32[{M}, {V}]" not in report.graphs[0].after
+
+
+READ_OTHERWISE = {
+    "soft targets": lambda log_p, t: -(log_p * log_p.detach().exp()).sum(-1).mean(),
+    "smoothed by hand": lambda log_p, t: (-log_p).gather(-1, t[:, None]).sum() - 0.1 * log_p.mean(),
+    "two classes a row": lambda log_p, t: -log_p.gather(-1, torch.stack([t, t + 1], -1)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", READ_OTHERWISE)
+def test_log_probabilities_that_are_read_otherwise_are_named(name):
+    def loss(logits, target):
+        return READ_OTHERWISE[name](F.log_softmax(logits, -1), target)
+
+    report = compare(loss, torch.randn(3, 4096), torch.tensor([1, 4000, 7]), expect=())
+    assert [s.status for s in report.sites if s.fusion == "cross_entropy"] == ["near"]
+    assert "reads all log-probabilities" in reasons(report, "cross_entropy")
+
+
+def test_log_probabilities_that_a_loss_or_an_entropy_reads_are_not_named_again():
+    def loss(logits, target):
+        log_p = F.log_softmax(logits, -1)
+        return log_p.gather(-1, target[:, None]).sum() + (log_p.exp() * log_p).sum(-1).mean()
+
+    def divergence(logits, teacher):
+        return F.kl_div(F.log_softmax(logits, -1), teacher.softmax(-1), reduction="batchmean")
+
+    for function, other in ((loss, torch.tensor([1, 4000, 7])), (divergence, torch.randn(3, 4096))):
+        _, report = rewritten(function, torch.randn(3, 4096, requires_grad=True), other)
+        assert "reads all log-probabilities" not in reasons(report, "cross_entropy")

@@ -30,6 +30,18 @@ def test_every_option_of_torch_cross_entropy(reduction, smoothing, weighted, wit
     compare(function, *tensors)
 
 
+@pytest.mark.parametrize("smoothing", [-0.1, float("nan")])
+@pytest.mark.parametrize("alone", [False, True], ids=["with lm_head", "alone"])
+def test_what_does_not_smooth(smoothing, alone):
+    """PyTorch takes a label_smoothing that is not above 0 for none."""
+
+    def loss(x, head, target):
+        logits = F.linear(x, head)
+        return F.cross_entropy(logits + x.mean() * 0 if alone else logits, target, label_smoothing=smoothing)
+
+    compare(loss, x, head, ignoring, expect=("cross_entropy",) if alone else ("linear_cross_entropy",))
+
+
 SPELLINGS = {
     "nll": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), dim=-1), t),
     "nll_of_float32": lambda x, w, t: F.nll_loss(F.log_softmax(F.linear(x, w), -1, dtype=torch.float32), t),
@@ -37,6 +49,7 @@ SPELLINGS = {
     "gather_mean": lambda x, w, t: -F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1).mean(),
     "gather_sum": lambda x, w, t: F.linear(x, w).log_softmax(-1).gather(1, t[:, None]).squeeze(1).neg().sum(),
     "gather_rows": lambda x, w, t: -torch.gather(torch.log_softmax(F.linear(x, w), -1), -1, t.unsqueeze(-1)).squeeze(-1),
+    "gather_cast": lambda x, w, t: F.linear(x, w).log_softmax(-1).gather(-1, t.int().unsqueeze(-1).long()).neg().sum(),
     "gather_masked": lambda x, w, t: (
         (F.linear(x, w).log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1) * (t > 3)).sum() / (t > 3).sum()
     ),

@@ -111,6 +111,9 @@ LEFT = {
     "of the absolute value": (lambda z, t: F.cross_entropy(z, t) + C * z.logsumexp(-1).abs().mean(), None),
     "of another dim": (lambda z, t: F.cross_entropy(z, t) + C * z.logsumexp(0).square().mean(), None),
     "another mask": (lambda z, t: F.cross_entropy(z, t) + C * (squares(z) * (t != 3)).mean(), None),
+    "divided twice": (
+        lambda z, t: F.cross_entropy(z, t) + C * (squares(z) * (t != -100)).sum() / (t != -100).sum() / (t != -100).sum(), None
+    ),
     "broadcast": (lambda z, t: F.cross_entropy(z, t) + C * (squares(z)[:, None] * (t != -100)).mean(), None),
 }
 
