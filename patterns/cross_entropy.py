@@ -70,8 +70,8 @@ def unread(view: View) -> Iterator[NearMiss]:
         if node not in known and is_indexed(view, node):
             reason = "rows and classes are picked in pairs; the kernel takes arange(rows) and int64 classes, one a row"
             yield NearMiss("cross_entropy", node, node, reason)
-        if node not in known and name == "log_softmax" and (reason := _read_otherwise(view, node)) is not None:
-            yield NearMiss("cross_entropy", node, node, reason)
+        if node not in known and name == "log_softmax" and (read := _read_otherwise(view, node)) is not None:
+            yield NearMiss("cross_entropy", node, node, read)
         if node in known or name not in _LOSSES:
             continue
         bound = view.arguments(node)

@@ -211,13 +211,12 @@ class DeferredOutputs:
         )  # fmt: skip
         # DDP calls what it compiled with fake tensors, to compile the next bucket. Of a CUDA graph that the user captures,
         # each replay has to make what is read behind it.
-        if recipe.is_traced() or is_capturing():
+        is_all = all(kind == "argument" for kind, _ in self._sources[d])
+        if recipe.is_traced() or is_capturing() or not recipe.may_wait(is_all):
             return recipe.values()
-        if recipe.of_linear is not None:
-            is_all = all(kind == "argument" for kind, _ in self._sources[d])
-            # What is checkpointed runs twice, alike.
-            if not recipe.may_wait(is_all) or (not has_saved_tensor_hooks() and call.at_once()):
-                return recipe.values()
+        # What is checkpointed runs twice, alike.
+        if recipe.of_linear is not None and not has_saved_tensor_hooks() and call.at_once():
+            return recipe.values()
         recipe.graph = self
         return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
 

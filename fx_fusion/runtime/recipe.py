@@ -27,7 +27,7 @@ from fx_fusion.torch_internals.dispatch import (
     without_torch_function,
 )
 from fx_fusion.torch_internals.fakes import FakeTensor
-from fx_fusion.torch_internals.fsdp import gathered, is_freed, is_its_hook, owner_of
+from fx_fusion.torch_internals.fsdp import gathered, is_freed, is_gathered_for_its_module_alone, is_its_hook, owner_of
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 _calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
@@ -100,15 +100,16 @@ class Recipe:
         return any(owner is not None for owner in self.owners)
 
     def may_wait(self, is_all: bool) -> bool:
-        """Whether a loss that follows will find the operands: parameters that are in parts on the ranks are freed behind
-        their module. ``is_all``: the graph is this linear layer, and FSDP's module that gathered its weight goes on."""
-        return (is_all or not self.is_sharded()) and not any(hasattr(o, "ds_id") for o in self.operands)  # DeepSpeed's
+        """Whether who reads them, or a loss that follows, will find the operands: parameters that are in parts on the ranks
+        are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
+        if any(map(is_gathered_for_its_module_alone, self.operands)):
+            return False
+        return self.of_linear is None or is_all or not self.is_sharded()
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""
-        metas = [torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands]
         with torch.no_grad(), self._autocast():
-            found = self.module(*metas)
+            found = self.module(*(torch.empty_like(o, device="meta") if isinstance(o, Tensor) else o for o in self.operands))
         return tuple(
             torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device="meta")
             for meta, dtype in zip(found, dtypes, strict=True)

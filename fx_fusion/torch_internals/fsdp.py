@@ -1,4 +1,4 @@
-"""FSDP2's parameters: whole while a module runs, freed behind it, gathered again into the same parameter."""
+"""FSDP's parameters: whole while a module runs, freed behind it, gathered again; FSDP2's into the same parameter."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ def is_freed(tensor: Any) -> bool:
     """Whether a tensor's memory was given back, as FSDP2 does behind a module; of a DTensor, this rank's part."""
     own = getattr(tensor, "_local_tensor", tensor)
     return isinstance(own, Tensor) and own.numel() > 0 and own.untyped_storage().size() == 0
+
+
+def is_gathered_for_its_module_alone(tensor: Any) -> bool:
+    """Whether a parameter's memory is given back, and gathered again, by somebody whom nobody can ask for it: FSDP1, whose
+    parameters are views of a flat one, or DeepSpeed. Gone: False, and a read behind the backward raises."""
+    flat = isinstance(tensor, Tensor) and getattr(tensor._base, "_is_flat_param", False)
+    return flat or hasattr(tensor, "ds_id")
 
 
 def is_its_hook(function: Any) -> bool:

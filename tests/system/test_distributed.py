@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.helpers import tiny_llama, tokens, worst_of
 from tests.ranks import on_ranks, whole
@@ -337,6 +338,50 @@ def reads(rank):
         out.loss.backward()
     found["after one rank has logged", None] = out.logits.sum().item()
     return found
+
+
+def sharded_by_fsdp1(rank):
+    """Of each set-up: losses and logits, read behind each backward, of eager and of us; what fused."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    import fx_fusion
+    from fx_fusion.rewrite import loss_outside
+    from fx_fusion.testing import rewriting_backend
+
+    loss_outside._FEWEST_LOGITS, loss_outside._FEWEST_CLASSES = {"cpu": 1}, 256
+    found, ids = {}, tokens(4)[rank][None]
+    setups = ("layer", "whole", "inside"), ("lm_head", "lm_head", "inside"), ("lm_head", "lm_head", "outside")
+    for unit, compiled, loss_is in setups:
+        numbers = []
+        for backend in ("eager", rewriting_backend()):
+            torch._dynamo.reset()
+            model = tiny_llama(num_hidden_layers=1)
+            apart = model.model.layers[0] if unit == "layer" else model.lm_head
+            if compiled == "lm_head":
+                model.lm_head.forward = torch.compile(model.lm_head.forward, backend=backend)
+            policy = lambda module, recurse, nonwrapped_numel, apart=apart: recurse or module is apart  # noqa: E731
+            call = FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+            call = torch.compile(call, backend=backend) if compiled == "whole" else call
+            optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
+            with fx_fusion.recording() as report:
+                for _ in range(3):
+                    out = call(input_ids=ids, **({"labels": ids} if loss_is == "inside" else {}))
+                    loss = out.loss if loss_is == "inside" else F.cross_entropy(out.logits.view(-1, 256), ids.view(-1))
+                    loss.backward()
+                    steps += [loss.item(), out.logits.sum().item()]
+                    optimizer.step()
+                    optimizer.zero_grad()
+            numbers.append(steps)
+        found[unit, loss_is] = *numbers, report.count("linear_cross_entropy")
+    return found
+
+
+@pytest.mark.slow
+def test_fsdp1_frees_what_nobody_else_can_gather():
+    for found in on_ranks(sharded_by_fsdp1).values():
+        for setup, (expected, ours, fused) in found.items():
+            assert ours == pytest.approx(expected, rel=1e-5, abs=1e-4), setup
+            assert fused == (setup[0] == "layer"), setup
 
 
 def padded_on_one_rank(rank):
