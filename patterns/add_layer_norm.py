@@ -30,7 +30,7 @@ def why_keep(x, residual, weight, bias, eps, round_first):
 FUSION = Fusion(
     name="add_layer_norm",
     instead="F.layer_norm(x + residual, (n,), weight, bias, eps)",
-    pattern=behind_an_add(layer_norm.torch_layer_norm),
+    pattern=behind_an_add(layer_norm.FUSION.pattern),
     spellings=tuple(map(behind_an_add, layer_norm.FUSION.spellings)),
     inputs={"x": "... n", "residual": "... n", "weight": "n", "bias": "n", "eps": 1e-5},
     variants=layer_norm.VARIANTS,

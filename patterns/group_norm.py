@@ -1,4 +1,4 @@
-"""``F.group_norm`` -> kernels/group_norm.py. In the UNets and VAEs of diffusion models, and in vision backbones."""
+"""Group norm -> kernels/group_norm.py. In the UNets and VAEs of diffusion models, and in vision backbones."""
 
 import torch.nn.functional as F
 
@@ -12,6 +12,12 @@ VARIANTS: tuple[dict[str, None], ...] = ({}, {"weight": None, "bias": None})
 
 def torch_group_norm(x, groups, weight, bias, eps):
     return F.group_norm(x, groups, weight, bias, eps)
+
+
+def in_float32(x, groups, weight, bias, eps):
+    """GroupNorm32 of guided diffusion: casts around the call. What is computed on a CPU, too, where PyTorch rounds more."""
+    w, b = (None if t is None else t.float() for t in (weight, bias))
+    return F.group_norm(x.float(), groups, w, b, eps).to(x.dtype)
 
 
 def guard(x, groups, weight, bias, eps):
@@ -39,7 +45,8 @@ CASES = (
 FUSION = Fusion(
     name="group_norm",
     instead="F.group_norm(x, groups, weight, bias, eps)",
-    pattern=torch_group_norm,
+    pattern=in_float32,
+    spellings=(torch_group_norm,),
     inputs={"x": "b c ...", "groups": 2, "weight": "c", "bias": "c", "eps": 1e-5},
     images=("x",),
     variants=VARIANTS,

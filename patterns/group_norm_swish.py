@@ -11,10 +11,15 @@ def silu_of_group_norm(x, groups, weight, bias, eps):
     return F.silu(F.group_norm(x, groups, weight, bias, eps))
 
 
+def silu_of_group_norm_in_float32(x, groups, weight, bias, eps):
+    return F.silu(group_norm.in_float32(x, groups, weight, bias, eps))
+
+
 FUSION = Fusion(
     name="group_norm_swish",
     instead="F.silu(F.group_norm(x, groups, weight, bias, eps))",
-    pattern=silu_of_group_norm,
+    pattern=silu_of_group_norm_in_float32,
+    spellings=(silu_of_group_norm,),
     inputs=group_norm.FUSION.inputs,
     images=group_norm.FUSION.images,
     variants=group_norm.VARIANTS,

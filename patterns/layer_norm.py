@@ -23,18 +23,17 @@ VARIANTS = (
 )
 
 
-def torch_layer_norm(x, weight, bias, eps, round_first):
+def in_float32(x, weight, bias, eps, round_first):
+    """OLMo, and models that keep their norms in float32: casts around the call. What is computed on a CPU, too, where
+    PyTorch sums the gradients of weight and bias in 16 bits if x has 16."""
     if round_first:
         return affine(centred(x) * rstd_of(x, eps), x, weight, bias, round_first)
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-def in_float32(x, weight, bias, eps, round_first):
-    """OLMo, and models that keep their norms in float32: casts around the call."""
-    if round_first:
-        return NotImplemented
     w, b = (None if t is None else t.float() for t in (weight, bias))
     return F.layer_norm(x.float(), (x.shape[-1],), w, b, eps).to(x.dtype)
+
+
+def torch_layer_norm(x, weight, bias, eps, round_first):
+    return NotImplemented if round_first else F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def centred(x):
@@ -89,8 +88,8 @@ def why_keep(x, weight, bias, eps, round_first):
 FUSION = Fusion(
     name="layer_norm",
     instead="F.layer_norm(x, (n,), weight, bias, eps)",
-    pattern=torch_layer_norm,
-    spellings=(in_float32, mean_of_squares, variance),
+    pattern=in_float32,
+    spellings=(torch_layer_norm, mean_of_squares, variance),
     inputs={"x": "... n", "weight": "n", "bias": "n", "eps": 1e-5},
     variants=VARIANTS,
     unread=unread,

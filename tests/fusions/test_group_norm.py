@@ -28,6 +28,17 @@ def test_group_norm_of_other_ranks_and_of_nothing(shape):
         compare(lambda x: F.group_norm(x, 3), "group_norm", x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
+def test_norms_that_are_kept_in_float32(dtype, parameter):
+    """GroupNorm32 of guided diffusion and its descendants; its SiLU behind the cast."""
+    x, (w, b, _) = images().to(dtype), parameters()
+    w, b = (t.detach().to(parameter).requires_grad_() for t in (w, b))
+    group_norm = lambda x, w, b: F.group_norm(x.float(), G, w.float(), b.float()).type(x.dtype)  # noqa: E731
+    as_eager(group_norm, x.requires_grad_(), w, b).assert_fused(group_norm=1)
+    as_eager(lambda x, w, b: F.silu(group_norm(x, w, b)), x, w, b).assert_fused(group_norm_swish=1, group_norm=0)
+
+
 NOT_GROUP_NORM = {
     "statistics over rows": lambda x, w, b: F.layer_norm(x, (W,)),
     "statistics over the batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),

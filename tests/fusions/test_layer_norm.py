@@ -42,6 +42,22 @@ def test_spellings(name, dtype):
             torch.testing.assert_close(mine, other, **tolerance)
 
 
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+def test_gradients_of_weight_and_bias_are_summed_in_float32(weight):
+    """Many rows of 16 bits, in whose dtype PyTorch would sum them on a CPU."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 4096, 64).bfloat16()
+    w, b = torch.randn(2, 64).to(weight)
+    exact = [t.double().requires_grad_() for t in (x, w, b)]
+    expected = torch.autograd.grad(F.layer_norm(exact[0], (64,), *exact[1:]), exact, dy.double())
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    function = lambda x, w, b: F.layer_norm(x.float(), (64,), w.float(), b.float()).to(x.dtype)  # noqa: E731
+    y, report = rewritten(function, *leaves)
+    assert statuses(report, "layer_norm") == ["fused"], str(report)
+    for found, right in zip(torch.autograd.grad(y, leaves, dy), expected, strict=True):
+        assert (found - right).abs().max() < 4e-3 * right.abs().max()
+
+
 NOT_LAYER_NORM = {
     "unbiased": lambda x, w, b: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
     "eps outside": lambda x, w, b: (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True).sqrt() + 1e-5),
