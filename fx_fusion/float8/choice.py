@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from fx_fusion.float8.products import Product, WeightGradient
+from fx_fusion.float8.products import VOCABULARY, Product, WeightGradient
 from fx_fusion.graph import dtypes
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.memory.cost import flops_per_second
@@ -47,7 +47,8 @@ def why_not(product: Product, modules: Iterable[str], keep: Sequence[str], *, of
     if bias is not None and (tuple(bias.shape) != (n,) or bias.stride() != (1,)):
         return f"its bias has the shape {tuple(bias.shape)} and the strides {bias.stride()}: it must be {n} dense numbers"
     if of_classes:
-        return f"{product.outputs} outputs are taken for a vocabulary's"
+        here = "" if product.outputs >= VOCABULARY else " of this rank"
+        return f"{product.outputs} outputs{here} are taken for a vocabulary's"
     if isinstance(m, int) and m == 0:
         return "no rows"
     return ""

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -134,16 +134,22 @@ def _is_forward(side: tuple[fx.Node, Product]) -> bool:
     return not side[1].backward
 
 
-def vocabularies(joint: JointGraph, found: Collection[Product]) -> Iterator[fx.Node]:
+def vocabularies(joint: JointGraph, found: Collection[Product], rows: Mapping[int, int]) -> Iterator[fx.Node]:
     """The weights of linears with so many outputs that they are taken for classes, unless another linear reads what is made
-    of them, as ``down_proj`` does in an MLP."""
+    of them, as ``down_proj`` does in an MLP. ``rows``: of weights that are DTensors, on all ranks, by input."""
+
+    def is_wide(product: Product) -> bool:
+        here = product.weight.meta["val"].shape[0]
+        whole = rows.get(number, here) if (number := input_number(product.weight)) is not None else here
+        return product.outputs * whole >= VOCABULARY * here
+
     forwards = [p for p in found if not p.backward]
     read = {member for p in forwards for member in _ancestors(p.a, p)}
     for product in forwards:
-        if product.outputs >= VOCABULARY and product.node not in read:
+        if is_wide(product) and product.node not in read:
             yield product.weight
     of_forwards = {p.weight for p in forwards}
-    yield from (p.weight for p in found if p.weight not in of_forwards and p.outputs >= VOCABULARY)
+    yield from (p.weight for p in found if p.weight not in of_forwards and is_wide(p))
 
 
 _BETWEEN = 64  # nodes, from an activation back to the products that it is made of

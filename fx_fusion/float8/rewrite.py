@@ -57,7 +57,7 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
         modules.setdefault(forward.weight, []).append(module_of(forward.node))
     of = {p: modules.get(p.weight, []) if p.backward else [module_of(p.node)] for p in found}
     places = {p: next(filter(None, reversed(of[p])), "") or module_of(p.node) for p in found}
-    classes = set(vocabularies(joint, found))
+    classes = set(vocabularies(joint, found, inputs.rows))
     kept = {p: reason for p in found if (reason := why_not(p, of[p] or [places[p]], keep, of_classes=p.weight in classes))}
     if not emulate:
         kept.update({p: "how many rows it has is known when it runs" for p in found if math.isinf(expected(p.sizes[0]))})

@@ -42,12 +42,14 @@ class Value:
 class Decisions:
     """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already.
     ``written``: the inputs that the graph writes to, which the backward then finds as they were left; ``parameters``: those
-    that are parameters, in memory anyway; ``attributes``: the names of tensors that the graph itself holds and writes to."""
+    that are parameters, in memory anyway; ``rows``: how many DTensors among these have on all ranks; ``attributes``: the
+    names of tensors that the graph itself holds and writes to."""
 
     narrowed: int = 0  # norms that are stored in 16 bits, as they are read (``memory.narrow``)
     added: int = 0  # embeddings whose gradient is added into lm_head's (``memory.tied``)
     written: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
+    rows: dict[int, int] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
     asked: bool = False
     made: bool = False
@@ -141,6 +143,9 @@ def describe_inputs(gm: fx.GraphModule, views: Mapping[fx.GraphModule, View], de
     written = views[gm].effects.written_inputs()
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         decisions.written += (i,) if inside or node in written else ()
-        decisions.parameters += (i,) if isinstance(example(node), Parameter) else ()
+        if isinstance(parameter := example(node), Parameter):
+            decisions.parameters += (i,)
+            if hasattr(parameter, "placements") and parameter.dim() and isinstance(rows := parameter.shape[0], int):
+                decisions.rows[i] = rows
     decisions.attributes = tuple(sorted({str(node.target) for node in written if node.op == "get_attr" and is_tensor(node)}))
 

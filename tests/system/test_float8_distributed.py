@@ -76,3 +76,39 @@ def test_all_three_products(setup):
             assert all(f"1 x {name}" in listed for name in LINEARS), text
         assert losses[1] == pytest.approx(losses[0], rel=2e-3)
         assert all(decibels >= 18 for decibels in apart.values()), sorted(apart.items(), key=lambda item: item[1])[:3]
+
+
+class Classes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 320, bias=False)
+
+    def forward(self, x):
+        return self.head(x + torch.tanh(self.body(x)))
+
+
+def classes_on_two_ranks(rank):
+    """What the report says of a vocabulary of which each rank has a half, fewer than are taken for one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    import fx_fusion
+    from fx_fusion.float8 import choice, products
+
+    products.VOCABULARY = choice.VOCABULARY = 256
+    plan = {"head": ColwiseParallel(output_layouts=Replicate())}
+    model = parallelize_module(Classes().bfloat16(), init_device_mesh("cpu", (2,)), plan)
+    options = {"select": "always", "strict": True, "float8": "rowwise"}
+    with fx_fusion.recording() as report:
+        torch.compile(model, backend="fx_fusion", options=options)(torch.randn(64, 64).bfloat16()).float().sum().backward()
+    return [sentence for graph in report.graphs for sentence in graph.linears.sentences()]
+
+
+@pytest.mark.slow
+def test_a_vocabulary_in_parts_stays_in_bfloat16():
+    for said in on_ranks(classes_on_two_ranks).values():
+        assert "forward of 1 x body" in said[0]
+        assert "x head" not in said[0], said
+        assert any("forward of 1 x head: 160 outputs of this rank are taken for a vocabulary's" in s for s in said), said
