@@ -68,7 +68,7 @@ def _gated_rms_norm_fwd_kernel(
     mask = (rows[:, None] < m) & (lanes < n)
     h = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask, 0.0).to(tl.float32)
     gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols, mask, 0.0)
-    a, _ = _activation(gate.to(tl.float32), SILU, gate.dtype == tl.float32)
+    a, _ = _activation(gate.to(tl.float32), SILU, gate.dtype == tl.float32 or x_ptr.dtype.element_ty == tl.float32)
     if BEFORE:
         h *= a
     rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, 1) / n + eps)
@@ -106,7 +106,7 @@ def _gated_rms_norm_bwd_kernel(
         gate = tl.load(gate_ptr + rows[:, None] * gate_stride + cols, mask, 0.0)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols, mask, 0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows * tl.num_programs(1) + group, live, 0.0)[:, None]
-        a, slope = _activation(gate.to(tl.float32), SILU, gate.dtype == tl.float32)
+        a, slope = _activation(gate.to(tl.float32), SILU, gate.dtype == tl.float32 or x_ptr.dtype.element_ty == tl.float32)
         xhat = x * rstd
         g = dy
         if BEFORE:

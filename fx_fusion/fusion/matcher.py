@@ -59,6 +59,8 @@ class Attempt:
         if known is not None:
             if known.nodes[0] is term.nodes[0]:
                 yield state
+            elif self.view.same_value(known.nodes[0], term.nodes[0]):  # q[..., half:] written twice
+                yield replace(state, inner=(*state.inner, *term.nodes))
             else:
                 self._fail(state, term.nodes[0], f"{known.nodes[0].name} is used where {term.nodes[0].name} is here")
             return

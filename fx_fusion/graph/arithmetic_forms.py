@@ -56,15 +56,16 @@ def _div(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
         return Term("rsqrt", root.operands, (), (node, *root.nodes))
     if root and is_tensor(a):
         return Term("mul", (a, Term("rsqrt", root.operands, (), root.nodes)), (), (node,))
-    if is_tensor(a) and (total := inner_term(view, a, "sum")) is not None and isinstance(b, int):
+    count = int(b) if isinstance(b, float) and b.is_integer() else b
+    if is_tensor(a) and (total := inner_term(view, a, "sum")) is not None and isinstance(count, int):
         dims, _ = total.attrs
         summed = total.operands[0]
         below = example(summed.operands[0] if isinstance(summed, Term) else summed)
-        if len(dims) == 1 and statically_known_true(below.shape[dims[0]] == b):
+        if len(dims) == 1 and statically_known_true(below.shape[dims[0]] == count):
             return Term("mean", total.operands, total.attrs, (node, *total.nodes))
-    if is_tensor(a) and isinstance(b, int) and (square := inner_term(view, a, "square")) is not None:
+    if is_tensor(a) and isinstance(count, int) and (square := inner_term(view, a, "square")) is not None:
         norm = inner_term(view, square.operands[0], "vector_norm")
-        if norm is not None and statically_known_true(example(norm.operands[0]).shape[norm.attrs[0][0]] == b):
+        if norm is not None and statically_known_true(example(norm.operands[0]).shape[norm.attrs[0][0]] == count):
             inside = Term("square", norm.operands, (), (*square.nodes, *norm.nodes))
             return Term("mean", (inside,), norm.attrs, (node,))
     return Term("div", (a, b), (), (node,))

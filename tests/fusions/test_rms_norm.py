@@ -31,6 +31,7 @@ EQUIVALENT = {
     "vector_norm": lambda x: w * (x * torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).pow(2) / N + EPS)),
     "unsqueezed": lambda x: w * (x * torch.rsqrt(x.pow(2).mean(-1).unsqueeze(-1) + EPS)),
     "sum_over_n": lambda x: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / N + EPS)),
+    "sum_over_a_float": lambda x: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / float(N) + EPS)),
     "keywords": lambda x: w * (x * torch.rsqrt(torch.mean(input=x.pow(2), axis=-1, keepdim=True) + EPS)),
     "library": lambda x: F.rms_norm(x, (N,), w, EPS),
     "library_default_eps": lambda x: F.rms_norm(x, (N,), w),

@@ -81,6 +81,13 @@ def even_odd(q, k, cos, sin):
     return tuple(out)
 
 
+def halves_written_twice(q, k, cos, sin):
+    c, s, half = cos[:, None, :, : D // 2], sin[:, None, :, : D // 2], D // 2
+    return tuple(
+        torch.cat((x[..., :half] * c - x[..., half:] * s, x[..., half:] * c + x[..., :half] * s), dim=-1) for x in (q, k)
+    )
+
+
 ROPES = {
     "slices": with_rotation(rotate_half), "chunks": with_rotation(rotate_half_chunked), "every_two": with_rotation(every_two),
     "every_two_as": with_rotation(every_two_as), "every_two_viewed_as": with_rotation(every_two_viewed_as),
@@ -88,7 +95,7 @@ ROPES = {
     "explicit_halves": explicit_halves, "even_odd_to_halves": even_odd,
     "indexed_axis": lambda q, k, cos, sin: (q * cos[:, None] + rotate_half(q) * sin[:, None], k * cos[:, None] + rotate_half(k) * sin[:, None]),
     "cast_back": lambda q, k, cos, sin: tuple((x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]).to(x.dtype) for x in (q, k)),
-    "partial": partial,
+    "partial": partial, "halves_written_twice": halves_written_twice,
     "tables_of_positions_alone": tables_of_positions_alone,
 }  # fmt: skip
 
@@ -157,6 +164,18 @@ def test_keys_made_from_rotated_queries_are_rotated_later():
     report.assert_fused(rope=2)
     for ours, theirs in zip(result, chained(q, cos, sin), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_halves_that_are_written_to_in_between_are_two_values():
+    def function(q, cos, sin):
+        q, c, s, half = q * 1, cos[:, None, :, : D // 2], sin[:, None, :, : D // 2], D // 2
+        first = q[..., :half] * c - q[..., half:] * s
+        q[..., half:].mul_(2)
+        return torch.cat((first, q[..., half:] * c + q[..., :half] * s), dim=-1)
+
+    result, report = rewritten(function, q, cos, sin)
+    report.assert_fused(rope=0)
+    torch.testing.assert_close(result, function(q, cos, sin))
 
 
 def test_other_rotations_are_not_rope():
