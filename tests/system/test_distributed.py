@@ -122,8 +122,8 @@ SETUPS = {
     "ddp, no optimization": (lambda m, b: ddp(m, b, optimize="no_optimization"), True, {**LOSS, **WHOLE}),
     "ddp, python reducer": (lambda m, b: ddp(m, b, optimize="python_reducer"), True, {**LOSS, **WHOLE}),
     "ddp, python reducer, compiled autograd": (lambda m, b: ddp(m, b, optimize="python_reducer"), True, {**LOSS, **WHOLE}),
-    "ddp, python reducer, forward in eager": (  # DDP's own part of it, which reads the logits
-        lambda m, b: ddp(m, b, optimize="python_reducer_without_compiled_forward"), False, {**LOSS, **WHOLE}
+    "ddp, python reducer, forward in eager": (
+        lambda m, b: ddp(m, b, optimize="python_reducer_without_compiled_forward"), True, {**LOSS, **WHOLE}
     ),
     "fsdp2": (lambda m, b: fsdp2(m, b), True, {**LOSS, **UNITS}),
     "fsdp2, one unit": (lambda m, b: fsdp2(m, b, units="none"), True, {**LOSS, **WHOLE}),
