@@ -85,7 +85,8 @@ def _as_it_lies(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 def made_of(x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The tensor from which a DTensor was made, and the calls that made it: ``from_local``, then ``redistribute``."""
     calls: list[fx.Node] = []
-    while hasattr(example(x), "placements") and (is_call(x, "from_local") or is_redistributed(x)) and is_tensor(x.args[0]):
+    made = ("from_local", "redistribute")
+    while hasattr(example(x), "placements") and any(is_call(x, name) for name in made) and is_tensor(x.args[0]):
         calls.insert(0, x)
         x = x.args[0]  # type: ignore[assignment]
     return x, calls
