@@ -106,7 +106,8 @@ class View:
     def _with_dims(self, bound: dict[str, Any]) -> dict[str, Any] | None:
         dims = {name: self.folded(bound[name]) for name in signatures.DIMS if name in bound}
         each = itertools.chain.from_iterable(dim if isinstance(dim, tuple) else (dim,) for dim in dims.values())
-        return None if any(isinstance(dim, fx.Node) for dim in each) else bound | dims
+        # The dim of torch.max(a, b) is b.
+        return None if any(isinstance(dim, fx.Node) and not is_tensor(dim) for dim in each) else bound | dims
 
     def arguments_of(self, node: Any, *names: str) -> Mapping[str, Any] | None:
         """``arguments`` if ``node`` is a call of one of these ops."""
