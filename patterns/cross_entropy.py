@@ -64,7 +64,6 @@ _FEWEST_CLASSES = 4096
 def unread(view: View) -> Iterator[NearMiss]:
     """Losses in other words."""
     known = {node for site in find_losses(view) for node in site.nodes}
-    known |= {node for _, _, together in losses_with_entropy(view) for node in together.nodes}
     for node in view.graph.nodes:
         name = view.name(node)
         if node not in known and is_indexed(view, node):
@@ -102,6 +101,8 @@ def _read_otherwise(view: View, log_probs: fx.Node) -> str | None:
     large = example(log_probs).requires_grad and expected(example(log_probs).shape[-1]) >= _FEWEST_CLASSES
     readers = [user for user in log_probs.users if user.op != "output"]
     if not large or view.term(log_probs).attrs != (-1,) or not readers or any(view.name(u) in _LOSSES for u in readers):
+        return None
+    if any(log_probs in together.nodes for _, _, together in losses_with_entropy(view)):
         return None
     names = ", ".join(user.name for user in readers)
     return f"{names} reads all log-probabilities; fused are those of one class a row: log_probs.gather(-1, y[..., None])"

@@ -18,7 +18,6 @@ The same view reads the pattern functions, so both sides agree by construction.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from fx_fusion.graph.dtypes import keeps_values, roundings
 from fx_fusion.graph.effects import Effects, storages
 from fx_fusion.graph.indices import index_of
 from fx_fusion.graph.terms import Edge, Term, example, is_tensor, same_shape
+from fx_fusion.torch_internals.containers import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class View:
 
     def _with_dims(self, bound: dict[str, Any]) -> dict[str, Any] | None:
         dims = {name: self.folded(bound[name]) for name in signatures.DIMS if name in bound}
-        each = itertools.chain.from_iterable(dim if isinstance(dim, tuple) else (dim,) for dim in dims.values())
         # The dim of torch.max(a, b) is b.
-        return None if any(isinstance(dim, fx.Node) and not is_tensor(dim) for dim in each) else bound | dims
+        changes = any(isinstance(dim, fx.Node) and not is_tensor(dim) for dim in tree_leaves(dims))
+        return None if changes else bound | dims
 
     def arguments_of(self, node: Any, *names: str) -> Mapping[str, Any] | None:
         """``arguments`` if ``node`` is a call of one of these ops."""

@@ -209,9 +209,9 @@ class DeferredOutputs:
             deferral.module, operands, deferral.names, deferral.autocast, deferral.grad, call, values=values,
             of_linear=deferral.of_linear,
         )  # fmt: skip
+        is_all = all(kind == "argument" for kind, _ in self._sources[d])
         # DDP calls what it compiled with fake tensors, to compile the next bucket. Of a CUDA graph that the user captures,
         # each replay has to make what is read behind it.
-        is_all = all(kind == "argument" for kind, _ in self._sources[d])
         if recipe.is_traced() or is_capturing() or not recipe.may_wait(is_all):
             return recipe.values()
         # What is checkpointed runs twice, alike.

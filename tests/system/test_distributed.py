@@ -165,7 +165,8 @@ MIXED = {"loss": 1e-3, "logits": 3e-2, "gradient": 2e-2, "gradient, of its large
 
 
 # "python_reducer" stays in force in its process, whatever the option is set to: it comes last.
-OTHERS = sorted((name for name in EVERY if name not in ("ddp", "fsdp2, layers and the head", *ON_FOUR)), key=lambda name: "reducer" in name)
+FAST = ("ddp", "fsdp2, layers and the head")
+OTHERS = sorted((name for name in EVERY if name not in (*FAST, *ON_FOUR)), key=lambda name: "reducer" in name)
 
 
 @contextlib.contextmanager
@@ -436,9 +437,8 @@ def test_logits_of_a_head_that_fsdp_has_freed():
 
 
 def test_ddp_in_buckets_and_a_loss_outside_under_fsdp():
-    names = ["ddp", "fsdp2, layers and the head"]
-    found = on_ranks(worker, names)
-    for name in names:
+    found = on_ranks(worker, FAST)
+    for name in FAST:
         check(found, name)
 
 
