@@ -9,10 +9,11 @@ computed the logits again. It computes them for a dloss of 1:
 
 dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers on the device, so nothing is read back to the
 host, and 0 where no target counts. ``count``: one number that a sum of losses is divided by (Trainer's tokens of all
-micro-batches); it is in dx₁ and dW₁ as the mean's is, so that a dloss of 1 is usual. dW₁ is multiplied in place where it
-may be (``logits/scaled``). In fp16 the gradients of a mean over many rows would underflow, so its 1/count is in the factors;
-dl could overflow or underflow (class weights, scales), the sums of dW overflow: ``shrink`` multiplies dl and ``headroom`` x,
-powers of two that rule it out.
+micro-batches); it is in dx₁ and dW₁ as the mean's is, so that a dloss of 1 is usual. ``row_weights`` (m, fp32): a sum is of
+each row's loss times its weight, and so are the gradients. dW₁ is multiplied in place where it may be (``logits/scaled``).
+In fp16 the gradients of a mean over many rows would underflow, so its 1/count is in the factors; dl could overflow or
+underflow (weights, scales), the sums of dW overflow: ``shrink`` multiplies dl and ``headroom`` x, powers of two that rule
+it out.
 
 With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be inside the sum
 of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where somebody reads
@@ -54,19 +55,19 @@ def _z_factor(target, divisor, reduction: str, ignore_index: int, z_loss: float,
     return factor if z_over == "all" else torch.where(counts, factor, 0.0)
 
 
-def _reduce(loss, totals: Totals, reduction: str, z_over: str) -> Tensor:
+def _reduce(loss, totals: Totals, reduction: str, z_over: str, row_weights) -> Tensor:
     """Reduce the losses of all rows."""
     if reduction == "none":
         return loss
     if reduction == "sum":
-        return loss.sum() / totals.divisor
+        return (loss if row_weights is None else loss * row_weights).sum() / totals.divisor
     # PyTorch's mean is 0 / 0 where no target counts. Rows without a target may have a z-loss.
     return loss.sum() / (totals.weights if z_over != "all" else torch.where(totals.any[0] > 0, totals.divisor, float("nan")))
 
 
 def _fwd(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None,
+    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None, row_weights=None,
 ):  # fmt: skip
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
@@ -79,11 +80,15 @@ def _fwd(
     divided = reduction == "mean" or count is not None
     each = totals.upstream if z_over != "all" else 1 / totals.divisor
     upstream = each.expand(x.shape[0]) if any(needs_now) and divided else None
+    if row_weights is not None:
+        upstream = row_weights
     if any(needs_now) and x.dtype == torch.float16 and x.numel() > 0:
         bounds = _dl_bounds(target, weight, options)
+        bounds = bounds if row_weights is None else bounds * row_weights.abs()
         shrink = _power_below(bounds.amax(), most=64)
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
-        upstream, factors = shrink.expand(x.shape[0]), counts / (totals.divisor * shrink)
+        upstream = shrink.expand(x.shape[0]) if row_weights is None else shrink * row_weights
+        factors = counts / (totals.divisor * shrink)
         factors = factors if headroom is None else torch.stack([factors[0], factors[1] / headroom])
     z_factor = _z_factor(target, totals.divisor, reduction, ignore_index, z_loss, z_over)
     given = x, lm_head, bias, target, weight, options, upstream, needs_now, loss
@@ -97,7 +102,7 @@ def _fwd(
             dx, dw, db = each_chunk(*given, part=part, **more)
         else:
             dx, dw, db = each_chunk_that_counts(*given, part=part, number=totals.number, **more)
-    reduced = _reduce(loss, totals, reduction, z_over)
+    reduced = _reduce(loss, totals, reduction, z_over, row_weights)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
         reduced,
@@ -136,7 +141,7 @@ def _headroom(x, dl_bounds: Tensor) -> Tensor:
 
 def _fake(
     x, lm_head, bias, target, weight, reduction, ignore_index, label_smoothing, softcap, scale, needs, returns_logits,
-    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None,
+    small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None, row_weights=None,
 ):  # fmt: skip
     m = x.shape[0]
     needs_dx, needs_dw, needs_db = needs if reduction != "none" else [False] * 3
@@ -184,7 +189,8 @@ _OPTIONS = "int ignore_index, float label_smoothing, float softcap, float scale,
 linear_cross_entropy = plain_op(
     "linear_cross_entropy",
     f"({_INPUTS}, str reduction, {_OPTIONS}, bool returns_logits, bool small_chunks=False, {_PART}, {_Z},"
-    " Tensor? count=None) -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
+    " Tensor? count=None, Tensor? row_weights=None)"
+    " -> (Tensor loss, Tensor factors, Tensor dx, Tensor dlm_head, Tensor dbias, Tensor logits)",
     _fwd,
     _fake,
 )
@@ -220,7 +226,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    no_grads = (None,) * 17  # from target to count
+    no_grads = (None,) * 18  # from target to row_weights
     if dloss is None:
         return (None, None, None, *no_grads)
     if ctx.reduction == "none":

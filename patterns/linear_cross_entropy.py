@@ -24,6 +24,7 @@ from fx_fusion.ops.shards import replicated_beside
 from fx_fusion.patterns.sites.entropy import entropy_of
 from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
 from fx_fusion.patterns.sites.loss import find_losses
+from fx_fusion.patterns.sites.row_weights import weighted_sum, weights_of_rows
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.patterns.sites.z_loss import ZLoss, z_loss_of
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
@@ -71,6 +72,11 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if isinstance(z_loss, str):
             yield NearMiss("linear_cross_entropy", site.root, head.seen.source, z_loss)
             continue
+        rows, total = site.root, None
+        if site.reduction == "none" and head.shards is None:
+            total = weighted_sum(view, rows)
+        if total is not None:
+            site = replace(site, root=total.root, reduction="sum", nodes={*site.nodes, *total.nodes})
         given, chain = head.inputs, head.chain
         to_logits = [*head.above, *chain]
         deferred, inside = (), ()  # a DTensor is not deferred
@@ -86,6 +92,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             outputs=(site.root,),
             nodes=frozenset((*site.nodes, *chain, *inside)),
             inputs=inputs,
+            others={} if total is None else {f"weight_{i}": node for i, node in enumerate(total.others)},
             statics={
                 "reduction": site.reduction,
                 "ignore_index": site.ignore_index,
@@ -98,7 +105,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             deferred=deferred,
             unmade={"logits": head.seen.source},
             sharded=frozenset() if head.shards is None else frozenset(given),
-            reading=(site, head),
+            reading=(site, head, None if total is None else (total, rows)),
         )
 
 
@@ -116,7 +123,7 @@ def _division(view: View, total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def emit(editor: Editor, match: Match) -> None:
-    site, head = match.reading
+    site, head, weighted = match.reading
     root, seen = site.root, head.seen
     grad = editor.view.effects.region[seen.source][0]
     needs = [bool(grad and n is not None and example(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
@@ -131,6 +138,11 @@ def emit(editor: Editor, match: Match) -> None:
         more = {name: match.statics[name] for name in ("z_loss", "z_over")} if match.statics["z_loss"] else {}
         if "count" in match.inputs:
             more["count"] = match.inputs["count"]
+        if weighted is not None:
+            total, rows = weighted
+            more["row_weights"] = weights_of_rows(editor, total, rows, target, like=root)
+            uncounted = editor.call(torch.eq, (more["row_weights"], 0), like=root)
+            target = editor.call(torch.where, (uncounted, site.ignore_index, target), like=root)
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), more, like=root)
         loss = editor.item(call, 0, like=root)
         if site.sign < 0:
@@ -153,7 +165,7 @@ def emit(editor: Editor, match: Match) -> None:
 def _hands_out_logits(editor: Editor, match: Match) -> bool:
     """Whether the op can hand out the logits that outputs are made of: all rows of a linear layer as it is written, where
     nothing changes the grad mode before the loss, and outputs that share no memory."""
-    site, head = match.reading
+    site, head, _ = match.reading
     region = editor.view.effects.region
     apart = len(sharing_memory(match.deferred)) == len(match.deferred)
     seen = head.seen
