@@ -18,16 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fusion.graph.dtypes import autocast_dtype
-from fx_fusion.kernels.lib.device import memory_of_device
-from fx_fusion.kernels.logits.kept_logits import log_probs_of_kept_logits
-from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
+from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
+from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.kernels.token_log_probs import token_log_probs
-from fx_fusion.rewrite.loss_outside import is_large, loss_of_unread
+from fx_fusion.rewrite.loss_outside import is_large, keeps_logits, loss_of_unread
 from fx_fusion.rewrite.unread_logits import Operands, log_softmax_of_rows, operands_of, scaled
 from fx_fusion.runtime.deferred_tensor import TAKEN
-from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
-
-_MOST_KEPT = 8  # logits that are kept for the backward have this part of the device's memory at most
 
 
 # -- what waits ----------------------------------------------------------------------------------------------------------
@@ -99,12 +95,8 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> T
 def _of_one_class(found: Operands, target: Tensor) -> Tensor:
     """The log-probability (rows), float32, of each row's ``target``."""
     x, lm_head, bias = found.for_a_product()
-    kept = x.shape[0] * lm_head.shape[0] * x.element_size()
-    # Tensors that hooks pack, of checkpoints or offloading, are the inputs, not what is kept beside them.
-    plain = not has_saved_tensor_hooks() and not found.recipe.is_checkpointed
-    fits = plain and kept * _MOST_KEPT <= memory_of_device(x) and lm_head.shape[0] * x.element_size() % 16 == 0
-    if fits and again_takes_longer(x.shape[1], x.dtype, x.device.type):
-        return log_probs_of_kept_logits(x, lm_head, bias, target, found.scale)
+    if keeps_logits(found, x, lm_head):
+        return losses_of_kept_logits(x, lm_head, bias, target, None, NO_IGNORE, 0.0, found.scale).neg_()
     return token_log_probs(x, lm_head, bias, target, 0.0, found.scale)[0]
 
 

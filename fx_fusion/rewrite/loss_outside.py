@@ -21,14 +21,19 @@ from fx_fusion.fusion.search import Search
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.graph.size_hints import elements, expected
 from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.kernels.lib.device import memory_of_device
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
+from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
+from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
-from fx_fusion.rewrite.unread_logits import operands_of
+from fx_fusion.rewrite.unread_logits import Operands, operands_of
 from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.nodes import is_erased
 
 _FEWEST_CLASSES = 30000  # of a vocabulary; the widest layers that are none are narrower
+_MOST_KEPT = 8  # logits that are kept for the backward have this part of the device's memory at most
 _FEWEST_LOGITS = {"cuda": 2**26, "cpu": 2**24}  # below, they fit beside everything else, and launches cost more
 
 
@@ -113,12 +118,32 @@ def loss_of_unread(
     if found is None or found.log_probs != of_log_probs:
         return None
     with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
-        needs = [t is not None and t.requires_grad for t in (found.rows, found.weight, found.bias)]
-        options = (reduction, ignore_index, label_smoothing, 0.0, found.scale, needs, False)
-        loss = linear_cross_entropy(*found.for_a_product(), target.reshape(-1), weight, *options)[0]
+        loss = _loss(found, target.reshape(-1), weight, reduction, ignore_index, label_smoothing)
     found.were_taken()
     loss = loss.view(target.shape) if reduction == "none" else loss
     return loss.to(input.dtype if around is None else torch.float32)
+
+
+def _loss(
+    found: Operands, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float
+) -> Tensor:  # fmt: skip
+    x, lm_head, bias = found.for_a_product()
+    if reduction == "none" and keeps_logits(found, x, lm_head):
+        return losses_of_kept_logits(x, lm_head, bias, target, weight, ignore_index, label_smoothing, found.scale)
+    needs = [t is not None and t.requires_grad for t in (found.rows, found.weight, found.bias)]
+    options = (reduction, ignore_index, label_smoothing, 0.0, found.scale, needs, False)
+    return linear_cross_entropy(x, lm_head, bias, target, weight, *options)[0]
+
+
+def keeps_logits(found: Operands, x: Tensor, lm_head: Tensor) -> bool:
+    """Whether a loss whose rows have gradients of their own had better keep its logits for the backward: x is wide, and they
+    have a small part of the memory."""
+    kept = x.shape[0] * lm_head.shape[0] * x.element_size()
+    # Tensors that hooks pack, of checkpoints or offloading, are the inputs, not what is kept beside them. Of several losses
+    # each would keep the logits.
+    plain = not has_saved_tensor_hooks() and not found.recipe.is_checkpointed and not found.taken_again()
+    fits = plain and kept * _MOST_KEPT <= memory_of_device(x) and lm_head.shape[0] * x.element_size() % 16 == 0
+    return fits and again_takes_longer(x.shape[1], x.dtype, x.device.type)
 
 
 def _classes_last(logits: Any) -> Any:

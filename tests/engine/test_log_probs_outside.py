@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.kernels.logits import kept_logits
-from fx_fusion.rewrite import log_probs_outside
+from fx_fusion.rewrite import log_probs_outside, loss_outside
 from tests.engine.test_loss_outside import B, L, Model, V, check, compiled_of, ids, of_classes, small_sizes, some, trained  # noqa: F401
 
 weights = torch.linspace(-1, 1, B * L).view(B, L)  # an upstream gradient of its own for each row
@@ -42,14 +42,14 @@ SPELLINGS = {
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("kept", [False, True], ids=["again", "kept"])
 def test_spellings(name, kept, monkeypatch):
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: kept)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: kept)
     report = check(Model(bias="rows" in name), SPELLINGS[name], rtol=2e-5)
     assert "a loss outside took what they are made of in 1" in str(report)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["again", "kept"])
 def test_bfloat16_and_autocast(kept, monkeypatch):
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: kept)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: kept)
     check(Model().bfloat16(), SPELLINGS["wider"], rtol=2e-2, atol=2e-3)
     for name in ("gather", "nll_loss"):
         check(Model().bfloat16(), SPELLINGS[name], rtol=5e-2, atol=5e-2)
@@ -110,21 +110,21 @@ GATHERED_LATER = {
 @pytest.mark.parametrize("name", GATHERED_LATER)
 def test_an_index_that_lies_otherwise(name, kept, monkeypatch):
     """The kernels read one class behind the other."""
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: kept)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: kept)
     check(Model(), lambda z: GATHERED_LATER[name](z.log_softmax(-1)).sum(), rtol=1e-4, atol=1e-5)
 
 
 def test_many_gathers_of_one_log_softmax_read_it(monkeypatch):
     """Each would keep the logits."""
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: True)
     check(Model(), lambda z: sum(gathered(lp) * k for lp in [z.log_softmax(-1)] for k in range(4)).sum(), read=1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "hooks"])
 def test_saved_tensor_hooks_have_all_that_is_saved(how, monkeypatch):
     """Logits are not kept beside what a checkpoint drops or offloading moves."""
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: True)
-    monkeypatch.setattr(log_probs_outside, "log_probs_of_kept_logits", None)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(log_probs_outside, "losses_of_kept_logits", None)
     model = Model()
     call = compiled_of(model)
     loss_of = lambda i: (gathered(call(i).log_softmax(-1)) * weights).sum()  # noqa: E731
@@ -226,7 +226,7 @@ def test_no_gradient_is_wanted():
 @pytest.mark.parametrize("kept", [False, True], ids=["again", "kept"])
 def test_a_second_backward(kept, monkeypatch):
     """The first one of kept logits has overwritten them."""
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: kept)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: kept)
     model = Model()
     made = gathered(compiled_of(model)(ids).log_softmax(-1))
     exact = gathered(model(ids).log_softmax(-1))
@@ -240,7 +240,7 @@ def test_a_second_backward(kept, monkeypatch):
 
 def test_a_policy_gradient_step_without_logits(monkeypatch):
     """The probabilities before and after, their ratio clipped: as PPO and GRPO have it."""
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: True)
 
     def loss_of(z):
         now = gathered(torch.log_softmax(z.float() / 0.9, -1))
@@ -260,9 +260,9 @@ def test_a_policy_gradient_step_without_logits(monkeypatch):
 
 def test_logits_are_kept_where_they_are_small_beside_the_memory(monkeypatch):
     calls = []
-    monkeypatch.setattr(log_probs_outside, "log_probs_of_kept_logits", lambda *given: calls.append(1) or kept_logits.log_probs_of_kept_logits(*given))
-    monkeypatch.setattr(log_probs_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(log_probs_outside, "losses_of_kept_logits", lambda *given: calls.append(1) or kept_logits.losses_of_kept_logits(*given))
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: True)
     check(Model(), SPELLINGS["gather"])
-    monkeypatch.setattr(log_probs_outside, "memory_of_device", lambda x: 7 * B * L * V * 4)
+    monkeypatch.setattr(loss_outside, "memory_of_device", lambda x: 7 * B * L * V * 4)
     check(Model(), SPELLINGS["gather"])
     assert len(calls) == 1

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fx_fusion
 from fx_fusion.errors import OptionError, StaleTensorError
 from fx_fusion.kernels.logits import logit_chunks
+from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
 from fx_fusion.rewrite import loss_outside
 from fx_fusion.runtime import reads
 from tests.helpers import rewriting_backend, tiny_llama, tokens
@@ -93,6 +94,36 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_spellings(name):
     check(Model(), LOSSES[name])
+
+
+OF_ROWS = {
+    "none": LOSSES["none"],
+    "some": lambda z: (F.cross_entropy(z.view(-1, V), some.view(-1), reduction="none") * torch.linspace(0, 1, B * L)).sum(),
+    "masked mean": lambda z: (
+        lambda each, mask: (each * mask).sum() / mask.sum()
+    )(F.cross_entropy(z.transpose(1, 2), ids, reduction="none"), torch.linspace(0, 1, B * L).view(B, L).round()),
+    "smoothing, weights": lambda z: F.cross_entropy(z.view(-1, V), some.view(-1), of_classes, label_smoothing=0.1, reduction="none").mean(),
+    "temperature": lambda z: F.cross_entropy((z / 2).view(-1, V), ids.view(-1), reduction="none").square().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_losses_of_rows_whose_logits_are_kept(name, monkeypatch):
+    """What a GPU does where lm_head is wide: one product less than to make them again."""
+    kept = []
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(loss_outside, "losses_of_kept_logits", lambda *given: kept.append(1) or losses_of_kept_logits(*given))
+    check(Model(bias="some" in name), OF_ROWS[name], rtol=1e-4, atol=1e-5)
+    assert kept == [1]
+
+
+def test_only_one_of_several_losses_keeps_the_logits(monkeypatch):
+    kept = []
+    monkeypatch.setattr(loss_outside, "again_takes_longer", lambda *given: True)
+    monkeypatch.setattr(loss_outside, "losses_of_kept_logits", lambda *given: kept.append(1) or losses_of_kept_logits(*given))
+    check(Model(), lambda z: sum(OF_ROWS["none"](z) for _ in range(3)), rtol=1e-4, atol=1e-5)
+    assert kept == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])

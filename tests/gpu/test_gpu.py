@@ -17,7 +17,7 @@ from fx_fusion.kernels.cross_entropy import cross_entropy
 from fx_fusion.kernels.embedding import embedding
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
-from fx_fusion.kernels.logits.kept_logits import log_probs_of_kept_logits
+from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
 from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.kernels.swiglu import swiglu
@@ -294,14 +294,14 @@ def test_attention_with_a_causal_mask_is_cudnns():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_log_probs_of_kept_logits_are_as_accurate(dtype):
+def test_losses_of_kept_logits_are_as_accurate(dtype):
     """What an eager loss takes of a wide head's unread logits."""
     m, h, v = 1000, 1152, 32000
     inputs = {"x": torch.randn(m, h, device="cuda").to(dtype), "weight": torch.randn(v, h, device="cuda").to(dtype) / 32}
     target = torch.randint(0, v, (m, 1), device="cuda")
 
     def kept(x, weight):
-        return log_probs_of_kept_logits(x, weight, None, target[:, 0], 0.7)
+        return -losses_of_kept_logits(x, weight, None, target[:, 0], None, -100, 0.0, 0.7)
 
     def eager(x, weight):
         return torch.log_softmax((x @ weight.t()).to(torch.promote_types(x.dtype, torch.float32)) * 0.7, -1).gather(-1, target)[:, 0]
