@@ -39,7 +39,7 @@ def fewest_bytes(
 def fewest_flops(fusion: str, sizes: Mapping[str, int]) -> float | None:
     """Floating-point operations, forward and backward, of the matrix products of a fusion; None where it has none. The
     logits are one product forward and two backward; attention is two and five, over the scores that its case shows."""
-    if fusion in ("linear_cross_entropy", "token_log_probs"):
+    if fusion in ("linear_cross_entropy", "linear_soft_cross_entropy", "token_log_probs"):
         return 6.0 * sizes["m"] * sizes["h"] * sizes["v"]
     if fusion not in _SCORES:
         return None

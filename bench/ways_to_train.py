@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from bench import own_losses
 
 Batch = dict[str, Any]
 IGNORED = -100
@@ -74,23 +75,6 @@ def bert(dropout: float) -> Callable[[int], nn.Module]:
         return BertForMaskedLM(config)
 
     return build
-
-
-class WithZLoss(nn.Module):
-    """The loss of a language model and 1e-4 times the squared logsumexp of its logits."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
-        logits = self.model(input_ids=input_ids).logits[:, :-1].flatten(0, 1).float()
-        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-        return SimpleNamespace(loss=loss + 1e-4 * logits.logsumexp(-1).square().mean())
-
-
-def llama_with_z_loss(layers: int) -> nn.Module:
-    return WithZLoss(llama(layers))
 
 
 class LowRank(nn.Module):
@@ -250,6 +234,12 @@ def of_log_probs(z: Tensor, y: Tensor) -> Tensor:
     return -z.log_softmax(-1).gather(-1, y[..., None]).float().mean()
 
 
+def of_rows(z: Tensor, y: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(z.transpose(1, 2), y, reduction="none")
+    counts = torch.arange(y.shape[1], device=y.device) >= y.shape[1] // 8  # the prompt has no loss
+    return (each * counts).sum() / (counts.sum() * y.shape[0])
+
+
 def written_out(z: Tensor, y: Tensor) -> Tensor:
     return (z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]).float().mean()
 
@@ -302,7 +292,10 @@ SETUPS = {
     "own-loss": Setup(plain, step=train_outside(cross_entropy)),
     "own-log-probs": Setup(plain, step=train_outside(of_log_probs)),
     "own-loss-read": Setup(plain, step=train_outside(written_out)),
-    "z-loss": Setup(plain, llama_with_z_loss),
+    "own-loss-rows": Setup(plain, step=train_outside(of_rows)),
+    "z-loss": Setup(plain, lambda layers: own_losses.WithZLoss(llama(layers))),
+    "masked-loss": Setup(plain, lambda layers: own_losses.WithMaskedLoss(llama(layers))),
+    "distilled": Setup(plain, lambda layers: own_losses.Distilled(llama(layers), llama(max(1, layers // 2)))),
     "evaluate": Setup(ones, step=evaluate),
     "evaluate-read": Setup(ones, step=evaluate_and_read),
     "evaluate-read-padded": Setup(padded, step=evaluate_and_read),

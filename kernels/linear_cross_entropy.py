@@ -37,7 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fx_fusion.kernels.logits.class_part import class_part
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
-from fx_fusion.kernels.logits.scaled import scaled_for_good
+from fx_fusion.kernels.logits.scaled import scaled_gradients
 from fx_fusion.kernels.logits.targets import Totals, totals_of
 from fx_fusion.ops.library import plain_op, register_autograd
 
@@ -241,8 +241,7 @@ def _backward(ctx, dloss, *_):
         factors, dx, dlm_head, dbias = ctx.saved_tensors
         # A sum divided by the number of targets, 0 of 0, has an infinite dloss, and 0 times that is NaN.
         dx_factor, dw_factor = torch.where(factors == 0, 0.0, dloss.float() * factors).unbind()
-        dx = scaled_for_good(dx, dx_factor) if type(dx) is Tensor else dx.float() * dx_factor  # for Inductor to fuse
-        grads = dx, scaled_for_good(dlm_head, dw_factor), dbias * dx_factor
+        grads = scaled_gradients(dx, dlm_head, dbias, dx_factor, dw_factor)
     needed = [need and ctx.needs_input_grad[i] for i, need in enumerate(ctx.needs)]
     grads = (g.to(d) if n else None for g, d, n in zip(grads, ctx.dtypes, needed, strict=True))
     return (*grads, *no_grads)

@@ -20,6 +20,7 @@ from fx_fusion.patterns.sites.entropy import losses_with_entropy
 from fx_fusion.patterns.sites.log_probs import is_indexed, one_hot_of
 from fx_fusion.patterns.sites.loss import LossSite, find_losses, read_logits, slice_below
 from fx_fusion.patterns.sites.rows import rows_of, shaped_as
+from fx_fusion.patterns.sites.soft_loss import find_soft_losses
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -64,6 +65,7 @@ _FEWEST_CLASSES = 4096
 def unread(view: View) -> Iterator[NearMiss]:
     """Losses in other words."""
     known = {node for site in find_losses(view) for node in site.nodes}
+    known |= {node for site in find_soft_losses(view) for node in site.nodes}
     for node in view.graph.nodes:
         name = view.name(node)
         if node not in known and is_indexed(view, node):
@@ -81,13 +83,13 @@ def unread(view: View) -> Iterator[NearMiss]:
                 continue
             reason = "log(softmax(x)) is -inf where log_softmax(x) is not; write log_softmax"
         elif name == "kl_div":
-            reason = "the divergence of two distributions has no kernel"
+            reason = "the divergence is read of log_softmax(logits) from a tensor of its shape that has no gradient"
         elif any(isinstance(bound.get(number), fx.Node) for number in ("ignore_index", "label_smoothing")):
             reason = "ignore_index or label_smoothing changes between calls; the kernel takes constants"
         elif one_hot_of(view, bound["target"]) is not None and bound["weight"] is not None:
             reason = "one_hot(...) beside class weights is not read; hand over the classes"
         elif is_tensor(bound["target"]) and example(bound["target"]).is_floating_point():
-            reason = "targets that are probabilities have no kernel; those of one_hot(...) are read as classes"
+            reason = "targets that are probabilities are read beside (rows, classes), without weights or smoothing"
         elif name == "nll_loss":
             reason = f"{bound['input'].name} is no log_softmax over the last dim, or one in float64"
         else:

@@ -17,6 +17,7 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.size_hints import elements
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
@@ -182,7 +183,7 @@ def guard(
 def why_keep(
     x, lm_head, bias, target, weight, count, reduction, ignore_index, label_smoothing, softcap, scale, z_loss=0.0, z_over=""
 ):  # fmt: skip
-    return why_small(x, lm_head, target) or (why_again(x, lm_head, bias) if reduction == "none" else None)
+    return why_small(x, lm_head, elements(target)) or (why_again(x, lm_head, bias) if reduction == "none" else None)
 
 
 FUSION = Fusion(

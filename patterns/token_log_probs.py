@@ -14,6 +14,7 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.size_hints import elements
 from fx_fusion.kernels.token_log_probs import token_log_probs, token_log_probs_of_part
 from fx_fusion.patterns.log_probs_entropy import of_logits
 from fx_fusion.patterns.sites.entropy import first_root, losses_with_entropy, replaced
@@ -66,7 +67,7 @@ def guard(x, lm_head, bias, target, softcap, scale):
 
 
 def why_keep(x, lm_head, bias, target, softcap, scale):
-    return why_small(x, lm_head, target) or why_again(x, lm_head, bias)
+    return why_small(x, lm_head, elements(target)) or why_again(x, lm_head, bias)
 
 
 FUSION = Fusion(

@@ -116,23 +116,33 @@ def each_chunk_that_counts(
 
 def _rows_that_count(target, ignore_index: int, v: int, number):
     """Returns the indices of the rows whose target counts; None where all rows had better stay."""
-    if target.numel() * v < _WORTH_COUNTING or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if number is not None and _is_read(target, v) and 16 * int(number) > 15 * target.numel():
         return None
-    if number is not None and 16 * int(number) > 15 * target.numel():
+    return rows_to_keep(target != ignore_index, v)
+
+
+def rows_to_keep(counts, v: int):
+    """Returns the indices of the rows of ``v`` logits that ``counts`` (m, booleans) names; None where all might stay."""
+    if not _is_read(counts, v):
         return None
-    kept = (target != ignore_index).nonzero()[:, 0]
-    return kept if 16 * kept.numel() <= 15 * target.numel() else None
+    kept = counts.nonzero()[:, 0]
+    return kept if 16 * kept.numel() <= 15 * counts.numel() else None
+
+
+def _is_read(counts, v: int) -> bool:
+    """Whether it pays to read back which rows count, and whether that is possible."""
+    return counts.numel() * v >= _WORTH_COUNTING and not (counts.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def each_chunk(
     x, lm_head, bias, target, weight, options, dloss, needs, loss, entropy=None, dentropy=None, headroom=None, of_rows=None,
-    all_logits=None, small=False, part=None, z_factor=None,
+    all_logits=None, small=False, part=None, z_factor=None, fill=None,
 ):  # fmt: skip
     """Fill ``loss`` (and ``entropy``, ``all_logits``); return dx, dW, db where ``needs`` says so, else None. dW is
     multiplied by ``headroom``. ``options``: ignore_index, label_smoothing, softcap, scale. ``of_rows``: how many rows there
     were before some were left out; chunks are no larger then than with all of them, and of equal size. ``small``: of the
     least memory. ``part``: which of all classes lm_head has, if other ranks have the rest (``class_part``); dx is then the
-    sum over all ranks. ``z_factor`` (m), fp32: of the z-loss."""
+    sum over all ranks. ``z_factor`` (m), fp32: of the z-loss. ``fill``: what takes the place of ``loss_of_rows``."""
     m, v = x.shape[0], lm_head.shape[0]
     columns = v if part is None else part.largest
     needs_dx, needs_dw, needs_db = needs
@@ -170,7 +180,7 @@ def each_chunk(
             all_logits[rows].copy_(chunk[:, :v])
         upstream, h, dh, z = (None if t is None else t[rows] for t in (dloss, entropy, dentropy, z_factor))
         dlogits = chunk if gradient else None
-        fill = loss_of_rows if part is None else part.rows
+        fill = fill or (loss_of_rows if part is None else part.rows)
         fill(logits, v, target[rows], weight, options, loss[rows], upstream, dlogits, h, dh, z)
         if dx is not None:
             torch.mm(chunk, lm_head, out=dx[rows])

@@ -11,6 +11,7 @@ Dtypes     x, y: bf16 | fp16 | fp32; factor: fp32.
 Traffic    2·n elements in place where the factor is not 1; 2·n as a product of Inductor's; 4·n in a copy.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -55,6 +56,12 @@ def scaled_for_good(saved, factor):
     """``scaled`` of a tensor that the forward saved for the backward that runs, and that nothing else reads: overwritten and
     returned where no backward comes after this one."""
     return _in_place(saved, factor) if is_freed_after_this_backward(saved) else scaled(saved, factor)
+
+
+def scaled_gradients(dx, dw, db, dx_factor, dw_factor):
+    """``dx``, ``dw`` and ``db`` that a forward saved for the backward that runs, times the factors."""
+    dx = scaled_for_good(dx, dx_factor) if type(dx) is torch.Tensor else dx.float() * dx_factor  # for Inductor to fuse
+    return dx, scaled_for_good(dw, dw_factor), db * dx_factor
 
 
 def _lowering(x, factor):

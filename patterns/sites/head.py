@@ -12,7 +12,7 @@ from torch import fx
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in
-from fx_fusion.graph.size_hints import elements, expected, trained
+from fx_fusion.graph.size_hints import expected, trained
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
@@ -86,9 +86,9 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
     return Head(linear.x, linear.weight, linear.bias if seen.bias is None else seen.bias, seen, shards)
 
 
-def why_small(x: torch.Tensor, lm_head: torch.Tensor, target: torch.Tensor) -> str | None:
-    """Why logits need not be made in chunks, or None."""
-    classes, rows = expected(lm_head.shape[0]), elements(target)
+def why_small(x: torch.Tensor, lm_head: torch.Tensor, rows: float) -> str | None:
+    """Why so many rows of logits need not be made in chunks, or None."""
+    classes = expected(lm_head.shape[0])
     if classes < 4096:
         return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
     if device_type(x) == "cuda" and rows * classes < 2**26:
@@ -110,6 +110,11 @@ def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None)
 
 def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any, Any]:
     """x (m, h), lm_head (v, h), bias (v) and target (m) of an op that makes the logits, inserted at the loss."""
+    return (*linear_operands(editor, head), one_a_row(editor, site))
+
+
+def linear_operands(editor: Editor, head: Head) -> tuple[Any, Any, Any]:
+    """x (m, h), lm_head (v, h) and bias (v) of an op that makes the logits, inserted at the loss."""
     linear = head.seen.source
     dtype = example(linear).dtype  # under autocast not the dtype of its inputs
     x, weight, bias = head.x, head.lm_head, head.bias
@@ -134,7 +139,7 @@ def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any,
         if head.seen.classes is not None:
             bias = editor.call(operator.getitem, (bias, slice(0, head.seen.classes)), like=linear)
         bias = editor.cast(bias, dtype, like=linear)
-    return x, lm_head, bias, one_a_row(editor, site)
+    return x, lm_head, bias
 
 
 def sources_of_logits(editor: Editor, head: Head, match: Match) -> list[fx.Node]:

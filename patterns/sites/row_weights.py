@@ -7,7 +7,7 @@ Read from the losses up to the number, and back down to the weight of each row, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
-from fx_fusion.graph.terms import example, is_tensor, negative_dim, same_shape
+from fx_fusion.graph.terms import example, is_tensor, negative_dim, same_shape, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
-from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.editor import Editor, Mismatch
 
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous")
 _Back = Callable[["_Weights", fx.Node], fx.Node]
@@ -36,11 +36,11 @@ class WeightedSum:
 
 
 def weighted_sum(view: View, rows: fx.Node) -> WeightedSum | None:
-    """The number that nothing but linear steps make of the losses ``rows``; None where there is none."""
+    """The number that nothing but linear steps make of the losses ``rows``, one or more; None where there is none."""
     nodes: list[fx.Node] = []
     others: list[fx.Node] = []
     back: list[_Back] = []
-    found, node = None, rows
+    node, found = rows, None if example(rows).dim() else WeightedSum(rows, [], [], [])
     while len(node.users) == 1:
         (user,) = node.users
         step = _step(view, user, node, others) if is_tensor(user) else None
@@ -54,17 +54,38 @@ def weighted_sum(view: View, rows: fx.Node) -> WeightedSum | None:
     return found
 
 
-def weights_of_rows(editor: Editor, total: WeightedSum, rows: fx.Node, target: fx.Node, like: fx.Node) -> fx.Node:
-    """The weight (m), float32, of each of the losses ``rows`` in the number; ``target`` (m)."""
-    weights = _Weights(editor, like)
-    device = example(target).device
-    weight = editor.call(torch.ones, ((),), {"dtype": torch.float32, "device": device}, like=like)
+def weight_below(editor: Editor, total: WeightedSum, like: fx.Node, first: fx.Node | None = None) -> fx.Node:
+    """The weight, float32, in a shape that is broadcast, of what a number is made of. ``first``: that of the number itself;
+    by default 1."""
+    weights, weight = _Weights(editor, like), first
+    if weight is None:
+        weight = editor.call(torch.ones, ((),), {"dtype": torch.float32, "device": example(total.root).device}, like=like)
     for step in reversed(total.back):
         weight = step(weights, weight)
+    return weight
+
+
+def weights_of_rows(
+    editor: Editor, total: WeightedSum, rows: fx.Node, alike: fx.Node, like: fx.Node, *, of_classes: bool = False,
+    divisors: Sequence[Any] = (), first: fx.Node | None = None,
+) -> fx.Node:  # fmt: skip
+    """The weight (m), float32, of each row in the number; ``alike``: a node (m).
+
+    ``rows`` are losses, with ``of_classes`` numbers of a row and a class, all classes of one weight, or one loss that is a
+    sum over the rows, divided by the ``divisors``. ``first``: the weight of the number itself. Raises Mismatch where classes
+    have weights of their own."""
+    weights, weight = _Weights(editor, like), weight_below(editor, total, like, first)
+    for size in divisors:
+        weight = weights.call(torch.div, weight, size)
     if weights.is_one_number(weight):
         alone = editor.method("reshape", (weight, ()), like=like)
-        return editor.method("contiguous", (editor.method("expand_as", (alone, target), like=like),), like=like)
-    return editor.method("reshape", (weights.spread(weight, rows), -1), like=like)
+        return editor.method("contiguous", (editor.method("expand_as", (alone, alike), like=like),), like=like)
+    shape = tuple(example(rows).shape)
+    if of_classes:
+        if not statically_known_true(example(weight).shape[-1] == 1):
+            raise Mismatch("the classes of a row have weights of their own; one number a row is fused")
+        weight, shape = editor.method("squeeze", (weight, -1), like=like), shape[:-1]
+    return editor.method("reshape", (weights.spread_to(weight, shape), -1), like=like)
 
 
 @dataclass
@@ -79,9 +100,12 @@ class _Weights:
 
     def spread(self, weight: fx.Node, node: fx.Node) -> fx.Node:
         """A weight in the shape of a node."""
-        if same_shape(example(weight), example(node)):
+        return self.spread_to(weight, tuple(example(node).shape))
+
+    def spread_to(self, weight: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+        if same_sizes(example(weight).shape, shape):
             return weight
-        return self.editor.method("expand", (weight, tuple(example(node).shape)), like=self.like)
+        return self.editor.method("expand", (weight, shape), like=self.like)
 
     def wide(self, other: Any) -> Any:
         """Floats in 16 bits in float32: one number in float32 times them would be rounded to 16 bits."""

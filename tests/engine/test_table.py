@@ -22,6 +22,8 @@ from fx_fusion.testing import make_inputs
 from fx_fusion.torch_internals.fakes import FakeTensorMode
 
 ROOT = Path(__file__).parents[2]
+# Their why_keep decides, by sizes.
+WHY_KEEP_ALONE = ("linear_cross_entropy", "linear_soft_cross_entropy", "flex_attention", "biased_attention")
 
 
 @pytest.fixture
@@ -268,7 +270,7 @@ def test_sites_can_be_compared_with_what_was_measured(fusion):
     given = make_inputs(fusion, case, fusion.variants[0], torch.float32, "cpu")
     sizes = tables.sizes_of(fusion, {n: t for n, t in given.items() if isinstance(t, torch.Tensor)})
     measured = list(tables.cells_of("NVIDIA H200", fusion.name))
-    decided = measured or fusion.traffic or fusion.name in ("linear_cross_entropy", "flex_attention", "biased_attention")  # why_keep
+    decided = measured or fusion.traffic or fusion.name in WHY_KEEP_ALONE
     assert decided, "nothing decides about an unmeasured fusion without traffic"
     for cell in measured:
         assert set(sizes) & set(cell.sizes), "nothing to compare"
