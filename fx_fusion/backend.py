@@ -34,7 +34,7 @@ from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.recording import publish, recording_in, recordings
 from fx_fusion.report.site import Site
 from fx_fusion.report.version import Version, new_report
-from fx_fusion.rewrite import log_probs_outside  # noqa: F401  what takes deferred log-probabilities
+from fx_fusion.rewrite import log_probs_outside, soft_losses_outside  # noqa: F401  what takes deferred logits
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import (
     DeferredOutputs,

@@ -24,7 +24,7 @@ from fx_fusion.torch_internals.dynamo import sets_hooks_behind
 
 Compiled = Callable[..., Any]
 
-LOSSES = ("cross_entropy", "linear_cross_entropy", "token_log_probs", "log_probs_entropy")
+LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_soft_cross_entropy", "token_log_probs", "log_probs_entropy")
 _MOST_BETWEEN = 16  # nodes
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fx_fusion.fusion.legality import why_not_plain
@@ -28,7 +27,7 @@ from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.unread_logits import Operands, operands_of
-from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.nodes import is_erased
 
@@ -81,7 +80,7 @@ def is_large(logits: Tensor) -> bool:
 
 
 # -- while the loss is computed ------------------------------------------------------------------------------------------
-def _cross_entropy(
+def cross_entropy_of_unread(
     input: Any, target: Any, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
@@ -157,6 +156,3 @@ def _classes_last(logits: Any) -> Any:
         or (step.func is torch.Tensor.permute and step.args in ((0, 2, 1), ((0, 2, 1),)))
     )
     return step.below if swaps and step is not None and step.grad else None
-
-
-TAKEN[F.cross_entropy] = _cross_entropy

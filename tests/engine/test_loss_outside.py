@@ -200,7 +200,6 @@ READS = {
     "some classes": lambda z: F.cross_entropy(z[..., :4000].reshape(-1, 4000), ids.clamp(max=3999).view(-1)),
     "rows by indices": lambda z: F.cross_entropy(z.view(-1, V)[torch.tensor([1, 3])], ids.view(-1)[[1, 3]]),
     "classes as rows": lambda z: F.cross_entropy(z.reshape(-1, B * L), torch.zeros(V, dtype=torch.long)),
-    "probabilities": lambda z: F.cross_entropy(z.view(-1, V), F.one_hot(ids.view(-1), V).float()),
     "old arguments": lambda z: F.cross_entropy(z.view(-1, V), ids.view(-1), size_average=False),
     "written to": lambda z: F.cross_entropy(z.mul_(2).view(-1, V), ids.view(-1)),
 }
