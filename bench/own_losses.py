@@ -32,8 +32,8 @@ class WithMaskedLoss(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         logits = self.model(input_ids=input_ids).logits[:, :-1]
         each = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
-        mask = (torch.arange(each.shape[1], device=each.device) >= each.shape[1] // 2).float().expand_as(each)
-        return SimpleNamespace(loss=(each * mask).sum() / mask.sum())
+        mask = (torch.arange(labels.shape[1] - 1, device=labels.device) >= labels.shape[1] // 2).float()
+        return SimpleNamespace(loss=(each * mask).sum() / (mask.sum() * labels.shape[0]))
 
 
 class Distilled(nn.Module):

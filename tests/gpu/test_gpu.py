@@ -45,11 +45,12 @@ def test_every_fusion_through_inductor(fusion):
     options = {"select": "always", "strict": True, "fusions": [fusion.name]}
     compiled = torch.compile(function, backend="fx_fusion", dynamic=False, options=options)
     ReinplaceCounters.clear()
+    frozen = ("cos", "sin", *fusion.frozen)
     with fx_fusion.recording() as report, torch._inductor.config.patch(force_disable_caches=True):  # a hit counts nothing
-        fused = run(compiled, inputs, frozen=("cos", "sin"))
+        fused = run(compiled, inputs, frozen=frozen)
     assert report.count(fusion.name) == 1, str(report)
     assert not ReinplaceCounters.get_total_missed(), "Inductor copies what a kernel writes to"
-    eager, oracle = run(function, inputs, frozen=("cos", "sin")), run_oracle(function, inputs, frozen=("cos", "sin"))
+    eager, oracle = run(function, inputs, frozen=frozen), run_oracle(function, inputs, frozen=frozen)
     name, used = worst_excess(fused, eager, oracle, torch.bfloat16)
     assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
@@ -227,6 +228,7 @@ def test_channels_last_images_are_copied_nowhere(name):
     options = {"select": "always", "strict": True, "fusions": [name]}
     compiled = torch.compile(function, backend="fx_fusion", options=options, dynamic=False)
     ReinplaceCounters.clear()
+    frozen = ("cos", "sin", *fusion.frozen)
     with fx_fusion.recording() as report, torch._inductor.config.patch(force_disable_caches=True):  # a hit counts nothing
         run(compiled, inputs)
     assert report.count(name) == 1, str(report)
