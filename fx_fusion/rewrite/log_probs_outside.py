@@ -21,6 +21,7 @@ from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.kernels.token_log_probs import token_log_probs
+from fx_fusion.rewrite.label_smoothing_outside import class_of_negated, negated_log_probs, sum_of_negated
 from fx_fusion.rewrite.loss_outside import is_large, keeps_logits, loss_of_unread
 from fx_fusion.rewrite.unread_logits import Operands, log_softmax_of_rows, operands_of, scaled
 from fx_fusion.runtime.deferred_tensor import TAKEN
@@ -87,12 +88,15 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> T
     if found is None or not found.log_probs or found.taken_again():  # each would make them, and perhaps keep them
         return None
     with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
-        log_probs = _of_one_class(found, index.reshape(-1))
+        of_rows = class_of_negated if found.negated else _of_one_class
+        taken = of_rows(input, found, index.reshape(-1))
+    if taken is None:
+        return None
     found.were_taken()
-    return log_probs.view(index.shape).to(input.dtype)
+    return taken.view(index.shape).to(input.dtype)
 
 
-def _of_one_class(found: Operands, target: Tensor) -> Tensor:
+def _of_one_class(input: Any, found: Operands, target: Tensor) -> Tensor:
     """The log-probability (rows), float32, of each row's ``target``."""
     x, lm_head, bias = found.for_a_product()
     if keeps_logits(found, x, lm_head):
@@ -136,3 +140,6 @@ for module in (torch, torch.Tensor):
     _take(_over, module.div, module.divide, module.true_divide)
     _take(_gather, module.gather)
     _take(_take_along_dim, module.take_along_dim)
+    _take(negated_log_probs, module.neg, module.negative)
+    _take(sum_of_negated, module.sum)
+_take(negated_log_probs, torch.Tensor.__neg__)

@@ -114,7 +114,7 @@ def loss_of_unread(
     if not logits.is_cuda and not ((target == ignore_index) | ((target >= 0) & (target < logits.shape[-1]))).all():
         return None  # PyTorch's error
     found = None if input.has_hooks() else operands_of(logits)
-    if found is None or found.log_probs != of_log_probs:
+    if found is None or found.log_probs != of_log_probs or found.negated:
         return None
     with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
         loss = _loss(found, target.reshape(-1), weight, reduction, ignore_index, label_smoothing)
@@ -137,12 +137,16 @@ def _loss(
 def keeps_logits(found: Operands, x: Tensor, lm_head: Tensor) -> bool:
     """Whether a loss whose rows have gradients of their own had better keep its logits for the backward: x is wide, and they
     have a small part of the memory."""
-    kept = x.shape[0] * lm_head.shape[0] * x.element_size()
-    # Tensors that hooks pack, of checkpoints or offloading, are the inputs, not what is kept beside them. Of several losses
-    # each would keep the logits.
-    plain = not has_saved_tensor_hooks() and not found.recipe.is_checkpointed and not found.taken_again()
-    fits = plain and kept * _MOST_KEPT <= memory_of_device(x) and lm_head.shape[0] * x.element_size() % 16 == 0
-    return fits and again_takes_longer(x.shape[1], x.dtype, x.device.type)
+    aligned = lm_head.shape[0] * x.element_size() % 16 == 0
+    return aligned and may_keep(found, x, lm_head) and again_takes_longer(x.shape[1], x.dtype, x.device.type)
+
+
+def may_keep(found: Operands, x: Tensor, lm_head: Tensor) -> bool:
+    """Whether the logits may be kept for the backward. Tensors that hooks pack, of checkpoints or offloading, are the
+    inputs, not what is kept beside them. Of several losses each would keep the logits."""
+    if has_saved_tensor_hooks() or found.recipe.is_checkpointed or found.taken_again():
+        return False
+    return x.shape[0] * lm_head.shape[0] * x.element_size() * _MOST_KEPT <= memory_of_device(x)
 
 
 def _classes_last(logits: Any) -> Any:

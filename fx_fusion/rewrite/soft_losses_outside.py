@@ -61,7 +61,7 @@ def _taken(input: Any, target: Any, kind: str, divisors: Any, *, divergence: boo
     if not torch.is_grad_enabled() or not is_large(input) or input.has_hooks():
         return None
     found = operands_of(input)
-    if found is None or found.log_probs != divergence or found.taken_again():
+    if found is None or found.log_probs != divergence or found.negated or found.taken_again():
         return None
     with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
         x, lm_head, bias = found.for_a_product()

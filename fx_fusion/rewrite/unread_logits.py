@@ -2,7 +2,7 @@
 
     logits = x · Wᵀ + b,  of all rows or of slices of them
     scaled = scale · logits                        where a number divides or multiplies them
-    log p  = scaled − log Σ_c exp(scaled_c)        behind a log_softmax over the classes
+    log p  = scaled − log Σ_c exp(scaled_c)        behind a log_softmax over the classes, or minus that
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ def scaled(logits: Tensor, numerator: float, denominator: float) -> Tensor:
     return logits * numerator if denominator == 1 else logits / denominator
 
 
+def negated(log_probs: Tensor) -> Tensor:
+    """Minus log-probabilities."""
+    return -log_probs
+
+
 @dataclass(frozen=True)
 class Operands:
     """What a linear layer makes logits of: ``rows`` (..., width) that are laid out as they are, and its weight and bias;
-    ``scale``: what they are multiplied by; ``log_probs``: whether a log_softmax follows."""
+    ``scale``: what they are multiplied by; ``log_probs``: whether a log_softmax follows; ``negated``: and a minus."""
 
     recipe: Recipe
     rows: Tensor
@@ -46,6 +51,7 @@ class Operands:
     bias: Tensor | None
     scale: float
     log_probs: bool
+    negated: bool = False
 
     @property
     def is_the_linear_layer(self) -> bool:
@@ -86,7 +92,7 @@ def operands_of(logits: Any) -> Operands | None:
     if any(t.has_hooks() for t in (tensor, *(made for _, made in steps), *between)):  # they want the gradient of the logits
         return None
     recipe.check()
-    (x, lm_head, bias), classes, scale, log_probs = _linear(recipe), tensor.shape[-1], 1.0, False
+    (x, lm_head, bias), classes, computed = _linear(recipe), tensor.shape[-1], _Computed()
     for step, made in reversed(steps):
         if not step.grad or made.dim() == 0 or made.shape[-1] != classes or not keeps_values(step.below.dtype, made.dtype):
             return None
@@ -97,33 +103,40 @@ def operands_of(logits: Any) -> Operands | None:
                 return None
             x = x[step.args[0]]
         elif step.func is in_turn:
-            found = None if log_probs else _computed(step.below.dtype, step.args)
-            if found is None:
+            if not computed.read(step.below.dtype, step.args):
                 return None
-            scale, log_probs = scale * found[0], found[1]
         elif step.func not in CASTS:
             return None
     if logits.dtype == torch.float64:
         return None
     if recipe.rows_taken:  # a loss again: there was a backward, perhaps, and a step by hand
         recipe.check_samples()
-    return Operands(recipe, x, lm_head, bias, scale, log_probs)
+    return Operands(recipe, x, lm_head, bias, computed.scale, computed.log_probs, computed.negated)
 
 
-def _computed(dtype: torch.dtype, calls: Sequence[Any]) -> tuple[float, bool] | None:
-    """What a tensor of this dtype is multiplied by, and whether a log_softmax follows; None for other calls."""
-    scale, log_probs = 1.0, False
-    for function, args, kwargs in calls:
-        before, dtype = dtype, function(torch.empty((1, 1), dtype=dtype, device="meta"), *args, **kwargs).dtype
-        if log_probs or not keeps_values(before, dtype):
-            return None
-        if function is scaled:
-            scale *= args[0] / args[1]
-        elif function is log_softmax_of_rows:
-            log_probs = True
-        elif function not in CASTS:
-            return None
-    return scale, log_probs
+@dataclass
+class _Computed:
+    """What is computed of logits: they are multiplied by ``scale``, a log_softmax follows, and a minus."""
+
+    scale: float = 1.0
+    log_probs: bool = False
+    negated: bool = False
+
+    def read(self, dtype: torch.dtype, calls: Sequence[Any]) -> bool:
+        """Add what calls do to a tensor of this dtype; False for other calls."""
+        for function, args, kwargs in calls:
+            before, dtype = dtype, function(torch.empty((1, 1), dtype=dtype, device="meta"), *args, **kwargs).dtype
+            if not keeps_values(before, dtype) or (self.log_probs and function is not negated) or self.negated:
+                return False
+            if function is scaled:
+                self.scale *= args[0] / args[1]
+            elif function is log_softmax_of_rows:
+                self.log_probs = True
+            elif function is negated and self.log_probs:
+                self.negated = True
+            elif function not in CASTS:
+                return False
+        return True
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:

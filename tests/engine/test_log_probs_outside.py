@@ -70,7 +70,6 @@ READS = {
     "into memory that is there": lambda z: torch.mul(z.detach(), 2.0, out=torch.empty(B, L, V)).mean() + z.mean(),
     "by keyword": lambda z: torch.gather(input=torch.log_softmax(input=z, dim=-1), dim=-1, index=ids[..., None]).mean(),
     "rounded": lambda z: torch.div(z, 0.5, rounding_mode="floor").mean() + z.mean(),
-    "divergence": lambda z: F.kl_div(z.log_softmax(-1), torch.full((B, L, V), 1 / V), reduction="batchmean"),
 }
 
 

@@ -107,7 +107,6 @@ OF_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_losses_of_rows_whose_logits_are_kept(name, monkeypatch):
     """What a GPU does where lm_head is wide: one product less than to make them again."""

@@ -228,7 +228,6 @@ def test_channels_last_images_are_copied_nowhere(name):
     options = {"select": "always", "strict": True, "fusions": [name]}
     compiled = torch.compile(function, backend="fx_fusion", options=options, dynamic=False)
     ReinplaceCounters.clear()
-    frozen = ("cos", "sin", *fusion.frozen)
     with fx_fusion.recording() as report, torch._inductor.config.patch(force_disable_caches=True):  # a hit counts nothing
         run(compiled, inputs)
     assert report.count(name) == 1, str(report)
