@@ -240,6 +240,12 @@ def of_rows(z: Tensor, y: Tensor) -> Tensor:
     return (each * counts).sum() / (counts.sum() * y.shape[0])
 
 
+def smoothed(z: Tensor, y: Tensor) -> Tensor:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(0.1)({"logits": z}, y)
+
+
 def written_out(z: Tensor, y: Tensor) -> Tensor:
     return (z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]).float().mean()
 
@@ -293,6 +299,7 @@ SETUPS = {
     "own-log-probs": Setup(plain, step=train_outside(of_log_probs)),
     "own-loss-read": Setup(plain, step=train_outside(written_out)),
     "own-loss-rows": Setup(plain, step=train_outside(of_rows)),
+    "label-smoothing": Setup(plain, step=train_outside(smoothed)),
     "z-loss": Setup(plain, lambda layers: own_losses.WithZLoss(llama(layers))),
     "masked-loss": Setup(plain, lambda layers: own_losses.WithMaskedLoss(llama(layers))),
     "distilled": Setup(plain, lambda layers: own_losses.Distilled(llama(layers), llama(max(1, layers // 2)))),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fx_fusion.kernels.logits.kept_logits import class_and_sum_of_kept_logits
-from fx_fusion.rewrite.loss_outside import is_large, may_keep
+from fx_fusion.rewrite.loss_outside import may_keep, may_wait
 from fx_fusion.rewrite.unread_logits import Operands, log_softmax_of_rows, negated, operands_of
 from fx_fusion.runtime.sources import in_turn
 
@@ -28,7 +28,7 @@ def negated_log_probs(input: Any) -> Tensor | None:
     step = input.step()
     if step is None or step.func is not in_turn or step.args[-1][0] is not log_softmax_of_rows:
         return None
-    return input.followed_by(negated) if is_large(input) and torch.is_grad_enabled() else None
+    return input.followed_by(negated) if may_wait(input) else None
 
 
 def class_of_negated(input: Any, found: Operands, target: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.rewrite.label_smoothing_outside import class_of_negated, negated_log_probs, sum_of_negated
-from fx_fusion.rewrite.loss_outside import is_large, keeps_logits, loss_of_unread
+from fx_fusion.rewrite.loss_outside import is_large, keeps_logits, loss_of_unread, may_wait
 from fx_fusion.rewrite.unread_logits import Operands, log_softmax_of_rows, operands_of, scaled
 from fx_fusion.runtime.deferred_tensor import TAKEN
 
@@ -32,7 +32,7 @@ def _log_softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch
     """``F.log_softmax`` of deferred logits over their classes, deferred; None for another one."""
     if type(dim) is not int or dim not in (-1, input.dim() - 1) or dtype not in (None, torch.float32):
         return None
-    if not is_large(input) or not torch.is_grad_enabled() or input.dtype == torch.float64:
+    if not may_wait(input) or input.dtype == torch.float64:
         return None
     return input.followed_by(log_softmax_of_rows, dtype or _dtype_of_log_softmax(input.device.type, input.dtype))
 
@@ -68,7 +68,7 @@ def _scaled(input: Any, numerator: Any, denominator: Any) -> Tensor | None:
     numbers = [n for n in (numerator, denominator) if isinstance(n, (int, float)) and type(n) is not bool]
     if len(numbers) < 2 or not all(math.isfinite(n) and n != 0 for n in numbers):
         return None
-    if not is_large(input) or not torch.is_grad_enabled() or not input.is_floating_point():
+    if not may_wait(input) or not input.is_floating_point():
         return None
     return input.followed_by(scaled, numerator, denominator)
 

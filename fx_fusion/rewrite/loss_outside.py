@@ -79,6 +79,13 @@ def is_large(logits: Tensor) -> bool:
     return expected(logits.shape[-1]) >= _FEWEST_CLASSES and elements(logits) >= fewest
 
 
+def may_wait(deferred: Any) -> bool:
+    """Whether what is computed of deferred logits may be deferred, too. In a loss that is checkpointed alone it may not: when
+    it runs again they have been read, and it would save other tensors."""
+    alike = deferred.source.recipe.is_checkpointed or not has_saved_tensor_hooks()
+    return alike and is_large(deferred) and torch.is_grad_enabled()
+
+
 # -- while the loss is computed ------------------------------------------------------------------------------------------
 def cross_entropy_of_unread(
     input: Any, target: Any, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,

@@ -29,6 +29,8 @@ LEAST = {  # about half of what fuses: a fuzzer that fuses nothing tests nothing
     "heads": {"cross_entropy": 2},
     "policies": {"token_log_probs": 1, "log_probs_entropy": 2},
     "modules": {"embedding": 3, "rms_norm": 5, "linear_cross_entropy": 1},
+    "weighed": {"linear_cross_entropy": 2},
+    "distilled": {"linear_soft_cross_entropy": 2},
     "blocks": {"add_layer_norm": 5, "geglu": 2, "swiglu": 1, "linear_cross_entropy": 1},
 }
 

@@ -140,11 +140,12 @@ def families() -> dict[str, Family]:
     """Every family by name, in a fixed order: a seed says which."""
     from tests.fuzz import programs_attention as attention
     from tests.fuzz import programs_loss as loss
+    from tests.fuzz import programs_weighted as weighted
 
     chosen = (
         norms, gated_norms, images, evonorms, glus, embeddings, attention.ropes, attention.complex_ropes,
         attention.written_out, attention.masked, attention.masked, attention.grouped, loss.losses, loss.heads, loss.heads,
-        loss.policies, loss.modules, loss.blocks,
+        loss.policies, loss.modules, loss.blocks, weighted.weighed, weighted.distilled,
     )  # fmt: skip
     return {f"{i} {f.__name__}": f for i, f in enumerate(chosen)}
 
