@@ -9,25 +9,28 @@ computed the logits again. It computes them for a dloss of 1:
 
 dx₁, dW₁ and db₁ are the results of the forward; both factors are numbers on the device, so nothing is read back to the
 host, and 0 where no target counts. ``count``: one number that a sum of losses is divided by (Trainer's tokens of all
-micro-batches); it is in dx₁ and dW₁ as the mean's is, so that a dloss of 1 is usual. ``row_weights`` (m, fp32): a sum is of
-each row's loss times its weight, and so are the gradients. dW₁ is multiplied in place where it may be (``logits/scaled``).
-In fp16 the gradients of a mean over many rows would underflow, so its 1/count is in the factors; dl could overflow or
-underflow (weights, scales), the sums of dW overflow: ``shrink`` multiplies dl and ``headroom`` x, powers of two that rule
-it out.
+micro-batches); it is in dx₁ and dW₁ as the mean's is, so that a dloss of 1 is usual. dW₁ is multiplied in place where it
+may be (``logits/scaled``). In fp16 the gradients of a mean over many rows would underflow, so its 1/count is in the
+factors; dl could overflow or underflow (weights, scales), the sums of dW overflow: ``shrink`` multiplies dl and
+``headroom`` x, powers of two that rule it out.
 
 With ``reduction="none"`` there is one upstream gradient per row, unknown in the forward, and it has to be inside the sum
-of dW: only then the backward computes the logits again. Rows whose target is ignored need no logits. Where somebody reads
-the logits, they are handed out (without a gradient) and computed for all rows. ``small_chunks``: of the least memory, see
-``logits/logit_chunks``. With a ``group`` of so many ``ranks`` lm_head and bias are this rank's part, from class ``first``
-on, of ``classes``, target counts from the first of all, and dx is the sum over the ranks (``logits/class_part``; logits
-are not handed out). ``z_loss`` times the square of each row's logsumexp is added to its loss, for the rows
-``z_over``: those that "count" or "all"; under a mean their squares are divided by the number of rows that count
-("count"), or by that of all rows ("all", and "masked": the rows that count). Not in fp16, where it would need a bound.
+of dW: only then the backward computes the logits again. But where each row's weight in a number is known (``row_weights``,
+m, fp32), the gradients are those of that number; upstream gradients of the losses are a factor times the weights, and that
+factor (``logits/scaled.factor_behind``) is the dloss of the formulas.
+
+Rows whose target is ignored need no logits. Where somebody reads the logits, they are handed out (without a gradient) and
+computed for all rows. ``small_chunks``: of the least memory, see ``logits/logit_chunks``. With a ``group`` of so many
+``ranks`` lm_head and bias are this rank's part, from class ``first`` on, of ``classes``, target counts from the first of
+all, and dx is the sum over the ranks (``logits/class_part``; logits are not handed out). ``z_loss`` times the square of
+each row's logsumexp is added to its loss, for the rows ``z_over``: those that "count" or "all"; under a mean their squares
+are divided by the number of rows that count ("count"), or by that of all rows ("all", and "masked": the rows that count).
+Not in fp16, where it would need a bound.
 
 Shapes     x: (m, h); lm_head: (v, h); bias, weight (of the classes): (v); target: (m); loss: () or (m);
            logits: (m, v), as x.
 Dtypes     x, lm_head, bias alike: bf16 | fp16 | fp32. Loss in fp32.
-Saved      dx₁, dW₁, db₁ (nothing of size m·v); with ``reduction="none"`` the inputs.
+Saved      dx₁, dW₁, db₁ (nothing of size m·v); with ``reduction="none"`` and no weights of rows the inputs.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy.
 """
 
@@ -37,7 +40,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fx_fusion.kernels.logits.class_part import class_part
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, each_chunk_that_counts
-from fx_fusion.kernels.logits.scaled import scaled_gradients
+from fx_fusion.kernels.logits.scaled import factor_behind, scaled_gradients
 from fx_fusion.kernels.logits.targets import Totals, totals_of
 from fx_fusion.ops.library import plain_op, register_autograd
 
@@ -55,12 +58,12 @@ def _z_factor(target, divisor, reduction: str, ignore_index: int, z_loss: float,
     return factor if z_over == "all" else torch.where(counts, factor, 0.0)
 
 
-def _reduce(loss, totals: Totals, reduction: str, z_over: str, row_weights) -> Tensor:
+def _reduce(loss, totals: Totals, reduction: str, z_over: str) -> Tensor:
     """Reduce the losses of all rows."""
     if reduction == "none":
         return loss
     if reduction == "sum":
-        return (loss if row_weights is None else loss * row_weights).sum() / totals.divisor
+        return loss.sum() / totals.divisor
     # PyTorch's mean is 0 / 0 where no target counts. Rows without a target may have a z-loss.
     return loss.sum() / (totals.weights if z_over != "all" else torch.where(totals.any[0] > 0, totals.divisor, float("nan")))
 
@@ -72,7 +75,7 @@ def _fwd(
     x, lm_head, target = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous(), target.contiguous()
     options = (ignore_index, label_smoothing, softcap, scale)
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    needs_now = needs if reduction != "none" else [False] * 3
+    needs_now = needs if reduction != "none" or row_weights is not None else [False] * 3
     totals = totals_of(target, weight, ignore_index, mean=reduction == "mean", count=count)
     # No row has a gradient where no target counts: the backward sees it by a factor of 0. With a z-loss of all rows it has.
     counts = torch.ones_like(totals.any) if z_over == "all" else totals.any
@@ -84,7 +87,8 @@ def _fwd(
         upstream = row_weights
     if any(needs_now) and x.dtype == torch.float16 and x.numel() > 0:
         bounds = _dl_bounds(target, weight, options)
-        bounds = bounds if row_weights is None else bounds * row_weights.abs()
+        if row_weights is not None:  # of a row that is ignored 0, whatever its weight
+            bounds = torch.where(bounds == 0, 0.0, bounds * row_weights.abs())
         shrink = _power_below(bounds.amax(), most=64)
         headroom = _headroom(x, bounds * shrink) if needs_now[1] else None
         upstream = shrink.expand(x.shape[0]) if row_weights is None else shrink * row_weights
@@ -102,7 +106,7 @@ def _fwd(
             dx, dw, db = each_chunk(*given, part=part, **more)
         else:
             dx, dw, db = each_chunk_that_counts(*given, part=part, number=totals.number, **more)
-    reduced = _reduce(loss, totals, reduction, z_over, row_weights)
+    reduced = _reduce(loss, totals, reduction, z_over)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
         reduced,
@@ -144,7 +148,7 @@ def _fake(
     small_chunks=False, group="", first=0, classes=0, ranks=1, z_loss=0.0, z_over="", count=None, row_weights=None,
 ):  # fmt: skip
     m = x.shape[0]
-    needs_dx, needs_dw, needs_db = needs if reduction != "none" else [False] * 3
+    needs_dx, needs_dw, needs_db = needs if reduction != "none" or row_weights is not None else [False] * 3
     empty = x.new_empty
     return (
         empty((m,) if reduction == "none" else (), dtype=torch.float32),
@@ -219,7 +223,10 @@ def _setup_context(ctx, inputs, output):
     ctx.z = inputs[17:19]
     ctx.has_bias, ctx.has_weight = bias is not None, weight is not None
     ctx.dtypes = (x.dtype, lm_head.dtype, None if bias is None else bias.dtype)
-    if reduction == "none":
+    ctx.is_weighed = len(inputs) > 20 and inputs[20] is not None
+    if ctx.is_weighed:
+        ctx.save_for_backward(factors, dx, dlm_head, dbias, inputs[20])
+    elif reduction == "none":
         ctx.save_for_backward(*(t for t in (x, lm_head, bias, target, weight) if t is not None))
     else:
         ctx.save_for_backward(factors, dx, dlm_head, dbias)
@@ -229,7 +236,7 @@ def _backward(ctx, dloss, *_):
     no_grads = (None,) * 18  # from target to row_weights
     if dloss is None:
         return (None, None, None, *no_grads)
-    if ctx.reduction == "none":
+    if ctx.reduction == "none" and not ctx.is_weighed:
         saved = list(ctx.saved_tensors)
         x, lm_head = saved.pop(0), saved.pop(0)
         bias = saved.pop(0) if ctx.has_bias else None
@@ -238,7 +245,8 @@ def _backward(ctx, dloss, *_):
         options = (*ctx.options, list(ctx.needs), ctx.small_chunks, *ctx.part, *ctx.z)
         grads = linear_cross_entropy_rows_bwd(dloss, x, lm_head, bias, target, weight, *options)
     else:
-        factors, dx, dlm_head, dbias = ctx.saved_tensors
+        factors, dx, dlm_head, dbias, *weights = ctx.saved_tensors
+        dloss = factor_behind([dloss.float()], weights) if weights else dloss
         # A sum divided by the number of targets, 0 of 0, has an infinite dloss, and 0 times that is NaN.
         dx_factor, dw_factor = torch.where(factors == 0, 0.0, dloss.float() * factors).unbind()
         grads = scaled_gradients(dx, dlm_head, dbias, dx_factor, dw_factor)

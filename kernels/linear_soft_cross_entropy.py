@@ -1,16 +1,17 @@
 """Linear layer and the cross-entropy with, or the divergence from, a distribution for each row: in chunks of logits.
 
-    loss = Σ_rows w_soft · soft [+ w_hard · hard]        soft, hard and dl: formulas in ``logits/soft_rows``, of
-    l    = x · Wᵀ + b, rounded to x's dtype              W = lm_head
-    dx = dloss · dl · W,  dW = dloss · dlᵀ · x,  db = dloss · Σ_rows dl
+    soft, hard and dl: formulas in ``logits/soft_rows``, of l = x · Wᵀ + b, rounded to x's dtype        W = lm_head
+    dx = f · dl · W,  dW = f · dlᵀ · x,  db = f · Σ_rows dl
 
-The weights of the rows are known before their losses, so the forward also computes the gradients, for a dloss of 1, while a
-chunk of logits exists (``linear_cross_entropy``). Rows whose weights are 0 need no logits: which they are is read back from
-a GPU where there are many logits, and not while a CUDA graph is captured.
+The weights of the rows in a number are known before their losses, so the forward also computes the gradients, for a gradient
+of 1 of that number, while a chunk of logits exists (``linear_cross_entropy``). Upstream gradients of the losses are f times
+the weights (``logits/scaled.factor_behind``). Rows whose weights are 0 need no logits: which they are is read back from a
+GPU where there are many logits, and not while a CUDA graph is captured.
 
-Shapes     x: (m, h); lm_head: (v, h); bias: (v); values: (.., v) of m rows; weights, target, hard_weights: (m); loss: ().
-Dtypes     x, lm_head, bias alike: bf16 | fp32; values: any float; weights fp32; target int64. Loss in fp32.
-Saved      dx, dW, db for a dloss of 1.
+Shapes     x: (m, h); lm_head: (v, h); bias: (v); values: (.., v) of m rows; weights, target, hard_weights, soft: (m); hard:
+           (m), or (0) without classes.
+Dtypes     x, lm_head, bias alike: bf16 | fp32; values: any float; weights, soft, hard fp32; target int64.
+Saved      dx, dW, db for an f of 1, and the weights.
 Source     gradient in the forward, in chunks: Malek 2024, efficient_cross_entropy.
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from fx_fusion.kernels.logits.logit_chunks import each_chunk, rows_to_keep
-from fx_fusion.kernels.logits.scaled import scaled_gradients
+from fx_fusion.kernels.logits.scaled import factor_behind, scaled_gradients
 from fx_fusion.kernels.logits.soft_rows import Soft
 from fx_fusion.ops.library import plain_op, register_autograd
 
@@ -35,17 +36,19 @@ def _fwd(
     counts = weights != 0 if hard is None else (weights != 0) | (hard != 0)
     kept = rows_to_keep(counts, lm_head.shape[0])
     rows = torch.arange(x.shape[0], device=x.device) if kept is None else kept
-    loss = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+    loss = torch.empty((len(rows), 2), dtype=torch.float32, device=x.device)
     x_rows = x if kept is None else x[kept]
     dx, dw, db = each_chunk(
         x_rows, lm_head, bias, rows, None, (0, 0.0, 0.0, scale), None, needs, loss, of_rows=None if kept is None else len(x),
         small=small_chunks, fill=soft.rows,
     )  # fmt: skip
-    if dx is not None and kept is not None:
-        dx = torch.zeros_like(x).index_copy_(0, kept, dx)
+    if kept is not None:
+        loss = loss.new_zeros((len(x), 2)).index_copy_(0, kept, loss)
+        dx = None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
-        loss.sum(),
+        loss[:, 0].contiguous(),
+        loss[: 0 if hard is None else len(x), 1].contiguous(),
         empty if dx is None else dx,
         torch.empty_like(empty) if dw is None else dw.to(x.dtype),
         torch.empty(0, dtype=torch.float32, device=x.device) if db is None else db,
@@ -58,7 +61,8 @@ def _fake(
 ):  # fmt: skip
     needs_dx, needs_dw, needs_db = needs
     return (
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty(x.shape[:1], dtype=torch.float32),
+        x.new_empty(x.shape[:1] if hard_weights is not None else (0,), dtype=torch.float32),
         x.new_empty(x.shape if needs_dx else (0,)),
         x.new_empty(lm_head.shape if needs_dw else (0,)),
         x.new_empty(lm_head.shape[:1] if needs_db else (0,), dtype=torch.float32),
@@ -69,7 +73,7 @@ linear_soft_cross_entropy = plain_op(
     "linear_soft_cross_entropy",
     "(Tensor x, Tensor lm_head, Tensor? bias, Tensor values, Tensor weights, str kind, bool divergence, float values_scale,"
     " float scale, bool[] needs, bool small_chunks=False, Tensor? target=None, Tensor? hard_weights=None,"
-    " float hard_scale=1.0) -> (Tensor loss, Tensor dx, Tensor dlm_head, Tensor dbias)",
+    " float hard_scale=1.0) -> (Tensor soft, Tensor hard, Tensor dx, Tensor dlm_head, Tensor dbias)",
     _fwd,
     _fake,
 )
@@ -82,21 +86,24 @@ def _flops(x_shape, lm_head_shape, *_, **__):
 
 
 def _setup_context(ctx, inputs, output):
-    x, lm_head, bias = inputs[:3]
-    _, dx, dlm_head, dbias = output
+    x, lm_head, bias, _, weights = inputs[:5]
+    _, hard, dx, dlm_head, dbias = output
+    hard_weights = inputs[12] if len(inputs) > 12 else None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(dx, dlm_head, dbias)
+    ctx.mark_non_differentiable(dx, dlm_head, dbias, *(() if hard_weights is not None else (hard,)))
     ctx.needs = inputs[9]
     ctx.dtypes = (x.dtype, lm_head.dtype, None if bias is None else bias.dtype)
-    ctx.save_for_backward(dx, dlm_head, dbias)
+    ctx.save_for_backward(dx, dlm_head, dbias, weights, *(() if hard_weights is None else (hard_weights,)))
 
 
-def _backward(ctx, dloss, *_):
+def _backward(ctx, *dlosses):
     no_grads = (None,) * 11  # from values to hard_scale
-    if dloss is None:
+    dx, dlm_head, dbias, *weights = ctx.saved_tensors
+    given = [(d.float(), w) for d, w in zip(dlosses, weights, strict=False) if d is not None]
+    if not given:
         return (None, None, None, *no_grads)
-    dx, dlm_head, dbias = ctx.saved_tensors
-    grads = scaled_gradients(dx, dlm_head, dbias, dloss.float(), dloss.float())
+    factor = factor_behind(*zip(*given, strict=True))
+    grads = scaled_gradients(dx, dlm_head, dbias, factor, factor)
     needed = [need and ctx.needs_input_grad[i] for i, need in enumerate(ctx.needs)]
     return (*(g.to(d) if n else None for g, d, n in zip(grads, ctx.dtypes, needed, strict=True)), *no_grads)
 

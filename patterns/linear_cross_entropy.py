@@ -25,7 +25,7 @@ from fx_fusion.ops.shards import replicated_beside
 from fx_fusion.patterns.sites.entropy import entropy_of
 from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
 from fx_fusion.patterns.sites.loss import find_losses
-from fx_fusion.patterns.sites.row_weights import weighted_sum, weights_of_rows
+from fx_fusion.patterns.sites.row_weights import made_again, weighted_sum, weights_of_rows
 from fx_fusion.patterns.sites.rows import shaped_as
 from fx_fusion.patterns.sites.z_loss import ZLoss, z_loss_of
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
@@ -73,16 +73,13 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if isinstance(z_loss, str):
             yield NearMiss("linear_cross_entropy", site.root, head.seen.source, z_loss)
             continue
-        rows, total = site.root, None
-        if site.reduction == "none" and head.shards is None:
-            total = weighted_sum(view, rows)
-        if total is not None:
-            site = replace(site, root=total.root, reduction="sum", nodes={*site.nodes, *total.nodes})
+        total = weighted_sum(view, site.root) if site.reduction == "none" and head.shards is None else None
+        root, summed = (site.root, []) if total is None else (total.root, total.nodes)
         given, chain = head.inputs, head.chain
         to_logits = [*head.above, *chain]
         deferred, inside = (), ()  # a DTensor is not deferred
         if head.shards is None or not head.shards.scattered:
-            deferred, inside = deferrable_outputs(search, to_logits, {*site.nodes, *to_logits}, head.sources)
+            deferred, inside = deferrable_outputs(search, to_logits, {*site.nodes, *summed, *to_logits}, head.sources)
         inputs = {**given, "target": site.target}
         if site.weight is not None:
             inputs["weight"] = site.weight
@@ -90,12 +87,11 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             inputs["count"] = count
         yield Match(
             fusion="linear_cross_entropy",
-            outputs=(site.root,),
-            nodes=frozenset((*site.nodes, *chain, *inside)),
+            outputs=(root,),
+            nodes=frozenset((*site.nodes, *summed, *chain, *inside)),
             inputs=inputs,
-            others={} if total is None else {f"weight_{i}": node for i, node in enumerate(total.others)},
             statics={
-                "reduction": site.reduction,
+                "reduction": site.reduction if total is None else "sum",
                 "ignore_index": site.ignore_index,
                 "label_smoothing": site.label_smoothing,
                 "softcap": head.seen.softcap,
@@ -106,7 +102,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             deferred=deferred,
             unmade={"logits": head.seen.source},
             sharded=frozenset() if head.shards is None else frozenset(given),
-            reading=(site, head, None if total is None else (total, rows)),
+            reading=(site, head, total),
         )
 
 
@@ -124,32 +120,34 @@ def _division(view: View, total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def emit(editor: Editor, match: Match) -> None:
-    site, head, weighted = match.reading
-    root, seen = site.root, head.seen
+    site, head, total = match.reading
+    root, seen = match.root, head.seen
     grad = editor.view.effects.region[seen.source][0]
     needs = [bool(grad and n is not None and example(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
     can_compute = _hands_out_logits(editor, match)
     computes = can_compute and editor.outputs_are_read
     with editor.graph.inserting_before(root):
         x, lm_head, bias, target = operands(editor, head, site)
+        more: dict[str, Any] = {}
+        if total is not None:
+            more["row_weights"] = weights_of_rows(editor, total, target, root)
+            uncounted = editor.call(torch.eq, (more["row_weights"], 0), like=root)
+            target = editor.call(torch.where, (uncounted, site.ignore_index, target), like=root)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
             editor.saves_memory, *(() if head.shards is None else head.shards.part),
         )  # fmt: skip
-        more = {name: match.statics[name] for name in ("z_loss", "z_over")} if match.statics["z_loss"] else {}
+        more |= {name: match.statics[name] for name in ("z_loss", "z_over")} if match.statics["z_loss"] else {}
         if "count" in match.inputs:
             more["count"] = match.inputs["count"]
-        if weighted is not None:
-            total, rows = weighted
-            more["row_weights"] = weights_of_rows(editor, total, rows, target, like=root)
-            uncounted = editor.call(torch.eq, (more["row_weights"], 0), like=root)
-            target = editor.call(torch.where, (uncounted, site.ignore_index, target), like=root)
         call = editor.call(op, (x, lm_head, bias, target, site.weight, *options), more, like=root)
         loss = editor.item(call, 0, like=root)
         if site.sign < 0:
             loss = editor.method("neg", (loss,), like=root)
         if site.reduction == "none":
-            loss = shaped_as(editor, loss, site, root)
+            loss = shaped_as(editor, loss, site, site.root)
+        if total is not None:
+            loss = made_again(editor, total, loss)
         loss = editor.cast(loss, example(root).dtype, like=root)
         if head.shards is not None and head.shards.scattered:
             loss = editor.call(replicated_beside, (loss, head.lm_head), like=root)

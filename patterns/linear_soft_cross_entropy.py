@@ -24,9 +24,17 @@ from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_soft_cross_entropy import linear_soft_cross_entropy as op
 from fx_fusion.patterns.sites.head import Head, head_of, linear_operands, sources_of_logits, why_small
 from fx_fusion.patterns.sites.loss import LossSite, find_losses
-from fx_fusion.patterns.sites.row_weights import WeightedSum, weight_below, weighted_sum, weights_of_rows
-from fx_fusion.patterns.sites.rows import one_a_row
-from fx_fusion.patterns.sites.soft_loss import find_soft_losses
+from fx_fusion.patterns.sites.row_weights import (
+    WeightedSum,
+    is_written,
+    made_again,
+    over_classes,
+    weight_below,
+    weighted_sum,
+    weights_of_rows,
+)
+from fx_fusion.patterns.sites.rows import one_a_row, shaped_as
+from fx_fusion.patterns.sites.soft_loss import SoftSite, find_soft_losses
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 
@@ -64,17 +72,16 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             yield NearMiss("linear_soft_cross_entropy", loss.root, head.seen.source, reason)
             continue
         q, hard = site.distribution, _hard_loss(view, site.total, head, hard_losses)
-        root, nodes, others, chain = loss.root, {*loss.nodes, *head.chain}, [*site.total.others], head.chain
+        root, nodes, chain = loss.root, {*loss.nodes, *head.chain}, head.chain
         if hard is not None:
-            root, nodes, others = hard.above.root, nodes | hard.nodes, [*others, *hard.others]
-            chain = [*chain, *hard.head.chain]
+            root, nodes, chain = hard.above.root, nodes | hard.nodes, [*chain, *hard.head.chain]
         deferred, inside = deferrable_outputs(search, chain, nodes, head.sources)
         yield Match(
             fusion="linear_soft_cross_entropy",
             outputs=(root,),
             nodes=frozenset((*nodes, *inside)),
             inputs={**head.inputs, "values": q.values},
-            others={f"other_{i}": node for i, node in enumerate(others)},
+            others={} if hard is None else {"target": hard.site.target},
             statics={"kind": q.kind, "divergence": site.divergence, "values_scale": q.scale, "scale": head.seen.scale},
             crossed=frozenset(q.crossed),
             deferred=deferred,
@@ -100,10 +107,6 @@ class _Hard:
         own = {*self.site.nodes, *self.head.chain, *self.total.nodes}
         return {*own, *self.above.nodes, *self.total.root.users}
 
-    @property
-    def others(self) -> list[fx.Node]:
-        return [self.site.target, *self.total.others, *self.above.others]
-
 
 def _hard_loss(view: View, soft: WeightedSum, head: Head, losses: list[LossSite]) -> _Hard | None:
     """The cross-entropy of the logits that ``head`` makes too, if the two are added."""
@@ -117,15 +120,20 @@ def _hard_loss(view: View, soft: WeightedSum, head: Head, losses: list[LossSite]
         if total is None or {total.root, soft.root} != signs.keys() or len(total.root.users) != 1:
             continue
         found = head_of(view, site, "linear_soft_cross_entropy")
-        same = not isinstance(found, NearMiss) and (found.seen.source, found.seen.row_slices, found.bias) == (
-            head.seen.source, head.seen.row_slices, head.bias
-        )  # fmt: skip
+        same = not isinstance(found, NearMiss) and _made_by(found) == _made_by(head)
         above = weighted_sum(view, both)
         plain = site.weight is None and not site.label_smoothing
-        if isinstance(found, NearMiss) or not same or not plain or above is None or found.seen.softcap or found.seen.classes:
+        if above is not None and any(is_written(view, t.rows, above.root, t.others) for t in (soft, total)):
+            continue
+        if isinstance(found, NearMiss) or not same or not plain or above is None or found.seen.softcap:
             continue
         return _Hard(site, found, total, above, (signs[soft.root], signs[total.root]))
     return None
+
+
+def _made_by(head: Head) -> tuple[Any, ...]:
+    """What two losses of the same logits share."""
+    return head.seen.source, head.seen.row_slices, head.seen.classes, head.bias
 
 
 def emit(editor: Editor, match: Match) -> None:
@@ -138,22 +146,21 @@ def emit(editor: Editor, match: Match) -> None:
         alike = editor.method("select", (x, 1, 0), like=root)
         first = None if hard is None else weight_below(editor, hard.above, root)
         weights = weights_of_rows(
-            editor, site.total, site.terms, alike, root, of_classes=site.of_classes, divisors=site.divisors, first=first
+            editor, site.total, alike, root, of_classes=site.of_classes, divisors=site.divisors, first=first
         )  # fmt: skip
-        sign = site.sign * (1 if hard is None else hard.signs[0])
-        weights = weights if sign > 0 else editor.method("neg", (weights,), like=root)
+        weights = _signed(editor, weights, site.sign * (1 if hard is None else hard.signs[0]), root)
         given: tuple[Any, ...] = (
             x, lm_head, bias, match.inputs["values"], weights, statics["kind"], statics["divergence"],
             float(statics["values_scale"]), float(statics["scale"]), needs, editor.saves_memory,
         )  # fmt: skip
-        count = None
-        if hard is not None:
-            target, of_hard, count = _hard_weights(editor, hard, alike, first, root)
-            given = (*given, target, of_hard, float(hard.head.seen.scale))
-        loss = editor.item(editor.call(op, given, like=root), 0, like=root)
-        if count is not None:  # PyTorch's mean over no class is 0 / 0
-            none = editor.call(torch.eq, (count, 0), like=root)
-            loss = editor.call(torch.add, (loss, editor.call(torch.where, (none, float("nan"), 0.0), like=root)), like=root)
+        if hard is None:
+            call = editor.call(op, given, like=root)
+            loss = _soft_number(editor, site, editor.item(call, 0, like=root), root)
+        else:
+            of_hard = _hard_operands(editor, hard, alike, first, root)
+            call = editor.call(op, (*given, *of_hard, float(hard.head.seen.scale)), like=root)
+            soft = _soft_number(editor, site, editor.item(call, 0, like=root), root)
+            loss = _with_hard_number(editor, hard, soft, editor.item(call, 1, like=root), of_hard[0], root)
         loss = editor.cast(loss, example(root).dtype, like=root)
         sources = sources_of_logits(editor, head, match)
         editor.replace(root, loss)
@@ -161,18 +168,55 @@ def emit(editor: Editor, match: Match) -> None:
     editor.erase([*match.nodes, *match.crossed])
 
 
-def _hard_weights(editor: Editor, hard: _Hard, alike: fx.Node, first: fx.Node | None, like: fx.Node) -> tuple[Any, ...]:
-    """The classes (m) of rows, the weights (m) of their losses, 0 where a class is ignored; under a mean the number of those
-    that are not."""
-    site, count = hard.site, None
+def _signed(editor: Editor, node: fx.Node, sign: int, like: fx.Node) -> fx.Node:
+    return node if sign > 0 else editor.method("neg", (node,), like=like)
+
+
+def _soft_number(editor: Editor, site: SoftSite, rows: fx.Node, like: fx.Node) -> fx.Node:
+    """The number that the graph makes of the terms, from one soft loss (m) a row."""
+    assert site.total is not None
+    rows = _signed(editor, rows, site.sign, like)
+    if example(site.terms).dim() == 0:
+        rows = editor.method("sum", (rows,), like=like)
+        for size in site.divisors:
+            rows = editor.call(torch.div, (rows, size), like=like)
+    if not site.of_classes:
+        return made_again(editor, site.total, rows)
+    value, start = over_classes(editor, site.total, rows, like)
+    return made_again(editor, site.total, value, start)
+
+
+def _hard_operands(editor: Editor, hard: _Hard, alike: fx.Node, first: fx.Node | None, like: fx.Node) -> tuple[fx.Node, ...]:
+    """The classes (m) of rows, and the weights (m) of their losses, 0 where a class is ignored."""
+    site = hard.site
     target = one_a_row(editor, site)
-    weights = weights_of_rows(editor, hard.total, site.root, alike, like, first=first)
-    weights = weights if site.sign * hard.signs[1] > 0 else editor.method("neg", (weights,), like=like)
-    ignored = editor.call(torch.eq, (target, site.ignore_index), like=like)
+    weights = weights_of_rows(editor, hard.total, alike, like, first=first)
+    weights = _signed(editor, weights, site.sign * hard.signs[1], like)
     if site.reduction == "mean":
-        count = editor.method("sum", (editor.call(torch.ne, (target, site.ignore_index), like=like),), like=like)
-        weights = editor.call(torch.div, (weights, count), like=like)
-    return target, editor.call(torch.where, (ignored, 0.0, weights), like=like), count
+        weights = editor.call(torch.div, (weights, _number_of(editor, target, site, like)), like=like)
+    ignored = editor.call(torch.eq, (target, site.ignore_index), like=like)
+    return target, editor.call(torch.where, (ignored, 0.0, weights), like=like)
+
+
+def _with_hard_number(
+    editor: Editor, hard: _Hard, soft: fx.Node, rows: fx.Node, target: fx.Node, like: fx.Node
+) -> fx.Node:  # fmt: skip
+    """The number above the sum of both, from the soft one and one hard loss (m) a row."""
+    site = hard.site
+    value = _signed(editor, rows, site.sign, like)
+    if site.reduction == "none":
+        value = shaped_as(editor, value, site, site.root)
+    else:
+        value = editor.method("sum", (value,), like=like)
+    if site.reduction == "mean":
+        value = editor.call(torch.div, (value, _number_of(editor, target, site, like)), like=like)
+    value = made_again(editor, hard.total, value)
+    soft, value = (_signed(editor, n, sign, like) for n, sign in zip((soft, value), hard.signs, strict=True))
+    return made_again(editor, hard.above, editor.call(torch.add, (soft, value), like=like))
+
+
+def _number_of(editor: Editor, target: fx.Node, site: LossSite, like: fx.Node) -> fx.Node:
+    return editor.method("sum", (editor.call(torch.ne, (target, site.ignore_index), like=like),), like=like)
 
 
 def guard(x, lm_head, bias, values, kind, divergence, values_scale, scale):

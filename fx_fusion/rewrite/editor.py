@@ -77,9 +77,11 @@ class Editor:
         node = self.graph.call_function(target, args, kwargs)
         return self._describe(node, target, like)
 
-    def method(self, name: str, args: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
+    def method(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+    ) -> fx.Node:  # fmt: skip
         """A new ``call_method`` node, likewise."""
-        node = self.graph.call_method(name, self._operands(args, like))
+        node = self.graph.call_method(name, self._operands(args, like), self._operands(kwargs or {}, like))
         return self._describe(node, getattr(torch.Tensor, name), like)
 
     def cast(self, node: Any, dtype: torch.dtype, *, like: fx.Node) -> Any:

@@ -80,8 +80,8 @@ def is_large(logits: Tensor) -> bool:
 
 
 def may_wait(deferred: Any) -> bool:
-    """Whether what is computed of deferred logits may be deferred, too. In a loss that is checkpointed alone it may not: when
-    it runs again they have been read, and it would save other tensors."""
+    """Whether what is computed of deferred logits may be deferred, too. In a loss that is checkpointed alone it may not:
+    when it runs again they have been read, and it would save other tensors."""
     alike = deferred.source.recipe.is_checkpointed or not has_saved_tensor_hooks()
     return alike and is_large(deferred) and torch.is_grad_enabled()
 

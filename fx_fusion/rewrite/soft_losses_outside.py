@@ -7,6 +7,7 @@ Of deferred log-probabilities (``rewrite.log_probs_outside``) and logits that no
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def _kl_div(
         return None
     kind = "log_probabilities" if log_target else "probabilities"
     loss = _taken(input, target, kind, input.shape[: _DIVISORS[reduction]], divergence=True)
-    return None if loss is None else loss.to(_dtype_of_kl_div(input.dtype, target.dtype, input.device.type))
+    return None if loss is None else loss.to(_dtype_of(F.kl_div, input.dtype, target.dtype, input.device.type))
 
 
 def _cross_entropy(
@@ -43,12 +44,11 @@ def _cross_entropy(
         return cross_entropy_of_unread(*given)
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum") or input.dim() != 2:
         return None
-    if weight is not None or label_smoothing != 0:
-        return None
+    if weight is not None or label_smoothing != 0 or ignore_index >= 0:
+        return None  # or PyTorch says what is wrong
     rows = input.shape[:1] if reduction == "mean" else ()
     loss = _taken(input, target, "probabilities", rows, divergence=False)
-    around = autocast_dtype(input.device.type)
-    return None if loss is None else loss.to(input.dtype if around is None else torch.float32)
+    return None if loss is None else loss.to(_dtype_of(F.cross_entropy, input.dtype, target.dtype, input.device.type))
 
 
 def _taken(input: Any, target: Any, kind: str, divisors: Any, *, divergence: bool) -> Tensor | None:
@@ -67,25 +67,29 @@ def _taken(input: Any, target: Any, kind: str, divisors: Any, *, divergence: boo
         x, lm_head, bias = found.for_a_product()
         if x.dtype == torch.float16:
             return None
-        weight = functools.reduce(lambda w, size: w / size, divisors, 1.0)
+        weight = functools.reduce(lambda w, size: w / max(size, 1), divisors, 1.0)
         weights = torch.full(x.shape[:1], weight, dtype=torch.float32, device=x.device)
         needs = [t is not None and t.requires_grad for t in (found.rows, found.weight, found.bias)]
         options = (kind, divergence, 1.0, found.scale, needs)
-        loss = linear_soft_cross_entropy(x, lm_head, bias, target, weights, *options)[0]
+        loss = linear_soft_cross_entropy(x, lm_head, bias, target, weights, *options)[0].sum()
+        for size in divisors:
+            loss = loss / size
     found.were_taken()
     return loss
 
 
-def _dtype_of_kl_div(input: torch.dtype, target: torch.dtype, device: str) -> torch.dtype:
-    """The dtype of a divergence of two tensors, which autocast may widen."""
-    return _widened(input, target, device, autocast_dtype(device))
+def _dtype_of(loss: Callable[..., Tensor], input: torch.dtype, target: torch.dtype, device: str) -> torch.dtype:
+    """The dtype of a loss of two tensors, which autocast may widen."""
+    return _widened(loss, input, target, device, autocast_dtype(device))
 
 
 @functools.cache
-def _widened(input: torch.dtype, target: torch.dtype, device: str, around: torch.dtype | None) -> torch.dtype:
-    log_p, q = (torch.zeros(1, dtype=dtype, device=device) for dtype in (input, target))
+def _widened(
+    loss: Callable[..., Tensor], input: torch.dtype, target: torch.dtype, device: str, around: torch.dtype | None
+) -> torch.dtype:  # fmt: skip
+    one, other = (torch.zeros((1, 1), dtype=dtype, device=device) for dtype in (input, target))
     with torch.autocast(device, dtype=around, enabled=around is not None):
-        return F.kl_div(log_p, q, reduction="sum").dtype
+        return loss(one, other, reduction="sum").dtype
 
 
 TAKEN[F.kl_div] = _kl_div

@@ -82,18 +82,20 @@ class _KeptForBoth(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, lm_head, bias, target)
         ctx.scale, ctx.logits = scale, F.linear(x, lm_head, bias)
-        one, zero = torch.ones(len(x), device=x.device), torch.zeros(len(x), device=x.device)
-        return tuple(_fill_both(ctx.logits, target, scale, *of) for of in ((one, zero), (zero, one)))
+        one = torch.ones(len(x), device=x.device)
+        losses = _fill_both(ctx.logits, target, scale, one, one)
+        return losses[:, 1].contiguous(), losses[:, 0].contiguous()
 
     backward = staticmethod(first_derivatives_only("class_and_sum_of_kept_logits", _of_both))
 
 
 def _fill_both(logits, target, scale, of_class: Tensor, of_all: Tensor, dlogits=None) -> Tensor:
-    """Returns of_class · (−log p_y) + of_all · Σ_c (−log p_c) of each row; fills ``dlogits``, which may be the logits."""
+    """Returns Σ_c (−log p_c) and −log p_y (m, 2) of each row; fills ``dlogits``, which may be the logits, with the gradient
+    of these times ``of_all`` and ``of_class``."""
     m, v = logits.shape
     ones = torch.ones(1, v, device=logits.device).expand(m, v)
     soft = Soft(ones, of_all.contiguous(), "probabilities", False, 1.0, target, of_class.contiguous(), scale)
-    rows, loss = torch.arange(m, device=logits.device), torch.empty(m, dtype=torch.float32, device=logits.device)
+    rows, loss = torch.arange(m, device=logits.device), torch.empty((m, 2), dtype=torch.float32, device=logits.device)
     step = max(1, m) if logits.is_cuda or interpreting() else _CPU_ROWS
     for start in range(0, m, step):
         at = slice(start, start + step)

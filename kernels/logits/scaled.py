@@ -21,6 +21,7 @@ from fx_fusion.ops.on_cpu import interpreting
 from fx_fusion.torch_internals.dispatch import is_freed_after_this_backward
 from fx_fusion.torch_internals.lowerings import scaled_in_place
 
+_ROUNDINGS = 2**-21  # of a product of weights and gradients that was made in another order
 _PROGRAMS, _BLOCK = 1056, 4096  # eight programs for each multiprocessor of an H200
 
 
@@ -62,6 +63,18 @@ def scaled_gradients(dx, dw, db, dx_factor, dw_factor):
     """``dx``, ``dw`` and ``db`` that a forward saved for the backward that runs, times the factors."""
     dx = scaled_for_good(dx, dx_factor) if type(dx) is torch.Tensor else dx.float() * dx_factor  # for Inductor to fuse
     return dx, scaled_for_good(dw, dw_factor), db * dx_factor
+
+
+def factor_behind(dlosses, weights):
+    """What ``dlosses``, vectors that are proportional to ``weights``, are the weights times of: 1 where a loss is called
+    backward at once. Weights of 0 and those that are not finite say nothing; 0 where none says anything."""
+    above = below = torch.zeros((), dtype=torch.float64, device=weights[0].device)
+    for d, w in zip(dlosses, weights, strict=True):
+        known = w.isfinite() & (w != 0)
+        d, w = (torch.where(known, t, 0).double() for t in (d, w))
+        above, below = above + (d * w).sum(), below + w.square().sum()
+    factor = torch.where(below == 0, 0.0, above / below).float()
+    return torch.where((factor - 1).abs() <= _ROUNDINGS, 1.0, factor)
 
 
 def _lowering(x, factor):

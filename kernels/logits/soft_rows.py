@@ -5,18 +5,19 @@
          = exp(t_c)                of "log_probabilities" t
          = exp(s·t_c) / Σ exp(s·t_c)   of "logits" t, with a scale s of their own
     soft = Σ_c q_c · (lse − z_c)  [+ Σ_c q_c log q_c, with ``divergence``; 0 log 0 = 0]
-    dl_c = dsoft · scale · (p_c · Σ q − q_c)
 
 and, where there are classes y too, the usual cross-entropy of the same logits, with a scale of its own:
 
     x_c  = hard_scale · l_c,  hard = log Σ_c exp(x_c) − x_y
-    loss = w_soft · soft + w_hard · hard                   w: of the row; a part whose w is 0 is left out
+
+The gradient is that of w_soft · soft + w_hard · hard, w a weight of the row; a loss whose w is 0 is 0, too:
+
     dl_c = w_soft · scale · (p_c · Σ q − q_c) + w_hard · hard_scale · (exp(x_c − log Σ exp(x)) − [c = y])
 
 Shapes     logits: (m, at least v), unit stride along the classes; values t: (.., v) of up to two dims before the classes, of
            any strides but the last; rows: (k) int64, those of t that the k rows of logits belong to; w, y: of all rows of t;
-           loss: (k).
-Dtypes     logits, t: bf16 | fp16 | fp32, gradient as logits; w and loss in fp32; y int64; arithmetic in fp32. A class y
+           losses: (k, 2), soft and hard.
+Dtypes     logits, t: bf16 | fp16 | fp32, gradient as logits; w and losses in fp32; y int64; arithmetic in fp32. A class y
            outside of 0..v-1 gives NaN where w_hard is not 0.
 Traffic    logits and t read twice, the second time from the end of a row; dl written.
 Source     Hinton et al. 2015, arXiv:1503.02531 (distillation); Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -130,7 +131,7 @@ def _soft_rows_kernel(
         loss = (top + tl.log(total)) * q_sum - product
         if DIVERGENCE:
             loss += log
-        loss = tl.where(w_soft == 0.0, 0.0, w_soft * loss)
+        tl.store(loss_ptr + 2 * row, tl.where(w_soft == 0.0, 0.0, loss))
         w_hard = 0.0
         hard_top = 0.0
         hard_total = 1.0
@@ -139,13 +140,12 @@ def _soft_rows_kernel(
             w_hard = tl.load(hard_ptr + at)
             y = tl.load(y_ptr + at)
             known = (y >= 0) & (y < v)
-            w_hard = tl.where(known | (w_hard == 0.0), w_hard, float("nan"))
+            w_hard = tl.where(known | (w_hard == 0.0), w_hard, float("nan"))  # so that no optimizer steps with it
             hard_top = tl.max(hard_tops, 0)
             hard_total = tl.sum(hard_sums * exp(hard_tops - hard_top), 0)
             x_y = tl.load(l_row + y, known, 0.0).to(tl.float32) * hard_scale
-            hard = tl.log(hard_total) + (hard_top - x_y)
-            loss += tl.where(w_hard == 0.0, 0.0, w_hard * hard)
-        tl.store(loss_ptr + row, loss)
+            hard = tl.where(known, tl.log(hard_total) + (hard_top - x_y), float("nan"))
+            tl.store(loss_ptr + 2 * row + 1, tl.where(w_hard == 0.0, 0.0, hard))
         if GRADIENT:
             tl.debug_barrier()  # the logit of y is read before any lane overwrites it
             p_factor = q_sum / total * w_soft * scale
@@ -191,9 +191,9 @@ class Soft:
     hard_scale: float = 1.0
 
     def rows(self, logits, v, rows, weight, options, loss, dloss, dlogits, entropy=None, dentropy=None, z_factor=None):
-        """Fill ``loss`` of one chunk of ``logits``, of the ``rows`` of the values, and ``dlogits``, which may be the chunk
-        itself or None. The parameters are those of ``logit_chunks.loss_of_rows``; there are no class weights, no upstream
-        gradients and no entropies; of the ``options`` the scale counts."""
+        """Fill ``loss`` (k, 2) of one chunk of ``logits``, of the ``rows`` of the values, and ``dlogits``, which may be the
+        chunk itself or None. The parameters are those of ``logit_chunks.loss_of_rows``; there are no class weights, no
+        upstream gradients and no entropies; of the ``options`` the scale counts."""
         scale = options[3]
         if logits.is_cuda or interpreting():
             self._launch(logits, v, rows, scale, loss, dlogits)
@@ -231,7 +231,7 @@ class Soft:
         if self.divergence:
             soft += (torch.xlogy(q, q) if self.kind == "probabilities" else torch.where(q == 0, 0.0, q * values)).sum(-1)
         weights = self.weights[rows]
-        loss.copy_(torch.where(weights == 0, 0.0, weights * soft))
+        loss[:, 0] = torch.where(weights == 0, 0.0, soft)
         dl = None
         if dlogits is not None:
             dl = (log_p.exp_() * q.sum(-1, keepdim=True) - q) * (weights * scale)[:, None]
@@ -240,7 +240,7 @@ class Soft:
             log_p = torch.log_softmax(logits.float() * self.hard_scale, -1)
             weights, target = self.hard_weights[rows], self.target[rows]
             index = torch.where(weights == 0, 0, target)[:, None]  # an index error for a class out of range, as in PyTorch
-            loss -= torch.where(weights == 0, 0.0, weights * log_p.gather(1, index)[:, 0])
+            loss[:, 1] = torch.where(weights == 0, 0.0, -log_p.gather(1, index)[:, 0])
             if dl is not None:
                 of_hard = log_p.exp_().scatter_add_(1, index, torch.full_like(weights, -1.0)[:, None])
                 dl += torch.where((weights == 0)[:, None], 0.0, of_hard * (weights * self.hard_scale)[:, None])

@@ -15,11 +15,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.terms import example, is_tensor, negative_dim, same_shape, same_sizes
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
 from fx_fusion.rewrite.editor import Editor, Mismatch
+from fx_fusion.torch_internals.containers import map_nodes
 
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous")
 _Back = Callable[["_Weights", fx.Node], fx.Node]
@@ -27,31 +29,70 @@ _Back = Callable[["_Weights", fx.Node], fx.Node]
 
 @dataclass
 class WeightedSum:
-    """``root`` is the number, made from the losses by ``nodes`` that also read the tensors ``others``."""
+    """``root`` is the number, made from the losses ``rows`` by ``nodes``, one behind the other, that read ``others`` too."""
 
+    rows: fx.Node
     root: fx.Node
     nodes: list[fx.Node]
     others: list[fx.Node]
-    back: list[_Back]  # for each step from the losses up: the weights of what it reads, given those of its result
+    back: list[_Back]  # for each node: the weights of what it reads, given those of its result
 
 
 def weighted_sum(view: View, rows: fx.Node) -> WeightedSum | None:
-    """The number that nothing but linear steps make of the losses ``rows``, one or more; None where there is none."""
+    """The number that nothing but linear steps make of the losses ``rows``, one or more; None where there is none. The steps
+    may be made again behind the last of them: in one region, of tensors that nothing writes to until then."""
     nodes: list[fx.Node] = []
     others: list[fx.Node] = []
     back: list[_Back] = []
-    node, found = rows, None if example(rows).dim() else WeightedSum(rows, [], [], [])
+    node, found = rows, None if example(rows).dim() else WeightedSum(rows, rows, [], [], [])
     while len(node.users) == 1:
         (user,) = node.users
         step = _step(view, user, node, others) if is_tensor(user) else None
-        if step is None or example(user).dtype == torch.float64:
+        if step is None or example(user).dtype == torch.float64 or view.effects.region[user] != view.effects.region[rows]:
             break
         nodes.append(user)
         back.append(step)
         node = user
-        if example(node).dim() == 0:
-            found = WeightedSum(node, nodes[:], others[:], back[:])
+        if example(node).dim() == 0 and not is_written(view, rows, node, others):
+            found = WeightedSum(rows, node, nodes[:], others[:], back[:])
     return found
+
+
+def is_written(view: View, rows: fx.Node, root: fx.Node, others: Sequence[fx.Node]) -> bool:
+    """Whether something writes to one of ``others`` while a number is made of losses: the steps are made again behind it."""
+    return view.effects.writes_between(view.order[rows], view.order[root], others) is not None
+
+
+def made_again(editor: Editor, total: WeightedSum, value: fx.Node, start: int = 0) -> fx.Node:
+    """The number, of losses in float32 that take the place of those that the step ``start`` reads."""
+    below, root = total.nodes[start - 1] if start else total.rows, total.root
+    new = {below: value}
+    for node in total.nodes[start:]:
+        if editor.view.transparent(node) is below:  # a cast
+            new[node] = new[below]
+        else:
+            args, kwargs = map_nodes(lambda n: new.get(n, n), (node.args, dict(node.kwargs)))
+            made = editor.method if node.op == "call_method" else editor.call
+            new[node] = made(node.target, args, kwargs, like=root)
+        below = node
+    return new[below]
+
+
+def over_classes(editor: Editor, total: WeightedSum, rows: fx.Node, like: fx.Node) -> tuple[fx.Node, int]:
+    """What the steps up to that which adds up the classes make of numbers of a row and a class, from their sums ``rows``
+    (m), float32; and the number of the next step. Raises Mismatch where other steps than products come before it."""
+    shape = example(total.rows).shape
+    last = next((n for n, node in enumerate(total.nodes) if not same_sizes(example(node).shape, shape)), None)
+    bound = None if last is None else editor.view.arguments_of(total.nodes[last], "sum", "mean")
+    dims = None if bound is None else _dims(bound, len(shape))
+    if last is None or bound is None or not dims or len(shape) - 1 not in dims:
+        raise Mismatch("the terms are not added up over the classes first")
+    begin = WeightedSum(total.rows, total.nodes[last], total.nodes[: last + 1], [], total.back[: last + 1])
+    weight = weight_of_all_classes(editor, weight_below(editor, begin, like), like)
+    value = editor.call(torch.mul, (editor.method("reshape", (rows, tuple(shape[:-1])), like=like), weight), like=like)
+    if dims[:-1]:
+        value = editor.method("sum", (value, tuple(dims[:-1]), bound["keepdim"]), like=like)
+    return editor.method("unsqueeze", (value, -1), like=like) if bound["keepdim"] else value, last + 1
 
 
 def weight_below(editor: Editor, total: WeightedSum, like: fx.Node, first: fx.Node | None = None) -> fx.Node:
@@ -66,26 +107,33 @@ def weight_below(editor: Editor, total: WeightedSum, like: fx.Node, first: fx.No
 
 
 def weights_of_rows(
-    editor: Editor, total: WeightedSum, rows: fx.Node, alike: fx.Node, like: fx.Node, *, of_classes: bool = False,
+    editor: Editor, total: WeightedSum, alike: fx.Node, like: fx.Node, *, of_classes: bool = False,
     divisors: Sequence[Any] = (), first: fx.Node | None = None,
 ) -> fx.Node:  # fmt: skip
     """The weight (m), float32, of each row in the number; ``alike``: a node (m).
 
-    ``rows`` are losses, with ``of_classes`` numbers of a row and a class, all classes of one weight, or one loss that is a
-    sum over the rows, divided by the ``divisors``. ``first``: the weight of the number itself. Raises Mismatch where classes
-    have weights of their own."""
+    The number is made of losses, with ``of_classes`` of numbers of a row and a class, all classes of one weight, or of one
+    loss that is a sum over the rows, divided by the ``divisors``. ``first``: the weight of the number itself. Raises
+    Mismatch where classes have weights of their own."""
     weights, weight = _Weights(editor, like), weight_below(editor, total, like, first)
     for size in divisors:
         weight = weights.call(torch.div, weight, size)
     if weights.is_one_number(weight):
         alone = editor.method("reshape", (weight, ()), like=like)
         return editor.method("contiguous", (editor.method("expand_as", (alone, alike), like=like),), like=like)
-    shape = tuple(example(rows).shape)
+    shape = tuple(example(total.rows).shape)
     if of_classes:
-        if not statically_known_true(example(weight).shape[-1] == 1):
-            raise Mismatch("the classes of a row have weights of their own; one number a row is fused")
-        weight, shape = editor.method("squeeze", (weight, -1), like=like), shape[:-1]
+        weight, shape = weight_of_all_classes(editor, weight, like), shape[:-1]
     return editor.method("reshape", (weights.spread_to(weight, shape), -1), like=like)
+
+
+def weight_of_all_classes(editor: Editor, weight: fx.Node, like: fx.Node) -> fx.Node:
+    """A weight of each row and class without the dim of classes, which all have one. Raises Mismatch where they have not."""
+    if example(weight).dim() == 0:
+        return weight
+    if not statically_known_true(example(weight).shape[-1] == 1):
+        raise Mismatch("the classes of a row have weights of their own; one number a row is fused")
+    return editor.method("squeeze", (weight, -1), like=like)
 
 
 @dataclass
@@ -150,14 +198,13 @@ def _view(node: fx.Node, below: fx.Node) -> _Back:
 def _reduction(node: fx.Node, below: fx.Node, bound: Any, name: str) -> _Back | None:
     if bound["dtype"] is not None and not keeps_values(example(below).dtype, bound["dtype"]):
         return None
-    shape, dims = example(below).shape, bound["dim"]
-    dims = tuple(range(len(shape))) if dims is None else dims if isinstance(dims, (tuple, list)) else (dims,)
-    if not all(isinstance(d, int) for d in dims):
+    shape = example(below).shape
+    dims = _dims(bound, len(shape))
+    if dims is None:
         return None
-    dims = sorted(negative_dim(d, len(shape)) + len(shape) for d in dims) or list(range(len(shape)))
 
     def back(w: _Weights, weight: fx.Node) -> fx.Node:
-        for dim in dims if name == "mean" else ():
+        for dim in dims if name == "mean" and shape else ():  # x.mean(0) of one number is that
             weight = w.call(torch.div, weight, shape[dim])
         if w.is_one_number(weight):
             return w.editor.method("reshape", (weight, ()), like=w.like)
@@ -167,6 +214,15 @@ def _reduction(node: fx.Node, below: fx.Node, bound: Any, name: str) -> _Back | 
         return weight
 
     return back
+
+
+def _dims(bound: Any, rank: int) -> list[int] | None:
+    """The dims that a sum or a mean is over, from the first on; None where they change."""
+    dims = bound["dim"]
+    dims = range(rank) if dims is None else dims if isinstance(dims, (tuple, list)) else (dims,)
+    if not all(isinstance(d, int) for d in dims):
+        return None
+    return sorted(negative_dim(d, rank) + rank for d in dims) or list(range(rank))
 
 
 def _product(view: View, node: fx.Node, below: fx.Node, others: list[fx.Node], name: str) -> _Back | None:
@@ -210,6 +266,8 @@ def _is_constant(other: Any, below: fx.Node, others: list[fx.Node]) -> bool:
         return isinstance(example(other), (int, float, torch.SymInt, torch.SymFloat))
     known = example(other)
     if known.requires_grad or known.is_complex() or known.dtype == torch.float64 or known.device != example(below).device:
+        return False
+    if why_not_plain(known) is not None:
         return False
     others.append(other)
     return True

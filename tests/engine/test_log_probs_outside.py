@@ -265,3 +265,12 @@ def test_logits_are_kept_where_they_are_small_beside_the_memory(monkeypatch):
     monkeypatch.setattr(loss_outside, "memory_of_device", lambda x: 7 * B * L * V * 4)
     check(Model(), SPELLINGS["gather"])
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["gather", "nll_loss", "wider"])
+def test_a_loss_that_is_checkpointed_alone(name):
+    model, exact = Model(), Model()
+    checkpoint(SPELLINGS[name], compiled_of(model)(ids), use_reentrant=False).backward()
+    checkpoint(SPELLINGS[name], exact(ids), use_reentrant=False).backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from tests.engine.test_loss_behind_a_break import gradients, of_graphs
@@ -55,6 +56,31 @@ def test_bfloat16_and_autocast():
     for name in ("batchmean", "cross_entropy"):
         check(Model().bfloat16(), lambda z, f=TAKEN_LOSSES[name]: f(z.float()), rtol=5e-2, atol=5e-2)
         check(Model(), TAKEN_LOSSES[name], rtol=5e-2, atol=5e-2, dtype=torch.bfloat16)
+
+
+def test_dtypes_of_results_are_eagers():
+    """PyTorch promotes logits and probabilities, in autocast and outside of it."""
+    q = teacher.softmax(-1).view(-1, V)
+    for loss_of in (lambda z: F.cross_entropy(z.view(-1, V), q), lambda z: F.kl_div(z.log_softmax(-1).view(-1, V), q)):
+        check(Model().bfloat16(), loss_of, rtol=5e-2, atol=5e-2)
+        check(Model(), lambda z, f=loss_of: torch.autocast("cpu", enabled=False)(f)(z), rtol=5e-2, atol=5e-2, dtype=torch.bfloat16)
+
+
+def test_an_error_of_pytorchs():
+    for call in (Model(), compiled_of(Model())):
+        z = call(ids).view(-1, V)
+        with pytest.raises(RuntimeError, match="ignore_index is not supported"):
+            F.cross_entropy(z, teacher.softmax(-1).view(-1, V), ignore_index=5)
+
+
+@pytest.mark.parametrize("name", ["batchmean", "cross_entropy"])
+def test_a_loss_that_is_checkpointed_alone(name):
+    """What waited in the first run would be there in the second, which would save other tensors."""
+    model, exact = Model(), Model()
+    checkpoint(TAKEN_LOSSES[name], compiled_of(model)(ids), use_reentrant=False).backward()
+    checkpoint(TAKEN_LOSSES[name], exact(ids), use_reentrant=False).backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_teacher_that_is_compiled_too():

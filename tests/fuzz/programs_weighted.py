@@ -48,7 +48,7 @@ def number(m: Maker, rows: str, *, classes: bool = False) -> str:
         rows = m.let("rows", m.pick(
             f"{rows} * {by}", f"{by} * {rows}", f"{rows} * {by}", f"torch.where({by} != 0, {rows}, 0.0)", f"-{rows}",
             f"{rows}.masked_fill({by} == 0, 0)", f"{rows} / {n}", f"{rows}.float()", f"{rows} * {by}.sum()", f"{rows}.view(-1).view(B, S)",
-            f"{rows} / {by}.sum(-1, keepdim=True)", f"{rows} + 1", f"{rows}.square()", f"{rows} * {rows}.detach()",
+            f"{rows} / ({by}.sum(-1, keepdim=True) + 3)", f"{rows} + 1", f"{rows}.square()", f"{rows} * {rows}.detach()",
             f"torch.where({by} != 0, {rows}, 1.0)", f"{rows}.t().t()",
         ).replace("view(B, S)", f"view({rows}.shape)"))  # fmt: skip
     by = mask(m)

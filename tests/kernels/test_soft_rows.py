@@ -39,9 +39,12 @@ def check(values, kind, divergence, weights, device, *, values_scale=0.5, scale=
     exact = [None if t is None else t.detach().double().requires_grad_() for t in given]
     target, hard_weights, hard_scale = hard or (None, None, 1.0)
     needs = [True, True, bias]
-    loss = linear_soft_cross_entropy(
+    soft, of_classes = linear_soft_cross_entropy(
         *given, values, weights, kind, divergence, values_scale, scale, needs, False, target, hard_weights, hard_scale
-    )[0]
+    )[:2]
+    loss = (soft * weights).sum()
+    if hard is not None:
+        loss = loss + (of_classes * hard_weights).sum()
     expected = exact_loss(
         F.linear(*exact), values, weights, kind, divergence, values_scale, scale, target, hard_weights, hard_scale
     )
@@ -95,9 +98,11 @@ def test_a_class_out_of_range(device):
     target[2] = V
     x, w = (torch.randn(n, H, device=device, requires_grad=True) for n in (M, V))
     values = values_of("logits", device)
-    loss = linear_soft_cross_entropy(x, w, None, values, ones, "logits", True, 1.0, 1.0, [True, True, False], False, target, ones)[0]
-    assert loss.isnan()
-    assert torch.autograd.grad(loss, x)[0].isnan().all(1).tolist() == [i == 2 for i in range(M)]
+    needs = [True, True, False]
+    soft, hard = linear_soft_cross_entropy(x, w, None, values, ones, "logits", True, 1.0, 1.0, needs, False, target, ones)[:2]
+    assert hard.isnan().tolist() == [i == 2 for i in range(M)]
+    assert soft.isfinite().all()
+    assert torch.autograd.grad(hard.sum() + soft.sum(), x)[0].isnan().all(1).tolist() == [i == 2 for i in range(M)]
 
 
 def test_rows_that_lie_apart(device):
