@@ -26,6 +26,7 @@ from fx_fusion.patterns.sites.head import Head, head_of, linear_operands, source
 from fx_fusion.patterns.sites.loss import LossSite, find_losses
 from fx_fusion.patterns.sites.row_weights import (
     WeightedSum,
+    divided,
     is_written,
     made_again,
     over_classes,
@@ -144,7 +145,7 @@ def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(root):
         x, lm_head, bias = linear_operands(editor, head)
         alike = editor.method("select", (x, 1, 0), like=root)
-        first = None if hard is None else weight_below(editor, hard.above, root)
+        first = None if hard is None else weight_below(editor, hard.above, alike, root)
         weights = weights_of_rows(
             editor, site.total, alike, root, of_classes=site.of_classes, divisors=site.divisors, first=first
         )  # fmt: skip
@@ -176,14 +177,12 @@ def _soft_number(editor: Editor, site: SoftSite, rows: fx.Node, like: fx.Node) -
     """The number that the graph makes of the terms, from one soft loss (m) a row."""
     assert site.total is not None
     rows = _signed(editor, rows, site.sign, like)
+    if site.of_classes:
+        value, start = over_classes(editor, site.total, rows, like)
+        return made_again(editor, site.total, value, start)
     if example(site.terms).dim() == 0:
-        rows = editor.method("sum", (rows,), like=like)
-        for size in site.divisors:
-            rows = editor.call(torch.div, (rows, size), like=like)
-    if not site.of_classes:
-        return made_again(editor, site.total, rows)
-    value, start = over_classes(editor, site.total, rows, like)
-    return made_again(editor, site.total, value, start)
+        rows = divided(editor, editor.method("sum", (rows,), like=like), site.divisors, rows, like)
+    return made_again(editor, site.total, rows)
 
 
 def _hard_operands(editor: Editor, hard: _Hard, alike: fx.Node, first: fx.Node | None, like: fx.Node) -> tuple[fx.Node, ...]:

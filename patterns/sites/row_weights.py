@@ -81,6 +81,7 @@ def made_again(editor: Editor, total: WeightedSum, value: fx.Node, start: int = 
 def over_classes(editor: Editor, total: WeightedSum, rows: fx.Node, like: fx.Node) -> tuple[fx.Node, int]:
     """What the steps up to that which adds up the classes make of numbers of a row and a class, from their sums ``rows``
     (m), float32; and the number of the next step. Raises Mismatch where other steps than products come before it."""
+    weights = _Weights(editor, like, rows)
     shape = example(total.rows).shape
     last = next((n for n, node in enumerate(total.nodes) if not same_sizes(example(node).shape, shape)), None)
     bound = None if last is None else editor.view.arguments_of(total.nodes[last], "sum", "mean")
@@ -88,17 +89,20 @@ def over_classes(editor: Editor, total: WeightedSum, rows: fx.Node, like: fx.Nod
     if last is None or bound is None or not dims or len(shape) - 1 not in dims:
         raise Mismatch("the terms are not added up over the classes first")
     begin = WeightedSum(total.rows, total.nodes[last], total.nodes[: last + 1], [], total.back[: last + 1])
-    weight = weight_of_all_classes(editor, weight_below(editor, begin, like), like)
-    value = editor.call(torch.mul, (editor.method("reshape", (rows, tuple(shape[:-1])), like=like), weight), like=like)
+    weight = weight_of_all_classes(editor, weight_below(editor, begin, rows, like), like)
+    rows = editor.method("reshape", (rows, weights.sizes(shape[:-1])), like=like)
+    value = editor.call(torch.mul, (rows, weight), like=like)
     if dims[:-1]:
         value = editor.method("sum", (value, tuple(dims[:-1]), bound["keepdim"]), like=like)
     return editor.method("unsqueeze", (value, -1), like=like) if bound["keepdim"] else value, last + 1
 
 
-def weight_below(editor: Editor, total: WeightedSum, like: fx.Node, first: fx.Node | None = None) -> fx.Node:
+def weight_below(
+    editor: Editor, total: WeightedSum, alike: fx.Node, like: fx.Node, first: fx.Node | None = None
+) -> fx.Node:  # fmt: skip
     """The weight, float32, in a shape that is broadcast, of what a number is made of. ``first``: that of the number itself;
-    by default 1."""
-    weights, weight = _Weights(editor, like), first
+    by default 1. ``alike``: a node (m)."""
+    weights, weight = _Weights(editor, like, alike), first
     if weight is None:
         weight = editor.call(torch.ones, ((),), {"dtype": torch.float32, "device": example(total.root).device}, like=like)
     for step in reversed(total.back):
@@ -115,9 +119,8 @@ def weights_of_rows(
     The number is made of losses, with ``of_classes`` of numbers of a row and a class, all classes of one weight, or of one
     loss that is a sum over the rows, divided by the ``divisors``. ``first``: the weight of the number itself. Raises
     Mismatch where classes have weights of their own."""
-    weights, weight = _Weights(editor, like), weight_below(editor, total, like, first)
-    for size in divisors:
-        weight = weights.call(torch.div, weight, size)
+    weights, weight = _Weights(editor, like, alike), weight_below(editor, total, alike, like, first)
+    weight = weights.divided(weight, divisors)
     if weights.is_one_number(weight):
         alone = editor.method("reshape", (weight, ()), like=like)
         return editor.method("contiguous", (editor.method("expand_as", (alone, alike), like=like),), like=like)
@@ -125,6 +128,11 @@ def weights_of_rows(
     if of_classes:
         weight, shape = weight_of_all_classes(editor, weight, like), shape[:-1]
     return editor.method("reshape", (weights.spread_to(weight, shape), -1), like=like)
+
+
+def divided(editor: Editor, number: fx.Node, sizes: Sequence[Any], alike: fx.Node, like: fx.Node) -> fx.Node:
+    """A number over sizes; ``alike``: a node (m)."""
+    return _Weights(editor, like, alike).divided(number, sizes)
 
 
 def weight_of_all_classes(editor: Editor, weight: fx.Node, like: fx.Node) -> fx.Node:
@@ -138,10 +146,26 @@ def weight_of_all_classes(editor: Editor, weight: fx.Node, like: fx.Node) -> fx.
 
 @dataclass
 class _Weights:
-    """Steps back down. A weight has the shape that it is broadcast from."""
+    """Steps back down, to m rows as ``alike`` has. A weight has the shape that it is broadcast from."""
 
     editor: Editor
     like: fx.Node
+    alike: fx.Node
+
+    def sizes(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Sizes, m as a node where it is a product of symbols: a graph that holds a symbol itself can't be run as it is."""
+        m = example(self.alike).shape[0]
+        return tuple(
+            self.editor.method("size", (self.alike, 0), like=self.like)
+            if isinstance(n, torch.SymInt) and statically_known_true(n == m)
+            else n
+            for n in shape
+        )
+
+    def divided(self, weight: fx.Node, sizes: Sequence[Any]) -> fx.Node:
+        for size in self.sizes(sizes):
+            weight = self.call(torch.div, weight, size)
+        return weight
 
     def is_one_number(self, weight: fx.Node) -> bool:
         return all(statically_known_true(n == 1) for n in example(weight).shape)
@@ -153,7 +177,7 @@ class _Weights:
     def spread_to(self, weight: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
         if same_sizes(example(weight).shape, shape):
             return weight
-        return self.editor.method("expand", (weight, shape), like=self.like)
+        return self.editor.method("expand", (weight, self.sizes(shape)), like=self.like)
 
     def wide(self, other: Any) -> Any:
         """Floats in 16 bits in float32: one number in float32 times them would be rounded to 16 bits."""
@@ -190,7 +214,7 @@ def _view(node: fx.Node, below: fx.Node) -> _Back:
     def back(w: _Weights, weight: fx.Node) -> fx.Node:
         shape = () if w.is_one_number(weight) else tuple(example(below).shape)
         whole = weight if shape == () else w.spread(weight, node)
-        return w.editor.method("reshape", (whole, -1 if len(shape) == 1 else shape), like=w.like)
+        return w.editor.method("reshape", (whole, -1 if len(shape) == 1 else w.sizes(shape)), like=w.like)
 
     return back
 
@@ -204,8 +228,8 @@ def _reduction(node: fx.Node, below: fx.Node, bound: Any, name: str) -> _Back | 
         return None
 
     def back(w: _Weights, weight: fx.Node) -> fx.Node:
-        for dim in dims if name == "mean" and shape else ():  # x.mean(0) of one number is that
-            weight = w.call(torch.div, weight, shape[dim])
+        if name == "mean" and shape:  # x.mean(0) of one number is that
+            weight = w.divided(weight, [shape[dim] for dim in dims])
         if w.is_one_number(weight):
             return w.editor.method("reshape", (weight, ()), like=w.like)
         weight = weight if bound["keepdim"] else w.spread(weight, node)

@@ -277,6 +277,21 @@ def test_batches_of_any_size():
     report.assert_fused(linear_soft_cross_entropy=len(report.graphs))
 
 
+def test_rows_whose_number_is_a_product_of_sizes():
+    """Run as the graph stands, which must not hold a symbol itself."""
+
+    def function(x, w, t, y):
+        z = F.linear(x, w)
+        soft = F.cross_entropy(z.flatten(0, 1), t.softmax(-1).flatten(0, 1))
+        return soft - (F.cross_entropy(z.reshape(-1, V), y.reshape(-1), reduction="none").mean()) / 3
+
+    compiled = torch.compile(function, backend=rewriting_backend(), dynamic=True)
+    for b, s in ((2, 5), (3, 7)):
+        given = [torch.randn(b, s, H, requires_grad=True), head.clone().requires_grad_()]
+        t, y = torch.randn(b, s, V), torch.randint(0, V, (b, s))
+        torch.testing.assert_close(compiled(*given, t, y), function(*given, t, y))
+
+
 class Distilled(nn.Module):
     """Two unmodified models of transformers, one of them frozen, and a loss as they are written."""
 
