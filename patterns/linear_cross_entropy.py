@@ -130,9 +130,10 @@ def emit(editor: Editor, match: Match) -> None:
         x, lm_head, bias, target = operands(editor, head, site)
         more: dict[str, Any] = {}
         if total is not None:
-            more["row_weights"] = weights_of_rows(editor, total, target, root)
-            uncounted = editor.call(torch.eq, (more["row_weights"], 0), like=root)
+            weights = weights_of_rows(editor, total, target, root)
+            uncounted = editor.call(torch.eq, (weights, 0), like=root)
             target = editor.call(torch.where, (uncounted, site.ignore_index, target), like=root)
+            more["row_weights"] = weights if site.sign > 0 else editor.method("neg", (weights,), like=root)
         options: tuple[Any, ...] = (
             site.reduction, site.ignore_index, site.label_smoothing, seen.softcap, seen.scale, needs, computes,
             editor.saves_memory, *(() if head.shards is None else head.shards.part),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fx_fusion
+from fx_fusion.kernels import linear_soft_cross_entropy as module
 from tests.helpers import reasons, rewriting_backend, rewritten, tiny_llama, tokens
 from tests.losses import H, M, V, head, ignoring, target, x
 
@@ -151,6 +152,18 @@ def test_a_cross_entropy_of_the_same_logits(name, labels):
     report = compare(lambda x, w, t, y: BESIDE_CLASSES[name](F.linear(x, w), t, y), teacher, labels)
     report.assert_fused(linear_soft_cross_entropy=1, linear_cross_entropy=0, cross_entropy=0)
     assert "with the cross-entropy" in str(report)
+
+
+@pytest.mark.parametrize("name", ["batchmean", "rows", "product", "product of minus", "by hand, minus", "sequences", "cross_entropy"])
+def test_nothing_is_scaled_where_backward_is_called_at_once(name, monkeypatch):
+    """The gradients of the forward are those of the number: a factor of 1 moves no memory."""
+    factors, original = [], module.factor_behind
+    monkeypatch.setattr(module, "factor_behind", lambda *given: factors.append(original(*given)) or factors[-1])
+    for beside in (lambda z: 0, lambda z: -F.cross_entropy(z, ignoring) / 3):
+        given = [x.clone().requires_grad_(), head.clone().requires_grad_()]
+        loss, _ = rewritten(lambda x, w, b=beside: (lambda z: SPELLINGS[name][0](z, teacher) + b(z))(F.linear(x, w)), *given)
+        loss.backward()
+    assert [float(f) for f in factors] == [1.0, 1.0]
 
 
 def test_no_label_counts():

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import fx_fusion
+from fx_fusion.kernels import linear_cross_entropy as module
 from fx_fusion.kernels.logits import logit_chunks
 from tests.helpers import rewriting_backend, rewritten
 from tests.losses import H, M, V, class_weight, compare, head, ignoring, target, x
@@ -226,6 +227,17 @@ def test_lm_head_stays_part_of_it(function):
     loss, report = rewritten(function, *given, ignoring)
     report.assert_fused(linear_cross_entropy=1)
     torch.testing.assert_close(loss, function(*given, ignoring), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["masked mean", "of log-probabilities", "of minus log-probabilities", "negative weights", "sequences"])
+def test_nothing_is_scaled_where_backward_is_called_at_once(name, monkeypatch):
+    """The gradients of the forward are those of the number: a factor of 1 moves no memory."""
+    factors, original = [], module.factor_behind
+    monkeypatch.setattr(module, "factor_behind", lambda *given: factors.append(original(*given)) or factors[-1])
+    given = [x.clone().requires_grad_(), head.clone().requires_grad_()]
+    loss, _ = rewritten(lambda x, w: LINEAR[name](F.linear(x, w), ignoring, mask), *given)
+    loss.backward()
+    assert [float(f) for f in factors] == [1.0]
 
 
 def test_a_factor_in_front_of_it():
