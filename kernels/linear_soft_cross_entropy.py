@@ -47,8 +47,8 @@ def _fwd(
         dx = None if dx is None else torch.zeros_like(x).index_copy_(0, kept, dx)
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return (
-        loss[:, 0].contiguous(),
-        loss[: 0 if hard is None else len(x), 1].contiguous(),
+        loss[:, 0].clone(),
+        loss.new_empty(0) if hard is None else loss[:, 1].clone(),
         empty if dx is None else dx,
         torch.empty_like(empty) if dw is None else dw.to(x.dtype),
         torch.empty(0, dtype=torch.float32, device=x.device) if db is None else db,

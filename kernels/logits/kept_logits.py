@@ -84,7 +84,7 @@ class _KeptForBoth(torch.autograd.Function):
         ctx.scale, ctx.logits = scale, F.linear(x, lm_head, bias)
         one = torch.ones(len(x), device=x.device)
         losses = _fill_both(ctx.logits, target, scale, one, one)
-        return losses[:, 1].contiguous(), losses[:, 0].contiguous()
+        return losses[:, 1].clone(), losses[:, 0].clone()
 
     backward = staticmethod(first_derivatives_only("class_and_sum_of_kept_logits", _of_both))
 

@@ -83,7 +83,7 @@ def test_a_log_softmax_that_widens_reads_logits_in_their_own_dtype():
 
 
 READ_OTHERWISE = {
-    "soft targets": lambda log_p, t: -(log_p * log_p.detach().exp()).sum(-1).mean(),
+    "weights of classes": lambda log_p, t: -(log_p * torch.linspace(0, 1, 4096)).sum(-1).mean(),
     "smoothed by hand": lambda log_p, t: (-log_p).gather(-1, t[:, None]).sum() - 0.1 * log_p.mean(),
     "two classes a row": lambda log_p, t: -log_p.gather(-1, torch.stack([t, t + 1], -1)).mean(),
 }
@@ -97,6 +97,16 @@ def test_log_probabilities_that_are_read_otherwise_are_named(name):
     report = compare(loss, torch.randn(3, 4096), torch.tensor([1, 4000, 7]), expect=())
     assert [s.status for s in report.sites if s.fusion == "cross_entropy"] == ["near"]
     assert "reads all log-probabilities" in reasons(report, "cross_entropy")
+
+
+def test_soft_targets_beside_logits_that_come_in_are_named_by_their_own_fusion():
+    def loss(logits):
+        log_p = F.log_softmax(logits, -1)
+        return -(log_p * log_p.detach().exp()).sum(-1).mean()
+
+    _, report = rewritten(loss, torch.randn(3, 4096, requires_grad=True))
+    assert "expected linear, found an input" in reasons(report, "linear_soft_cross_entropy")
+    assert not reasons(report, "cross_entropy")
 
 
 def test_log_probabilities_that_a_loss_or_an_entropy_reads_are_not_named_again():
