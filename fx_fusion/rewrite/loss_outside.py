@@ -136,8 +136,7 @@ def _loss(
     x, lm_head, bias = found.for_a_product()
     if reduction == "none" and keeps_logits(found, x, lm_head):
         return losses_of_kept_logits(x, lm_head, bias, target, weight, ignore_index, label_smoothing, found.scale)
-    needs = [t is not None and t.requires_grad for t in (found.rows, found.weight, found.bias)]
-    options = (reduction, ignore_index, label_smoothing, 0.0, found.scale, needs, False)
+    options = (reduction, ignore_index, label_smoothing, 0.0, found.scale, found.needs, False)
     return linear_cross_entropy(x, lm_head, bias, target, weight, *options)[0]
 
 

@@ -69,8 +69,7 @@ def _taken(input: Any, target: Any, kind: str, divisors: Any, *, divergence: boo
             return None
         weight = functools.reduce(lambda w, size: w / max(size, 1), divisors, 1.0)
         weights = torch.full(x.shape[:1], weight, dtype=torch.float32, device=x.device)
-        needs = [t is not None and t.requires_grad for t in (found.rows, found.weight, found.bias)]
-        options = (kind, divergence, 1.0, found.scale, needs)
+        options = (kind, divergence, 1.0, found.scale, found.needs)
         loss = linear_soft_cross_entropy(x, lm_head, bias, target, weights, *options)[0].sum()
         for size in divisors:
             loss = loss / size

@@ -58,6 +58,11 @@ class Operands:
         """Whether nothing is computed of its result."""
         return self.scale == 1 and not self.log_probs
 
+    @property
+    def needs(self) -> list[bool]:
+        """Whether the rows, the weight and the bias need a gradient."""
+        return [t is not None and t.requires_grad for t in (self.rows, self.weight, self.bias)]
+
     def taken_again(self) -> bool:
         """Whether a loss that takes them takes rows that one took before."""
         made = _linear(self.recipe)[0]

@@ -29,16 +29,24 @@ from fx_fusion.ops.on_cpu import interpreting
 _CPU_ROWS = 128  # at once; the reference makes several tensors of their size
 
 
-def _backward(ctx, dloss):
-    x, lm_head, bias, target, weight = ctx.saved_tensors
+def _gradients(ctx, fill):
+    """Returns dx, dW and db, from what ``fill`` writes over the logits, their gradient."""
+    x, lm_head, bias = ctx.saved_tensors[:3]
     logits, ctx.logits = ctx.logits, None
     if logits is None:  # the first backward has overwritten them
         logits = F.linear(x, lm_head, bias)
-    _fill(logits, target, weight, ctx.options, dloss.float().contiguous(), logits)
+    fill(logits)
     needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
     dx = logits @ lm_head if needs_dx else None
     dw = logits.t() @ x if needs_dw else None
-    return dx, dw, logits.sum(0) if needs_db else None, None, None, None
+    return dx, dw, logits.sum(0) if needs_db else None
+
+
+def _backward(ctx, dloss):
+    target, weight = ctx.saved_tensors[3:]
+    dloss = dloss.float().contiguous()
+    grads = _gradients(ctx, lambda logits: _fill(logits, target, weight, ctx.options, dloss, logits))
+    return (*grads, None, None, None)
 
 
 class _KeptLogits(torch.autograd.Function):
@@ -64,16 +72,10 @@ def losses_of_kept_logits(x, lm_head, bias, target, weight, ignore_index, label_
 
 
 def _of_both(ctx, d_class, d_all):
-    x, lm_head, bias, target = ctx.saved_tensors
-    logits, ctx.logits = ctx.logits, None
-    if logits is None:  # the first backward has overwritten them
-        logits = F.linear(x, lm_head, bias)
+    x, _, _, target = ctx.saved_tensors
     d_class, d_all = (torch.zeros(len(x), device=x.device) if d is None else d.float() for d in (d_class, d_all))
-    _fill_both(logits, target, ctx.scale, d_class, d_all, logits)
-    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-    dx = logits @ lm_head if needs_dx else None
-    dw = logits.t() @ x if needs_dw else None
-    return dx, dw, logits.sum(0) if needs_db else None, None, None
+    grads = _gradients(ctx, lambda logits: _fill_both(logits, target, ctx.scale, d_class, d_all, logits))
+    return (*grads, None, None)
 
 
 class _KeptForBoth(torch.autograd.Function):
