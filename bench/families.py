@@ -57,7 +57,7 @@ def _with_lora(
     """The model with LoRA of rank 16 beside every ``*_proj``, all other weights frozen."""
 
     def built(batch: int, length: int) -> tuple[nn.Module, Step, int]:
-        from bench.ways_to_train import with_lora
+        from bench.trained_models import with_lora
 
         model, step, items = build(batch, length)
         with torch.device(DEVICE):

@@ -35,6 +35,7 @@ from torch import Tensor
 import fx_fusion
 from bench import ways_to_train
 from bench.process import environment
+from bench.trained_models import SIZES, TINY, use
 from bench.ways_to_train import SETUPS, Batch, Setup
 
 VARIANTS = ("inductor", "fx_fusion")
@@ -46,7 +47,7 @@ def measure(setup: Setup, variant: str, layers: int, options: dict[str, Any]) ->
     torch._dynamo.reset()
     ways_to_train.VARIABLES.clear()
     gc.collect()
-    device = ways_to_train.SIZES.device
+    device = SIZES.device
     on_gpu = device == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     if on_gpu:
@@ -127,7 +128,7 @@ def broken_rules(row: dict[str, Any]) -> list[str]:
         found.append(f"below {SLOWEST} of Inductor's speed")
     if row["memory"] > MOST_MEMORY:
         found.append(f"above {MOST_MEMORY} of its memory")
-    if setup.trains and not setup.is_bert and row["speed"] < LLAMA_TRAINS:
+    if setup.trains and setup.is_llama and row["speed"] < LLAMA_TRAINS:
         found.append(f"a Llama that trains below {LLAMA_TRAINS}")
     pairs = zip(row["inductor"]["losses"], row["fx_fusion"]["losses"], strict=True)
     if any(abs(a - b) > 2e-2 * abs(a) for a, b in pairs):
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU: whether everything runs")
     given = parser.parse_args()
     if given.tiny:
-        ways_to_train.use(ways_to_train.TINY)
+        use(TINY)
         given.layers, given.out = 1, "/dev/null"
     if unknown := set(given.setups) - SETUPS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(SETUPS)}")

@@ -10,97 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from bench import own_losses
+from bench.trained_models import (
+    SIZES,
+    bert,
+    gemma2,
+    llama,
+    llama_with_cache,
+    llama_written_out,
+    t5,
+    with_checkpointing,
+    with_lora,
+)
 
 Batch = dict[str, Any]
 IGNORED = -100
 SHARES = (1.0, 0.75, 0.875, 0.53125, 0.9375, 0.8125, 0.65625, 1.0)  # of a row that is no padding; 0.82 in the mean
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of models and batches."""
-
-    device: str = "cuda"
-    vocabulary: int = 128256
-    hidden: int = 2048
-    heads: int = 32
-    batch: int = 4
-    length: int = 2048
-    bert_batch: int = 64
-    bert_length: int = 512
-    bert_layers: int = 12
-    bert_vocabulary: int = 30522
-
-
-TINY = Sizes("cpu", 5000, 64, 4, 2, 64, 4, 32, 1, 5000)
-SIZES = Sizes()  # ``use`` changes them
-
-
-def use(sizes: Sizes) -> None:
-    """From now on, models and batches are of other sizes."""
-    global SIZES
-    SIZES = sizes
-
-
-# -- models ----------------------------------------------------------------------------------------------------------
-def llama(layers: int) -> nn.Module:
-    """The shape of Llama 3.2 1B with fewer layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=SIZES.vocabulary, hidden_size=SIZES.hidden, intermediate_size=4 * SIZES.hidden, num_hidden_layers=layers,
-        num_attention_heads=SIZES.heads, num_key_value_heads=SIZES.heads // 4, head_dim=SIZES.hidden // SIZES.heads,
-        max_position_embeddings=8192, rope_theta=5e5, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def llama_with_cache(layers: int) -> nn.Module:
-    """From transformers 5.18 on, without a mask, Inductor gets is_causal by itself then."""
-    model = llama(layers)
-    model.config.use_cache = True
-    return model
-
-
-def bert(dropout: float) -> Callable[[int], nn.Module]:
-    """BERT base for masked language modelling."""
-
-    def build(layers: int) -> nn.Module:
-        from transformers import BertConfig, BertForMaskedLM
-
-        config = BertConfig(
-            attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout, vocab_size=SIZES.bert_vocabulary,
-            num_hidden_layers=SIZES.bert_layers,
-        )  # fmt: skip
-        return BertForMaskedLM(config)
-
-    return build
-
-
-class LowRank(nn.Module):
-    """A frozen linear layer with a trained product of two narrow ones beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 16):
-        super().__init__()
-        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
-        self.base, self.a = base, nn.Linear(base.in_features, rank, **like)
-        self.b = nn.Linear(rank, base.out_features, **like)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x)) * 2.0
-
-
-def with_lora(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and name.endswith("_proj"):
-                setattr(module, name, LowRank(child))
-
-
-def with_checkpointing(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -180,6 +104,17 @@ def bert_batches(shortest: float) -> Callable[[], list[Batch]]:
         return made
 
     return make
+
+
+def translations() -> list[Batch]:
+    """Half as many rows as of BERT, a quarter of the tokens is padding; targets of a quarter of the length."""
+    made, b, s = [], SIZES.bert_batch // 2, SIZES.bert_length
+    for _ in range(4):
+        lengths = torch.linspace(s // 2, s, b).long()[torch.randperm(b)]
+        batch = with_mask(tokens(b, s, SIZES.t5_vocabulary), lengths.tolist())
+        batch["labels"] = with_mask(tokens(b, s // 4, SIZES.t5_vocabulary), (lengths // 4).tolist())["labels"]
+        made.append(batch)
+    return made
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -271,7 +206,7 @@ class Setup:
     change: Callable[[nn.Module], None] | None = None  # of the model
     autocast: bool = False  # and float32 parameters
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fx_fusion
-    is_bert: bool = False
+    is_llama: bool = True
 
     @property
     def trains(self) -> bool:
@@ -284,6 +219,8 @@ SETUPS = {
     "ones": Setup(ones),
     "padded": Setup(padded),
     "left-padded": Setup(lambda: padded(left=True)),
+    "padded-written-out": Setup(padded, llama_written_out),
+    "padded-gemma2": Setup(padded, gemma2, is_llama=False),
     "alternating": Setup(alternating),
     "prompts": Setup(prompts),
     "packed": Setup(packed),
@@ -307,7 +244,8 @@ SETUPS = {
     "evaluate-read": Setup(ones, step=evaluate_and_read),
     "evaluate-read-padded": Setup(padded, step=evaluate_and_read),
     "train-read": Setup(ones, step=train_and_read),
-    "bert": Setup(bert_batches(1.0), bert(0.0), is_bert=True),
-    "bert-padded": Setup(bert_batches(0.125), bert(0.0), is_bert=True),
-    "bert-dropout": Setup(bert_batches(0.125), bert(0.1), is_bert=True),
+    "bert": Setup(bert_batches(1.0), bert(0.0), is_llama=False),
+    "bert-padded": Setup(bert_batches(0.125), bert(0.0), is_llama=False),
+    "t5-padded": Setup(translations, t5, is_llama=False),
+    "bert-dropout": Setup(bert_batches(0.125), bert(0.1), is_llama=False),
 }

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from bench.ways_to_train import with_lora
+from bench.trained_models import with_lora
 from fx_fusion.cost import select
 from fx_fusion.float8 import norms, rewrite
 from fx_fusion.float8.linears import FORWARD, OF_INPUT

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.ways_to_train import with_lora
+from bench.trained_models import with_lora
 from fx_fusion.float8 import choice, rewrite, writer
 from fx_fusion.float8.linears import OF_INPUT, OF_WEIGHT
 from tests import zoo
