@@ -113,6 +113,8 @@ SPELLINGS = {
     "ones": [lambda x: beside(x, torch.ones, x.size(0), 3)],
     "zeros": [lambda x: beside(x, torch.zeros, x.size(0), 3)],
     "full": [lambda x: beside(x, torch.full, (2, 3), 0.5), lambda x: beside(x, torch.full, size=(2, 3), fill_value=0.5)],
+    "tensor": [lambda x: beside(x, torch.tensor, 0.5), lambda x: beside(x, torch.tensor, data=0.5)],
+    "scalar_tensor": [lambda x: beside(x, torch.scalar_tensor, 0.5), lambda x: beside(x, torch.scalar_tensor, s=0.5)],
     "ones_like": [lambda x: torch.ones_like(x), lambda x: torch.ones_like(input=x)],
     "zeros_like": [lambda x: torch.zeros_like(x), lambda x: torch.zeros_like(input=x)],
     "full_like": [lambda x: torch.full_like(x, 0.5), lambda x: torch.full_like(x, fill_value=0.5), lambda x: torch.full_like(input=x, fill_value=0.5)],

@@ -64,6 +64,12 @@ def _full(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     return as_predicate(fill, node) if example(node).dtype == torch.bool else as_number(fill)
 
 
+@rule_of("tensor", "scalar_tensor")
+def _number(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
+    number = prover.at(bound["data" if "data" in bound else "s"], node)
+    return as_predicate(number, node) if example(node).dtype == torch.bool else as_number(number)
+
+
 def _visible_numbers(prover: Interpreter, operand: Any, node: fx.Node) -> sympy.Basic:
     """An operand of what would make a number of an infinity: ``-inf * 0``."""
     return _visible_number(prover.numbers(operand, node), node)
@@ -175,9 +181,11 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         return as_predicate(inner, node)
     if before.is_floating_point and not after.is_floating_point and not inner.is_integer:
         raise Opaque(node, f"{node.name} truncates")
-    if inner.atoms(sympy.core.function.AppliedUndef) and not keeps_values(before, after):
+    inner = sympy.piecewise_fold(as_number(inner))
+    values = [value for value, _ in inner.args] if isinstance(inner, sympy.Piecewise) else [inner]
+    if any(value.atoms(sympy.core.function.AppliedUndef) for value in values) and not keeps_values(before, after):
         raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
-    return hidden_in(as_number(inner), after)
+    return hidden_in(inner, after)
 
 
 @rule_of("diff")
