@@ -4,8 +4,7 @@
 
 A mask that is proved causal becomes ``is_causal`` (on Hopper torch then takes
 cuDNN's kernel), one that hides nothing is dropped, a bias is handed on that is learned, or finite everywhere by how it is
-made (ALiBi). A mask that is not proved stays with the written-out form: where it hides a whole row, that form and the fused
-kernels differ.
+made (ALiBi). A mask that is not proved stays with the written-out form; padding and windows are ``flex_attention``'s.
 """
 
 from __future__ import annotations

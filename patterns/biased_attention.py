@@ -10,8 +10,6 @@ of 361; 1.55 instead of 2.58 at 4 x 12 x 2048 x 64. It is slower where rows are 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,14 +21,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.masks.structure import Structure
+from fx_fusion.graph.masks.structure import FILLED
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import NotThis, attention_calls
 from fx_fusion.kernels.block_sparse_attention import biased_attention
 from fx_fusion.patterns import block_sparse_attention as under_a_mask
 from fx_fusion.patterns.repeat_kv import without_repeats
-from fx_fusion.patterns.sites.blocks import data_and_blocks, operands, read_when_it_runs, too_few_scores
+from fx_fusion.patterns.sites.blocks import operands, read_mask, read_when_it_runs, too_few_scores
 from fx_fusion.patterns.sites.learned_biases import without_masks
 from fx_fusion.rewrite.editor import Editor, differs
 
@@ -50,7 +48,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if bound["is_causal"] is True or search.masks.prove(mask).kind != "learned":
             continue
         try:
-            bias, proofs, nodes = without_masks(search, mask)
+            bias, structure, proofs, nodes = without_masks(search, mask, example(node).dtype)
         except NotThis as why:
             yield NearMiss("biased_attention", node, why.node if isinstance(why.node, fx.Node) else mask, str(why))
             continue
@@ -58,7 +56,6 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             why_not = "the scale is not a constant" if bound["dropout_p"] == 0 else "FlexAttention has no dropout"
             yield NearMiss("biased_attention", node, node, why_not)
             continue
-        structure = functools.reduce(operator.and_, (proof.shown for proof in proofs), Structure())
         key, value, crossed = without_repeats(view, bound["key"], bound["value"])
         yield Match(
             fusion="biased_attention",
@@ -118,10 +115,10 @@ def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(root):
         query, key, value = operands(editor, match)
         bias = editor.once_between_writes((learned, "dense"), root, laid_out)  # one copy for all layers
-        data, blocks = data_and_blocks(editor, query, key, structure, root)
+        filled = structure.hidden_rows == FILLED
+        read, hidden = read_mask(editor, query, key, structure, root)
         scale = example(query).shape[-1] ** -0.5 if scale is None else scale
-        given = query, key, value, blocks, *data, structure.low, structure.high, float(scale), bias
-        call = editor.call(biased_attention, given, like=root)
+        call = editor.call(biased_attention, (query, key, value, *read, float(scale), bias, hidden, filled), like=root)
     before = example(root)
     if differs(before, example(call)) is not None:
         call = editor.restride(call, before, like=root)

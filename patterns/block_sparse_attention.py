@@ -18,12 +18,11 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.devices import device_type
-from fx_fusion.graph.masks.prover import MaskProof
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.walk import attention_calls
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
 from fx_fusion.patterns.repeat_kv import without_repeats
-from fx_fusion.patterns.sites.blocks import data_and_blocks, operands, read_when_it_runs, too_few_scores
+from fx_fusion.patterns.sites.blocks import operands, read_mask, read_when_it_runs, too_few_scores
 from fx_fusion.rewrite.editor import Editor, differs
 
 
@@ -40,13 +39,14 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if not is_tensor(bound["attn_mask"]) or bound["is_causal"] is True:
             continue
         proof = search.masks.prove(bound["attn_mask"])
-        if proof.structure is None:
+        structure = proof.structure_in(example(node).dtype)
+        if structure is None:
             continue
         if bound["dropout_p"] != 0:
-            yield NearMiss("block_sparse_attention", node, node, f"FlexAttention has no dropout ({proof.reason})")
+            yield NearMiss("block_sparse_attention", node, node, f"FlexAttention has no dropout ({structure})")
             continue
         if not isinstance(bound["scale"], (int, float, type(None))):
-            yield NearMiss("block_sparse_attention", node, node, f"the scale is not a constant ({proof.reason})")
+            yield NearMiss("block_sparse_attention", node, node, f"the scale is not a constant ({structure})")
             continue
         key, value, crossed = without_repeats(view, bound["key"], bound["value"])
         yield Match(
@@ -54,10 +54,10 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             outputs=(node,),
             nodes=frozenset([node]),
             inputs={"query": bound["query"], "key": key, "value": value},
-            others={f"label_{i}": node for i, node in enumerate(read_when_it_runs(proof.structure))},
+            others={f"label_{i}": node for i, node in enumerate(read_when_it_runs(structure))},
             crossed=crossed,
-            reading=(proof, bound["scale"]),
-            note=f"mask: {proof.reason}",
+            reading=(structure, proof, bound["scale"]),
+            note=f"mask: {structure}",
         )
 
 
@@ -87,15 +87,13 @@ def why_keep(query, key, value):
 
 
 def emit(editor: Editor, match: Match) -> None:
-    proof: MaskProof = match.reading[0]
-    root, structure, scale = match.root, proof.structure, match.reading[1]
-    assert structure is not None
+    structure, proof, scale = match.reading
+    root = match.root
     with editor.graph.inserting_before(root):
         query, key, value = operands(editor, match)
-        data, blocks = data_and_blocks(editor, query, key, structure, root)
+        mask, hidden = read_mask(editor, query, key, structure, root)
         scale = example(query).shape[-1] ** -0.5 if scale is None else scale
-        given = query, key, value, blocks, *data, structure.low, structure.high, float(scale)
-        call = editor.call(block_sparse_attention, given, like=root)
+        call = editor.call(block_sparse_attention, (query, key, value, *mask, float(scale), None, None, hidden), like=root)
     before = example(root)
     if differs(before, example(call)) is not None:
         call = editor.restride(call, before, like=root)

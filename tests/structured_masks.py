@@ -70,7 +70,9 @@ def attend(mask_of):
     return function
 
 
-def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale, softcap=None, sink=None):
+def by_blocks(
+    query, key, value, blocks, labels, keys, queries, low, high, scale, softcap=None, sink=None, hidden=None, filled=False
+):  # fmt: skip
     """As the GPU's kernels do it, which eager FlexAttention does not: only listed blocks are visited, in whole ones the mask
     is not asked, and both lists, of a query's and of a key's blocks, have to say the same."""
     b, s, t = query.shape[0], query.shape[2], key.shape[2]
@@ -103,12 +105,16 @@ def by_blocks(query, key, value, blocks, labels, keys, queries, low, high, scale
     for shown in queries:
         visible = visible & shown.view(-1, 1, s, 1)
     partly, wholly = (x.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :s, :t] for x in (partly, wholly))
+    if hidden is not None:
+        assert hidden.dtype == torch.bool
+        assert hidden.dim() == 1 or hidden.shape[0] == b
+        visible = visible | hidden.view(-1, 1, s, 1)
     mask = (wholly | (partly & visible)).expand(b, -1, s, t)
-    if softcap is None and sink is None:
+    if softcap is None and sink is None and hidden is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    scores, value = scores_of(query, key, value, mask, scale, softcap)
+    scores, value = scores_of(query, key, value, mask, scale, softcap, hidden, filled)
     columns = [scores] if sink is None else [scores, sink.expand(*scores.shape[:-1], 1)]
     return torch.softmax(torch.cat(columns, -1), -1)[..., :t] @ value
 
@@ -124,11 +130,14 @@ def by_blocks_and_lse(query, key, value, blocks, labels, keys, queries, low, hig
     return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
 
 
-def scores_of(query, key, value, visible, scale, softcap):
+def scores_of(query, key, value, visible, scale, softcap, hidden=None, filled=False):
     """The scores, and the values for every head of the queries."""
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if hidden is not None:
+        zero = torch.zeros_like(scores) if filled else scores - scores.detach()
+        scores = torch.where(hidden.view(-1, 1, scores.shape[-2], 1), zero, scores)
     return scores.masked_fill(~visible, float("-inf")), value
 
 

@@ -101,7 +101,7 @@ def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Rea
         return "the graph returns its result contiguous; the kernel would make it channels last, and copy it"
     if fusion.float8 and options.float8 != "off" and _writes_float8(match, view):
         return None
-    return asked(fusion, "why_keep", match) or table.why_slower(fusion, match)
+    return match.keep or asked(fusion, "why_keep", match) or table.why_slower(fusion, match)
 
 
 def _writes_float8(match: Match, view: View) -> bool:

@@ -29,6 +29,7 @@ class Match:
         terms: the graph's terms for those of the pattern; empty for matches made by a finder.
         deferred: matched nodes that the graph returns and that are computed only when read.
         reading: what a finder read, for the ``emit`` of its fusion.
+        keep: why Inductor is as good here, where that follows from what the finder read; ``why_keep`` is about the inputs.
         note: what the report says of the site, whatever becomes of it.
         unmade: what the model's code makes and the replacement never has in memory, by its name in the report (logits).
         sharded: inputs that are DTensors, whose placements the finder knows: the replacement reads this rank's parts.
@@ -48,6 +49,7 @@ class Match:
     terms: tuple[Term, ...] = ()
     deferred: tuple[fx.Node, ...] = ()
     reading: Any = None
+    keep: str | None = None
     note: str = ""
     unmade: Mapping[str, fx.Node] = field(default_factory=dict)
     sharded: frozenset[str] = frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +14,7 @@ from fx_fusion.graph.masks.structure import Label, Shown, Structure
 from fx_fusion.graph.outside import carried_in
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example
-from fx_fusion.kernels.block_sparse_attention import visible_blocks
+from fx_fusion.kernels.block_sparse_attention import hidden_rows, visible_blocks
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -43,26 +44,29 @@ def read_when_it_runs(structure: Structure) -> list[fx.Node]:
     return [label.node for label in (*structure.labels, *shown) if isinstance(label, Label)]
 
 
-def data_and_blocks(
-    editor: Editor, query: fx.Node, key: fx.Node, structure: Structure, root: fx.Node
-) -> tuple[tuple[tuple[fx.Node, ...], ...], fx.Node]:  # fmt: skip
-    """What is read when the model runs, labels, keys and queries, and the blocks that follow from it: once for all layers
-    of a model."""
+class Read(NamedTuple):
+    """What the kernels are given of a mask: blocks, labels, keys, queries and bounds; and its hidden rows, if they are not
+    zeros."""
+
+    mask: tuple[fx.Node | tuple[fx.Node, ...] | int | None, ...]
+    hidden: fx.Node | None
+
+
+def read_mask(editor: Editor, query: fx.Node, key: fx.Node, structure: Structure, root: fx.Node) -> Read:
+    """Nodes that read a mask when the model runs: once for all layers of a model."""
     sizes = (str(example(t).shape[2]) for t in (query, key))
-    return editor.once(
-        (structure, *sizes, example(query).device), lambda: _data_and_blocks(editor, query, key, structure, root)
-    )
+    return editor.once((structure, *sizes, example(query).device), lambda: _read(editor, query, key, structure, root))
 
 
-def _data_and_blocks(
-    editor: Editor, query: fx.Node, key: fx.Node, structure: Structure, root: fx.Node
-) -> tuple[tuple[tuple[fx.Node, ...], ...], fx.Node]:  # fmt: skip
-    data = (
-        tuple(_label(editor, query, key, label, root) for label in structure.labels),
-        tuple(_shown(editor, key, shown, root) for shown in structure.keys),
-        tuple(_shown(editor, query, shown, root) for shown in structure.queries),
-    )
-    return data, editor.call(visible_blocks, (query, key, *data, structure.low, structure.high), like=root)
+def _read(editor: Editor, query: fx.Node, key: fx.Node, structure: Structure, root: fx.Node) -> Read:
+    labels = tuple(_label(editor, query, key, label, root) for label in structure.labels)
+    keys = tuple(_shown(editor, key, shown, root) for shown in structure.keys)
+    queries = tuple(_shown(editor, query, shown, root) for shown in structure.queries)
+    bounds, hidden = (structure.low, structure.high), None
+    if structure.hidden_rows:
+        hidden = editor.call(hidden_rows, (query, key, keys, queries, *bounds), like=root)
+    blocks = editor.call(visible_blocks, (query, key, labels, keys, queries, *bounds, hidden), like=root)
+    return Read((blocks, labels, keys, queries, *bounds), hidden)
 
 
 def _label(editor: Editor, query: fx.Node, key: fx.Node, label: Label | int, root: fx.Node) -> fx.Node:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.prover import MaskProof, called
+from fx_fusion.graph.masks.structure import CAUSAL, FILLED, Structure
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary
@@ -83,10 +87,13 @@ def shows_every_row(proof: MaskProof, mask: fx.Node) -> bool:
     return as_many_keys and proof.structure.shows_every_query_itself
 
 
-def without_masks(search: Search, mask: fx.Node) -> tuple[fx.Node, list[MaskProof], list[fx.Node]]:
-    """The learned bias in a mask that is added to the scores, the proofs of what hides some of it, and the nodes that make
-    the one of the other. Raises NotThis where a row may be hidden entirely, or nothing is learned."""
-    node = mask
+def without_masks(
+    search: Search, mask: fx.Node, dtype: torch.dtype
+) -> tuple[fx.Node, Structure, list[MaskProof], list[fx.Node]]:  # fmt: skip
+    """The learned bias in a mask that is added to the scores, in a call that computes in ``dtype``; what shows of it, the
+    proofs of that, and the nodes that make the mask of the bias. Raises NotThis where nothing is learned, or a row may be
+    hidden entirely in another way than by one number for all its scores."""
+    node, structures = mask, []
     proofs: list[MaskProof] = []
     nodes: list[fx.Node] = []
     while True:
@@ -94,34 +101,58 @@ def without_masks(search: Search, mask: fx.Node) -> tuple[fx.Node, list[MaskProo
         if below is None:
             break
         if hiding is not None:
-            if not shows_every_row(hiding, node):
-                raise NotThis(node, f"{node.name} may hide a row entirely")
+            structures.append(_shown(search, hiding, node, dtype))
             proofs.append(hiding)
         nodes.append(node)
         node = below
+    if len(proofs) > 1 and any(structure.hidden_rows for structure in structures):
+        raise NotThis(mask, f"{mask.name} is made of several masks, and may hide a row entirely")
     learned: list[MaskProof] = []
     read_bias(search, node, learned)
     if learned or not example(node).requires_grad:
         raise NotThis(node, f"{node.name} is no learned bias alone")
-    return node, proofs, nodes
+    return node, functools.reduce(operator.and_, structures, Structure()), proofs, nodes
+
+
+def _shown(search: Search, hiding: MaskProof, node: fx.Node, dtype: torch.dtype) -> Structure:
+    """What shows of a bias that ``node`` hides some of."""
+    if shows_every_row(hiding, node):
+        return CAUSAL if hiding.kind == "causal" else hiding.structure or Structure()
+    structure = hiding.structure_in(dtype)
+    if structure is not None and search.view.name(node) != "add":  # the lowest number is there instead of the bias
+        finite = dtype == example(node).dtype != torch.float16 and _hides_by(search.view, node)[1] == torch.finfo(dtype).min
+        structure = replace(structure, hidden_rows=FILLED if finite and not structure.labels else "")
+    if structure is None or not structure.hidden_rows:
+        raise NotThis(node, f"{node.name} may hide a row entirely")
+    return structure
+
+
+def _hides_by(view: View, node: fx.Node) -> tuple[Any, Any]:
+    """The mask of ``where`` or ``masked_fill``, and the number that it puts in; two None for another node."""
+    name, bound = view.name(node), view.arguments(node)
+    if name not in ("where", "masked_fill") or bound is None or not is_tensor(bound["input"]):
+        return None, None
+    mask, number = (bound["condition"], bound["other"]) if name == "where" else (bound["mask"], bound["value"])
+    number = view.folded(number)
+    usual = is_tensor(mask) and type(number) in (int, float) and number <= torch.finfo(example(node).dtype).min
+    return (mask, number) if usual else (None, None)
 
 
 def _step(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | None]:
     """What is below a node that casts or hides some of it, and the proof of what it hides; None where it does neither."""
-    view, name, bound = search.view, search.view.name(node), search.view.arguments(node)
+    view = search.view
     below = view.transparent(node)
     if below is not None:
         return below, None
-    if name in ("contiguous", "expand") and is_tensor(node.args[0]):
+    if view.name(node) in ("contiguous", "expand") and is_tensor(node.args[0]):
         return node.args[0], None  # type: ignore[return-value]
-    if name == "add":
+    if view.name(node) == "add":
         return _masked_sum(search, node)
-    if name not in ("where", "masked_fill") or bound is None or not is_tensor(bound["input"]):
+    mask, _ = _hides_by(view, node)
+    if mask is None:
         return None, None
-    shown, number = (bound["condition"], bound["other"]) if name == "where" else (bound["mask"], bound["value"])
-    if not is_tensor(shown) or not _is_lowest(view.folded(number), node):
-        return None, None
-    return bound["input"], search.masks.prove(shown, hides=name == "masked_fill")
+    below = (view.arguments(node) or {})["input"]
+    return below, search.masks.prove(mask, hides=view.name(node) == "masked_fill")
 
 
 def _masked_sum(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | None]:
@@ -131,8 +162,3 @@ def _masked_sum(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProo
         if is_tensor(bias) and is_tensor(mask) and not example(mask).requires_grad:
             return bias, search.masks.prove(mask)
     return None, None
-
-
-def _is_lowest(number: Any, node: fx.Node) -> bool:
-    """Whether a number hides what it replaces: the lowest of the dtype, or lower."""
-    return type(number) in (int, float) and number <= torch.finfo(example(node).dtype).min

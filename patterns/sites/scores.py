@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.prover import MaskProof, has_a_key_for_each_query
-from fx_fusion.graph.masks.structure import Structure
+from fx_fusion.graph.masks.structure import FILLED, Structure
 from fx_fusion.graph.ranges import bounds_of
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
@@ -94,7 +94,7 @@ def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> No
         raise NotThis(node, f"{node.name} hides by a number that is scaled to where a score may come near to it")
     finite = proof.structure is None and _is_small(search.view, mask)
     if proof.kind in ("causal", "none") or not (finite or example(mask).requires_grad):
-        _mask(proof, mask, scores)
+        _mask(proof, mask, scores, filled=False)
     elif scores.scale != 1 or example(mask).dim() < 2:
         raise NotThis(node, f"the bias {mask.name} is scaled with the scores, or has fewer than two dims")
     else:
@@ -112,14 +112,19 @@ def _is_small(view: View, bias: fx.Node) -> bool:
     return bounds is not None and max(map(abs, bounds)) <= most and not view.effects.returned(bias)
 
 
-def _mask(proof: MaskProof, mask: fx.Node, scores: Scores) -> None:
-    """Note what a mask shows. A row that is hidden entirely is uniform in eager (or NaN), and zero in a fused kernel: only
-    beside a sink is that the same."""
-    structure = proof.structure
-    if scores.sink is not None:
-        structure = structure or proof.or_hides_rows
+def _mask(proof: MaskProof, mask: fx.Node, scores: Scores, *, filled: bool) -> None:
+    """Note what a mask shows; ``filled``: a finite number is filled in. In a row that is hidden entirely all probabilities
+    are equal where all scores are one finite number (and NaN where they are -inf); beside a sink they are all 0."""
+    structure = proof.structure or proof.or_hides_rows
     if structure is not None:
-        if scores.sink is None and not (structure.shows_every_query_itself and has_a_key_for_each_query(mask)):
+        sees_itself = structure.shows_every_query_itself and has_a_key_for_each_query(mask)
+        if scores.sink is not None or sees_itself:
+            structure = replace(structure, hidden_rows="")
+        elif filled and not structure.labels:
+            structure = replace(structure, hidden_rows=FILLED)
+        if structure.hidden_rows and scores.scale != 1:
+            raise NotThis(mask, f"{mask.name} may hide a row entirely, by a number that is scaled")
+        if not (sees_itself or structure.hidden_rows or scores.sink is not None):
             raise NotThis(
                 proof.node or mask,
                 f"the mask is {proof.reason}, and may hide a row entirely: that is read in calls of "
@@ -129,6 +134,8 @@ def _mask(proof: MaskProof, mask: fx.Node, scores: Scores) -> None:
     elif proof.kind not in ("causal", "none"):
         raise NotThis(proof.node or mask, f"the mask is not proved: {proof.reason}")
     scores.proofs.append(proof)
+    if scores.structure is not None and scores.structure.hidden_rows and sum(p.kind != "none" for p in scores.proofs) > 1:
+        raise NotThis(mask, f"{mask.name} and another mask hide scores, and may hide a row entirely, by several numbers")
 
 
 def add_fill(search: Search, node: fx.Node, mask: Any, hides: bool, fill: Any, scores: Scores) -> None:
@@ -149,7 +156,7 @@ def add_fill(search: Search, node: fx.Node, mask: Any, hides: bool, fill: Any, s
         raise NotThis(node, f"{node.name} hides with {fill}, which a score may come near to")
     if scores.softcap is not None:
         raise NotThis(node, f"{node.name} masks scores that are capped after that")
-    _mask(search.masks.prove(mask, hides=hides), mask, scores)
+    _mask(search.masks.prove(mask, hides=hides), mask, scores, filled=fill >= lowest)
 def constant(view: View, item: Any) -> Any:
     """A number that the graph makes a tensor of, ``torch.tensor(64.0).sqrt()``, as it is; anything else unchanged."""
     if not is_tensor(item) or example(item).dim() != 0 or not example(item).dtype.is_floating_point:

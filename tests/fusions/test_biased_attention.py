@@ -20,7 +20,9 @@ B, H, S, D = 2, 4, 37, 16
 LOWEST = torch.finfo(torch.float32).min
 
 
-def as_flex_attention_does(query, key, value, blocks, labels, keys, queries, low, high, scale, bias):
+def as_flex_attention_does(
+    query, key, value, blocks, labels, keys, queries, low, high, scale, bias, hidden=None, filled=False
+):  # fmt: skip
     """FlexAttention with a bias has no CPU kernel: scores, bias and mask as its formula has them."""
     assert bias.dtype == torch.float32
     assert bias.is_contiguous()
@@ -30,10 +32,17 @@ def as_flex_attention_does(query, key, value, blocks, labels, keys, queries, low
     visible = visible if high is None else visible & (distance <= high)
     for label in labels:
         visible = visible & (label[..., :, None] == label[..., None, :])
-    assert not keys
+    for shown in keys:
+        visible = visible & shown.view(-1, 1, 1, key.shape[2])
     assert not queries
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-    scores = query @ key.mT * scale + bias.to(query.dtype)
+    of_keys = query @ key.mT * scale
+    scores = of_keys + bias.to(query.dtype)
+    if hidden is not None:
+        rows = hidden.view(-1, 1, query.shape[2], 1)
+        added_to = of_keys if filled else scores
+        scores = torch.where(rows, added_to - added_to.detach(), scores)
+        visible = visible | rows
     return torch.softmax(scores.masked_fill(~visible, float("-inf")), -1) @ value
 
 
@@ -140,10 +149,46 @@ def test_a_padding_mask_of_ones_leaves_the_bias_alone(on_cpu):
     assert report.count("biased_attention") == 1, str(report)
     assert "is all ones" in str(report)
     padded = call((torch.arange(S) < torch.tensor([[S], [S - 9]])).long())
-    assert padded.count("biased_attention") == 0
-    assert "may hide a row entirely" in reasons(padded, "biased_attention")
+    assert padded.count("biased_attention") == 1, str(padded)
+    assert "keys shown by shown" in str(padded)
 
 
+SHOWN = {
+    "right": torch.arange(S) < torch.tensor([[S], [S - 9]]),
+    "left": torch.arange(S) >= torch.tensor([[0], [9]]),
+    "a sequence": torch.arange(S) < torch.tensor([[S], [0]]),
+}
+HIDING = {
+    "where": lambda bias, visible: torch.where(visible, bias, LOWEST).contiguous(),
+    "filled": lambda bias, visible: bias.masked_fill(~visible, LOWEST),
+    "added": lambda bias, visible: bias + torch.zeros(visible.shape).masked_fill(~visible, LOWEST),
+}
+
+
+@pytest.mark.parametrize("causally", [False, True], ids=["keys", "causal"])
+@pytest.mark.parametrize("padding", SHOWN)
+@pytest.mark.parametrize("hide", HIDING)
+def test_padding_is_read_when_the_model_runs(hide, padding, causally, on_cpu):
+    """A query that sees nothing sees all keys alike; the bias has its gradient where the lowest number was added to it."""
+
+    def function(q, k, v, bias, shown):
+        visible = (shown != 0)[:, None, None, :]
+        mask = HIDING[hide](bias, visible & causal() if causally else visible.expand(B, 1, S, S))
+        for _ in range(2):
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return q
+
+    inputs = {**given(bias=(1, H, S, S)), "shown": SHOWN[padding].long()}
+    with fx_fusion.recording() as report:
+        compiled = torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False)
+        fused = run(compiled, inputs)
+    assert report.count("biased_attention") == 2, str(report)
+    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)
+    assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
+    assert report.graphs[0].after.count("hidden_rows(") == 1
+
+
+NUMBERS = SHOWN["left"].long()
 DECLINED = {
     "of each sequence": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (B, H, S, S), "for each sequence"),
     "dropout": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b, dropout_p=0.5), (1, H, S, S), "no dropout"),
@@ -151,6 +196,15 @@ DECLINED = {
     "for one query": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (1, H, 1, S), "the kernel takes"),
     "for sequences, not heads": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b), (B, 1, S, S), "the kernel takes"),
     "computed of the input": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b * q.mean()), (1, H, S, S), "row entirely"),
+    "hidden by infinity": (
+        lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.masked_fill(~(NUMBERS != 0)[:, None, None], -torch.inf)),
+        (1, H, S, S), "may hide a row entirely",
+    ),
+    "hidden twice": (
+        lambda q, k, v, b: F.scaled_dot_product_attention(
+            q, k, v, HIDING["added"](HIDING["added"](b, causal()), (NUMBERS != 0)[:, None, None])
+        ), (1, H, S, S), "several masks",
+    ),
     "hidden by a small number": (
         lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.masked_fill(~causal(), -5.0)), (1, H, S, S), "no learned bias alone",
     ),

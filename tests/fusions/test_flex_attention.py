@@ -5,7 +5,10 @@ import torch
 import transformers
 
 import fx_fusion
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.view import View
 from fx_fusion.kernels.block_sparse_attention import block_sparse_attention
+from fx_fusion.patterns import flex_attention
 from fx_fusion.testing import rewriting_backend, run, run_oracle, worst_excess
 from tests.helpers import reasons, rewritten
 from tests.structured_masks import IDS, S, documents, structures_on_cpu, tensors, window
@@ -157,6 +160,49 @@ def test_beside_a_sink_padding_may_hide_a_row(padded, on_cpu):
     assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
 
 
+PADDED = {"left": slice(0, 111), "right": slice(S - 111, S), "holes": slice(5, 400, 7), "a row": slice(None)}
+HIDING = {
+    "added": lambda scores, visible: scores + added(visible),
+    "filled": lambda scores, visible: scores.masked_fill(~visible, LOWEST),
+    "chosen": lambda scores, visible: torch.where(visible, scores, -1e35),
+    # As transformers up to 5.17 and from then on make it.
+    "of a tensor": lambda scores, visible: scores + torch.where(visible, torch.tensor(0.0, dtype=scores.dtype), LOWEST),
+    "of a full tensor": lambda scores, visible: scores + torch.where(visible, torch.zeros((), dtype=scores.dtype), LOWEST),
+    "cast": lambda scores, visible: scores + torch.where(visible, 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16),
+    "of bfloat16": lambda scores, visible: scores
+    + torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min),
+}
+SEEN = {
+    "causal": lambda shown: window(S, S) & shown[:, None, None, :],
+    "keys": lambda shown: shown[:, None, None, :],
+    "window": lambda shown: window(S, 37) & shown[:, None, None, :],
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("hide", HIDING)
+def test_padding_may_hide_a_row(hide, seen, padded, softcap, on_cpu):
+    """All probabilities of such a row are equal; its scores have a gradient where the number was added to them."""
+
+    def function(query, key, value, shown):
+        scores = query @ key.transpose(2, 3) * 0.3
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = HIDING[hide](scores, SEEN[seen](shown != 0))
+        return torch.softmax(scores, -1) @ value
+
+    shown = torch.ones(2, S, dtype=torch.long)
+    shown[1, PADDED[padded]] = 0
+    inputs = {**tensors(), "shown": shown}
+    with fx_fusion.recording() as report:
+        compiled = torch.compile(function, backend=rewriting_backend(speculate=False), dynamic=False)
+        fused = run(compiled, inputs)
+    assert report.count("flex_attention") == 1, str(report)
+    worst, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.float32)
+    assert used <= 1, f"{worst} uses {used:.2f} times the allowed error"
+
+
 def exponentials_over_their_sum(scores):
     e = scores.exp()
     return e / e.sum(-1, keepdim=True)
@@ -250,9 +296,43 @@ def dropped_out(query, key, value):
     return torch.nn.functional.dropout(probabilities, 0.0 if query.shape[0] > 2 else 0.5) @ value
 
 
+NUMBERS = (torch.arange(S) >= torch.tensor([[0], [9]])).long()  # 0 is padding, at the left
+
+
+def padded_and_causal(query, key, value):
+    """In a hidden row later keys are at -inf, and those before share all."""
+    scores = query @ key.transpose(2, 3) + added(window(S, S)) + added((NUMBERS != 0)[:, None, None])
+    return torch.softmax(scores, -1) @ value
+
+
+def padded_by_infinity(query, key, value):
+    hidden = ~(window(S, S) & (NUMBERS != 0)[:, None, None])
+    return (torch.softmax((query @ key.transpose(2, 3)).masked_fill(hidden, float("-inf")), -1) @ value).nan_to_num(1.0)
+
+
+def padded_and_scaled(query, key, value):
+    scores = query @ key.transpose(2, 3) + added(window(S, S) & (NUMBERS != 0)[:, None, None])
+    return torch.softmax(scores * 0.3, -1) @ value
+
+
+def padded_and_its_lse(query, key, value):
+    scores = query @ key.transpose(2, 3) + added(window(S, S) & (NUMBERS != 0)[:, None, None])
+    return torch.softmax(scores, -1) @ value * torch.logsumexp(scores, -1, keepdim=True).sigmoid()
+
+
+def packed(query, key, value):
+    scores = query @ key.transpose(2, 3) + added(documents(IDS) & (NUMBERS != 0)[:, None, None])
+    return torch.softmax(scores, -1) @ value
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (padded_and_causal, "by several numbers"),
+        (padded_by_infinity, "may hide a row entirely"),
+        (padded_and_scaled, "by a number that is scaled"),
+        (padded_and_its_lse, "the logsumexp of its scores is read"),
+        (packed, "may hide a row entirely"),
         (hidden_row, "is not proved"),
         (masked_and_then_capped, "capped after that"),
         (with_the_probability_of_the_sink, "the probability of the sink"),
@@ -315,12 +395,14 @@ def test_models_whose_attention_is_written_out(kind, checkpointed, on_cpu):
         assert (value.double() - exact[name]).abs().max() <= allowed, name
 
 
-def test_a_padded_batch_of_gpt_oss(on_cpu):
-    """Right padding in the first batch: one graph, for any padding."""
-    model = tiny("gpt_oss", **SIZES)
+@pytest.mark.parametrize("padding", [slice(60, 100), slice(0, 40), slice(0, 100)], ids=["right", "left", "a sequence"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_a_padded_batch(kind, padding, on_cpu):
+    """Padding in the first batch: one graph, for any padding. A query that sees nothing is as in eager, sink or not."""
+    model = tiny(kind, **SIZES)
     ids = torch.randint(1, 128, (2, 100))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    batch["attention_mask"][1, 60:] = 0
+    batch["attention_mask"][1, padding] = 0
     batch["labels"][1, 60:] = -100
     with fx_fusion.recording() as report:
         found = _step(torch.compile(model, backend=rewriting_backend(), dynamic=False), model, batch)
@@ -350,3 +432,25 @@ def _step(model, parameters, batch):
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in parameters.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize(
+    ("d", "seen", "trained", "kept"),
+    [(256, "keys", True, True), (256, "causal", True, False), (256, "window", True, False), (256, "keys", False, False),
+     (128, "keys", True, False)],
+)  # fmt: skip
+def test_wide_heads_under_a_mask_that_hides_little_are_kept(d, seen, trained, kept):
+    """The backward at a head dim of 256 is slow: what is hidden has to make up for it."""
+    found = []
+
+    def function(query, key, value, shown):
+        return written_out(query, key, value, mask=added(SEEN[seen](shown != 0)))
+
+    def backend(gm, inputs):
+        found.extend(flex_attention.find(Search(View(gm.graph))))
+        return gm.forward
+
+    inputs = {n: t.requires_grad_(trained) for n, t in tensors(h=1, g=1, d=d).items()}
+    torch.compile(function, backend=backend)(**inputs, shown=torch.ones(2, S, dtype=torch.long))
+    (match,) = found
+    assert ("a head dim above 128" in (match.keep or "")) == kept

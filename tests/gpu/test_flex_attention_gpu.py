@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fx_fusion
 from fx_fusion.testing import run, run_oracle, worst_excess
@@ -9,7 +10,7 @@ from fx_fusion.testing import run, run_oracle, worst_excess
 pytestmark = pytest.mark.gpu
 
 
-def attend(query, key, value, sink, shown, *, window, softcap, with_sink):
+def attend(query, key, value, sink, shown, *, window, softcap, with_sink, filled=False):
     groups, s = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * 0.2
@@ -21,7 +22,10 @@ def attend(query, key, value, sink, shown, *, window, softcap, with_sink):
     if shown is not None:
         visible = visible & (shown[:, None, None, :] != 0)
     lowest = torch.finfo(query.dtype).min
-    scores = scores + torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, lowest)
+    if filled:
+        scores = scores.masked_fill(~visible, lowest)
+    else:
+        scores = scores + torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, lowest)
     if with_sink:
         scores = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(query.shape[0], -1, s, -1)], dim=-1)
         scores = scores - scores.max(dim=-1, keepdim=True).values
@@ -80,6 +84,46 @@ def test_head_dims(d):
 @pytest.mark.parametrize("padded", ["left", "right", "a row"])
 def test_padding_beside_a_sink(padded):
     check(515, 64, torch.bfloat16, {"window": 100, "softcap": None, "with_sink": True}, padded)
+
+
+PADDED = ["left", "right", "a row"]
+
+
+@pytest.mark.parametrize("window", [100, 515])
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize("filled", [False, True], ids=["added", "filled"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
+def test_rows_that_see_nothing(softcap, filled, padded, window):
+    """Equal probabilities for all keys; a gradient of the scores where a number was added to them."""
+    check(515, 64, torch.bfloat16, {"window": window, "softcap": softcap, "with_sink": False, "filled": filled}, padded)
+
+
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize("hide", ["added", "filled", "without a bias"])
+def test_rows_that_see_nothing_in_calls(hide, padded):
+    """Of scaled_dot_product_attention, with a learned bias and without: as its formula has it (PyTorch's fused kernels differ
+    among themselves there)."""
+    fusion = "block_sparse_attention" if hide == "without a bias" else "biased_attention"
+
+    def function(query, key, value, shown, bias):
+        visible = (shown != 0)[:, None, None, :].expand(2, 1, 515, 515)
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros(visible.shape, dtype=query.dtype, device="cuda").masked_fill(~visible, lowest)
+        if hide != "without a bias":
+            mask = bias + mask if hide == "added" else torch.where(visible, bias, lowest).contiguous()
+        for _ in range(2):
+            query = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2)
+        return query
+
+    inputs = {**inputs_of(515, 64, torch.bfloat16, padded), "bias": torch.randn(1, 8, 515, 515, device="cuda").bfloat16()}
+    del inputs["sink"]
+    inputs.update({n: torch.randn_like(inputs["query"]) for n in ("key", "value")})
+    options = {"select": "always", "strict": True, "speculate": False}
+    with fx_fusion.recording() as report, sdpa_kernel(SDPBackend.MATH):
+        fused = run(torch.compile(function, backend="fx_fusion", options=options, dynamic=False), inputs)
+        assert report.count(fusion) == 2, str(report)
+        name, used = worst_excess(fused, run(function, inputs), run_oracle(function, inputs), torch.bfloat16)
+    assert used <= 1, f"{name} uses {used:.2f} times the allowed error"
 
 
 @pytest.mark.parametrize("s", [128, 515])

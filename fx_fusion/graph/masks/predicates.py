@@ -29,6 +29,17 @@ def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boole
     return condition_for(parts, lambda added: added.is_zero)
 
 
+def hides_by_one_number(expression: sympy.Basic, dtype: torch.dtype) -> bool:
+    """Whether an additive mask hides by one number alone that swallows any score it is added to: the lowest of a dtype that
+    counts as far as float32. Scores of a row that is hidden entirely are this number then, and no other."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return False
+    expression = sympy.piecewise_fold(expression)
+    parts = expression.args if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+    numbers = [number for added, _ in parts if not added.is_zero for number in numbers_of(added) or (sympy.nan,)]
+    return all(number.is_number and float(number) == torch.finfo(dtype).min for number in numbers)
+
+
 def undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: fx.Node) -> Boolean:
     """What is left of a conjunction once everything that holds at every index is dropped."""
     predicate = sympy.to_nnf(predicate, simplify=False) if not isinstance(predicate, (sympy.And, sympy.Or)) else predicate

@@ -14,7 +14,7 @@ the model runs.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -26,9 +26,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.graph.masks.assumed import ONES, Assumed, in_order, kind_for, shown
 from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predicate, size_of
 from fx_fusion.graph.masks.held import HIDDEN, held
-from fx_fusion.graph.masks.predicates import is_causal, undecided, visible
+from fx_fusion.graph.masks.predicates import hides_by_one_number, is_causal, undecided, visible
 from fx_fusion.graph.masks.shape_rules import RULES
-from fx_fusion.graph.masks.structure import CAUSAL, Structure, counted_runs, structure_of, within_runs
+from fx_fusion.graph.masks.structure import ADDED, Structure, counted_runs, structure_of, within_runs
 from fx_fusion.graph.places import named
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import Outside, View
@@ -44,7 +44,7 @@ class MaskProof:
     (a bias with a gradient), ``input`` (it depends on what the caller gives: padding), or ``unknown``.
 
     ``or_hides_rows``: the structure of an unknown mask that may hide a row entirely by adding a number to it, for those to
-    whom that makes no difference.
+    whom that makes no difference, or who can tell what becomes of such a row (``Structure.hidden_rows``).
     """
 
     kind: str
@@ -55,10 +55,12 @@ class MaskProof:
     structure: Structure | None = None
     or_hides_rows: Structure | None = None
 
-    @property
-    def shown(self) -> Structure:
-        """What a mask shows that is proved."""
-        return CAUSAL if self.kind == "causal" else self.structure or Structure()
+    def structure_in(self, dtype: torch.dtype) -> Structure | None:
+        """Its structure in a call that computes in ``dtype``, also where it may hide a row entirely, but makes one number of
+        all its scores then. (Autocast makes -inf of the lowest float32.)"""
+        structure = self.or_hides_rows
+        known = structure is not None and structure.hidden_rows and self.node is not None
+        return structure if known and example(self.node).dtype == dtype else self.structure
 
 
 class MaskProver:
@@ -121,6 +123,8 @@ class MaskProver:
             if structure is not None and not sees_itself and example(mask).is_floating_point():
                 # Where a number hides a whole row, SDPA shows all of it (or NaN, for -inf); FlexAttention gives zeros.
                 reason = f"{structure}: {mask.name} may hide a row entirely by adding a number to it"
+                if hides_by_one_number(expression, example(mask).dtype) and not structure.labels:
+                    structure = replace(structure, hidden_rows=ADDED)
                 return MaskProof("unknown", reason, mask, assumes, nodes, or_hides_rows=structure)
             if structure is not None:
                 return MaskProof("structured", str(structure), mask, assumes, nodes, structure)

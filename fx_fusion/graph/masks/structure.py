@@ -46,16 +46,24 @@ class Shown:
         return str(self.label)
 
 
+ADDED, FILLED = "added", "filled"
+
+
 @dataclass(frozen=True)
 class Structure:
     """``low`` and ``high``: bounds of q - k, None where there is none. ``labels``: values by position, or a number:
-    chunks of that many positions. ``keys``, ``queries``: those that padding leaves."""
+    chunks of that many positions. ``keys``, ``queries``: those that padding leaves.
+
+    ``hidden_rows``: what a row is that sees nothing: zeros (``""``, as in PyTorch's attention under booleans), or equal
+    probabilities of all keys, as all scores are one number. The number was added to them, and they have their gradient
+    (``ADDED``), or filled in (``FILLED``)."""
 
     low: int | None = None
     high: int | None = None
     labels: tuple[Label | int, ...] = ()
     keys: tuple[Shown, ...] = ()
     queries: tuple[Shown, ...] = ()
+    hidden_rows: str = ""
 
     @property
     def shows_every_query_itself(self) -> bool:
@@ -69,7 +77,8 @@ class Structure:
             for pick, pair in ((max, (self.low, other.low)), (min, (self.high, other.high)))
         )
         both = ((*getattr(self, name), *getattr(other, name)) for name in ("labels", "keys", "queries"))
-        return Structure(low, high, *(tuple(dict.fromkeys(values)) for values in both))
+        labels, keys, queries = (tuple(dict.fromkeys(values)) for values in both)
+        return Structure(low, high, labels, keys, queries, self.hidden_rows or other.hidden_rows)
 
     def __str__(self) -> str:
         parts = [f"documents of {n}" if isinstance(n, Label) else f"chunks of {n}" for n in self.labels]
