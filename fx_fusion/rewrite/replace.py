@@ -76,10 +76,11 @@ def _as_the_graph_has_it(editor: Editor, node: fx.Node, output: fx.Node) -> fx.N
 
 def insertion_point(match: Match, editor: Editor) -> fx.Node:
     """Before the first matched node that makes an output: nothing uses an output earlier. Every input must exist by
-    then; where one does not, the op goes right behind the last input, if no user of an output comes before that."""
+    then; where one does not, the op goes right behind the last input, if no user of an output comes before that. What is
+    of the graph around this one (padding that a checkpointed body reads) is handed in."""
     order = editor.view.order
     first = min(match.outputs, key=lambda n: order[n])
-    late = [n for n in match.operands.values() if isinstance(n, fx.Node) and order[n] > order[first]]
+    late = [n for n in match.operands.values() if isinstance(n, fx.Node) and order.get(n, 0) > order[first]]
     if not late:
         return first
     last = behind = max(late, key=lambda n: order[n])

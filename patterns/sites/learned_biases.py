@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.masks.prover import MaskProof, called
 from fx_fusion.graph.masks.structure import CAUSAL, FILLED, Structure
 from fx_fusion.graph.terms import example, is_tensor
@@ -143,7 +144,8 @@ def _step(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | No
     view = search.view
     below = view.transparent(node)
     if below is not None:
-        return below, None
+        kept = keeps_values(example(below).dtype, example(node).dtype)  # or the number that hides is another one then
+        return (below, None) if kept else (None, None)
     if view.name(node) in ("contiguous", "expand") and is_tensor(node.args[0]):
         return node.args[0], None  # type: ignore[return-value]
     if view.name(node) == "add":

@@ -69,6 +69,7 @@ def read_scores(search: Search, node: Any, scores: Scores) -> None:
         elif name == "add":
             node = with_mask(search, node, scores)
         elif name in ("maximum", "max", "clamp") and (clamped := _above_the_lowest(view, node)) is not None:
+            scores.maximised |= name != "clamp"
             node = clamped
         elif name == "masked_fill":
             bound = view.arguments(node)
@@ -155,6 +156,7 @@ def _scaled(view: View, node: fx.Node, name: str, scores: Scores) -> fx.Node:
     if not isinstance(number, (int, float)) or not is_tensor(tensor) or (name == "div" and number is a) or not number > 0:
         raise NotThis(node, f"{node.name} scales the scores by something that is not a positive constant")
     scores.scale *= number if name == "mul" else 1 / number
+    scores.rescaled |= number != 1
     return tensor
 
 

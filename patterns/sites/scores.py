@@ -10,7 +10,7 @@ from torch import fx
 
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.masks.prover import MaskProof, has_a_key_for_each_query
-from fx_fusion.graph.masks.structure import FILLED, Structure
+from fx_fusion.graph.masks.structure import ADDED, FILLED, Structure
 from fx_fusion.graph.ranges import bounds_of
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
@@ -44,6 +44,8 @@ class Scores:
     softcap: float | None = None  # softcap · tanh(q · keys · scale / softcap)
     sink: fx.Node | None = None  # (.., queries, 1): one more score of each row, without a value
     structure: Structure | None = None  # what the mask shows, where it is more than causal
+    rescaled: bool = False  # whether ``scale`` is a product of numbers, be it 1
+    maximised: bool = False  # with the lowest number: of two that are the same each has half of the gradient
     shifted: bool = False  # by their maximum, which is left out
     lse: fx.Node | None = None  # the logarithm of the sum of their exponentials, where it is read
 
@@ -122,8 +124,10 @@ def _mask(proof: MaskProof, mask: fx.Node, scores: Scores, *, filled: bool) -> N
             structure = replace(structure, hidden_rows="")
         elif filled and not structure.labels:
             structure = replace(structure, hidden_rows=FILLED)
-        if structure.hidden_rows and scores.scale != 1:
+        if structure.hidden_rows and scores.rescaled:
             raise NotThis(mask, f"{mask.name} may hide a row entirely, by a number that is scaled")
+        if structure.hidden_rows == ADDED and scores.maximised:
+            raise NotThis(mask, f"{mask.name} may hide a row entirely, by the number that scores are the maximum with")
         if not (sees_itself or structure.hidden_rows or scores.sink is not None):
             raise NotThis(
                 proof.node or mask,
@@ -145,10 +149,7 @@ def add_fill(search: Search, node: fx.Node, mask: Any, hides: bool, fill: Any, s
         raise NotThis(node, f"{node.name} fills with a value that is written to")
     if scores.factors:
         raise NotThis(node, f"the mask of {node.name} is scaled with the scores, by {scores.factors[-1][1].name}")
-    if isinstance(fill, fx.Node) and fill.target in _SCALARS:
-        fill = fill.args[0] if fill.args else None
-    elif (full := view.arguments_of(fill, "full")) is not None:
-        fill = full["fill_value"]
+    fill = constant(view, fill)  # as its dtype holds it: the lowest float32 is -inf in a tensor of 16 bits
     if not is_tensor(mask) or example(mask).dtype != torch.bool or not isinstance(fill, (int, float)):
         raise NotThis(node, f"{node.name} fills with a value that is not a constant, or by a mask that is not boolean")
     lowest = torch.finfo(example(node).dtype).min

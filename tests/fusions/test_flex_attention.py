@@ -315,6 +315,25 @@ def padded_and_scaled(query, key, value):
     return torch.softmax(scores * 0.3, -1) @ value
 
 
+def padded_and_scaled_back(query, key, value):
+    """Twice the lowest number is -inf."""
+    scores = (query @ key.transpose(2, 3) + added(window(S, S) & (NUMBERS != 0)[:, None, None])) * 2 * 0.5
+    return (torch.softmax(scores, -1) @ value).nan_to_num(1.0)
+
+
+def the_maximum_with_the_lowest(query, key, value):
+    """Of two that are the same each gets half of the gradient."""
+    scores = query @ key.transpose(2, 3) + added(window(S, S) & (NUMBERS != 0)[:, None, None])
+    return torch.softmax(torch.max(scores, torch.tensor(LOWEST)), -1) @ value
+
+
+def filled_with_a_narrower_number(query, key, value):
+    """The lowest float32 is -inf in a tensor of 16 bits."""
+    lowest = torch.tensor(LOWEST, dtype=torch.bfloat16)
+    visible = window(S, S) & (NUMBERS != 0)[:, None, None]
+    return (torch.softmax(torch.where(visible, query @ key.transpose(2, 3), lowest), -1) @ value).nan_to_num(1.0)
+
+
 def padded_and_its_lse(query, key, value):
     scores = query @ key.transpose(2, 3) + added(window(S, S) & (NUMBERS != 0)[:, None, None])
     return torch.softmax(scores, -1) @ value * torch.logsumexp(scores, -1, keepdim=True).sigmoid()
@@ -331,6 +350,9 @@ def packed(query, key, value):
         (padded_and_causal, "by several numbers"),
         (padded_by_infinity, "may hide a row entirely"),
         (padded_and_scaled, "by a number that is scaled"),
+        (padded_and_scaled_back, "by a number that is scaled"),
+        (the_maximum_with_the_lowest, "the maximum with"),
+        (filled_with_a_narrower_number, "may hide a row entirely"),
         (padded_and_its_lse, "the logsumexp of its scores is read"),
         (packed, "may hide a row entirely"),
         (hidden_row, "is not proved"),
@@ -396,10 +418,13 @@ def test_models_whose_attention_is_written_out(kind, checkpointed, on_cpu):
 
 
 @pytest.mark.parametrize("padding", [slice(60, 100), slice(0, 40), slice(0, 100)], ids=["right", "left", "a sequence"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
-def test_a_padded_batch(kind, padding, on_cpu):
+def test_a_padded_batch(kind, checkpointed, padding, on_cpu):
     """Padding in the first batch: one graph, for any padding. A query that sees nothing is as in eager, sink or not."""
     model = tiny(kind, **SIZES)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(1, 128, (2, 100))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][1, padding] = 0
