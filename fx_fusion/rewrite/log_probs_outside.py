@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.kernels.logits.kept_logits import losses_of_kept_logits
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
 from fx_fusion.kernels.token_log_probs import token_log_probs
 from fx_fusion.rewrite.label_smoothing_outside import class_of_negated, negated_log_probs, sum_of_negated
+from fx_fusion.rewrite.logsumexp_outside import class_of_logits, logsumexp, minus
 from fx_fusion.rewrite.loss_outside import is_large, keeps_logits, loss_of_unread, may_wait
+from fx_fusion.rewrite.result_dtype import result_dtype
 from fx_fusion.rewrite.unread_logits import Operands, log_softmax_of_rows, operands_of, scaled
 from fx_fusion.runtime.deferred_tensor import TAKEN
 
@@ -34,24 +35,13 @@ def _log_softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch
         return None
     if not may_wait(input) or input.dtype == torch.float64:
         return None
-    return input.followed_by(log_softmax_of_rows, dtype or _dtype_of_log_softmax(input.device.type, input.dtype))
+    dtype = dtype or result_dtype(torch.log_softmax, input.device.type, input.dtype, dim=-1)
+    return input.followed_by(log_softmax_of_rows, dtype)
 
 
 def _of_torch(input: Any, dim: Any, dtype: torch.dtype | None = None) -> Tensor | None:
     """``torch.log_softmax`` and ``Tensor.log_softmax``."""
     return _log_softmax(input, dim, dtype=dtype)
-
-
-def _dtype_of_log_softmax(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a log_softmax of a tensor of this dtype, which autocast may widen."""
-    around = autocast_dtype(device)
-    return dtype if around is None else _widened(device, dtype, around)
-
-
-@functools.cache
-def _widened(device: str, dtype: torch.dtype, around: torch.dtype) -> torch.dtype:
-    with torch.autocast(device, dtype=around):
-        return torch.log_softmax(torch.zeros(1, dtype=dtype, device=device), 0).dtype
 
 
 def _times(input: Any, other: Any) -> Tensor | None:
@@ -75,8 +65,8 @@ def _scaled(input: Any, numerator: Any, denominator: Any) -> Tensor | None:
 
 # -- what takes it -------------------------------------------------------------------------------------------------------
 def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Tensor | None:
-    """``log_probs.gather(-1, index)`` of one class a row, from what the logits would be computed of; None if it has to read
-    them. Raises StaleTensorError if that has changed."""
+    """``log_probs.gather(-1, index)`` of one class a row, from what the logits would be computed of; of logits, deferred.
+    None if it has to read them. Raises StaleTensorError if that has changed."""
     if type(index) is not Tensor or index.dtype != torch.int64 or type(dim) is not int or sparse_grad:
         return None
     one_a_row = dim in (-1, input.dim() - 1) and tuple(index.shape) == (*input.shape[:-1], 1)
@@ -85,8 +75,10 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> T
     if not index.is_cuda and not ((index >= 0) & (index < input.shape[-1])).all():
         return None  # PyTorch's error
     found = operands_of(input)
-    if found is None or not found.log_probs or found.taken_again():  # each would make them, and perhaps keep them
+    if found is None or found.taken_again():  # each would make them, and perhaps keep them
         return None
+    if not found.log_probs:
+        return class_of_logits(input, index)
     with torch.autocast(input.device.type, enabled=False), found.recipe.unfrozen():
         of_rows = class_of_negated if found.negated else _of_one_class
         taken = of_rows(input, found, index.reshape(-1))
@@ -135,11 +127,14 @@ def _take(function: Callable[..., Tensor | None], *of: Any) -> None:
 _take(_log_softmax, F.log_softmax)
 _take(_of_torch, torch.log_softmax, torch.special.log_softmax, torch.Tensor.log_softmax)
 _take(_nll_loss, F.nll_loss)
+_take(logsumexp, torch.special.logsumexp)
 for module in (torch, torch.Tensor):
     _take(_times, module.mul, module.multiply)
     _take(_over, module.div, module.divide, module.true_divide)
     _take(_gather, module.gather)
     _take(_take_along_dim, module.take_along_dim)
+    _take(logsumexp, module.logsumexp)
+    _take(functools.partial(minus, _gather), module.sub, module.subtract)
     _take(negated_log_probs, module.neg, module.negative)
     _take(sum_of_negated, module.sum)
 _take(negated_log_probs, torch.Tensor.__neg__)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.kernels.linear_soft_cross_entropy import linear_soft_cross_entropy
 from fx_fusion.rewrite.loss_outside import cross_entropy_of_unread, is_large
+from fx_fusion.rewrite.result_dtype import result_dtype
 from fx_fusion.rewrite.unread_logits import operands_of
 from fx_fusion.runtime.deferred_tensor import TAKEN, DeferredTensor
 
@@ -31,7 +31,7 @@ def _kl_div(
         return None
     kind = "log_probabilities" if log_target else "probabilities"
     loss = _taken(input, target, kind, input.shape[: _DIVISORS[reduction]], divergence=True)
-    return None if loss is None else loss.to(_dtype_of(F.kl_div, input.dtype, target.dtype, input.device.type))
+    return None if loss is None else loss.to(_dtype_of(F.kl_div, input, target))
 
 
 def _cross_entropy(
@@ -48,7 +48,7 @@ def _cross_entropy(
         return None  # or PyTorch says what is wrong
     rows = input.shape[:1] if reduction == "mean" else ()
     loss = _taken(input, target, "probabilities", rows, divergence=False)
-    return None if loss is None else loss.to(_dtype_of(F.cross_entropy, input.dtype, target.dtype, input.device.type))
+    return None if loss is None else loss.to(_dtype_of(F.cross_entropy, input, target))
 
 
 def _taken(input: Any, target: Any, kind: str, divisors: Any, *, divergence: bool) -> Tensor | None:
@@ -77,18 +77,8 @@ def _taken(input: Any, target: Any, kind: str, divisors: Any, *, divergence: boo
     return loss
 
 
-def _dtype_of(loss: Callable[..., Tensor], input: torch.dtype, target: torch.dtype, device: str) -> torch.dtype:
-    """The dtype of a loss of two tensors, which autocast may widen."""
-    return _widened(loss, input, target, device, autocast_dtype(device))
-
-
-@functools.cache
-def _widened(
-    loss: Callable[..., Tensor], input: torch.dtype, target: torch.dtype, device: str, around: torch.dtype | None
-) -> torch.dtype:  # fmt: skip
-    one, other = (torch.zeros((1, 1), dtype=dtype, device=device) for dtype in (input, target))
-    with torch.autocast(device, dtype=around, enabled=around is not None):
-        return loss(one, other, reduction="sum").dtype
+def _dtype_of(loss: Callable[..., Tensor], input: Any, target: Tensor) -> torch.dtype:
+    return result_dtype(loss, input.device.type, input.dtype, target.dtype, reduction="sum")
 
 
 TAKEN[F.kl_div] = _kl_div

@@ -30,6 +30,11 @@ def log_softmax_of_rows(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(logits, -1, dtype=dtype)
 
 
+def log_softmax_written_out(logits: Tensor) -> Tensor:
+    """Logits minus the logarithm of the sum of their exponentials."""
+    return logits - torch.logsumexp(logits, -1, True)
+
+
 def scaled(logits: Tensor, numerator: float, denominator: float) -> Tensor:
     """Logits times or over a number; the other of the two is 1."""
     return logits * numerator if denominator == 1 else logits / denominator
@@ -135,7 +140,7 @@ class _Computed:
                 return False
             if function is scaled:
                 self.scale *= args[0] / args[1]
-            elif function is log_softmax_of_rows:
+            elif function in (log_softmax_of_rows, log_softmax_written_out):
                 self.log_probs = True
             elif function is negated and self.log_probs:
                 self.negated = True

@@ -149,8 +149,8 @@ class DeferredTensor(torch.Tensor):
         return self._source if isinstance(self._source, Step) else None
 
     def followed_by(self, function: Callable[..., Tensor], *args: Any) -> DeferredTensor:
-        """``function(self, *args)`` of numbers and dtypes, deferred: another tensor, with memory of its own. If this one is
-        cast or computed itself, it is not kept alive for that."""
+        """``function(self, *args)`` of numbers, dtypes and tensors that nobody writes to, deferred: another tensor, with
+        memory of its own. If this one is cast or computed itself, it is not kept alive for that."""
         step = Step(self, in_turn, ((function, args, {}),), {})
         if (last := self.step()) is not None and last.grad == step.grad and not self._hooks:
             step.begin_with(last)
