@@ -121,7 +121,7 @@ class MaskProver:
             structure = structure_of(within_runs(left, self._runs), batch, q, k, self._labels)
             sees_itself = structure is not None and structure.shows_every_query_itself and has_a_key_for_each_query(mask)
             if structure is not None and not sees_itself and example(mask).is_floating_point():
-                # Where a number hides a whole row, SDPA shows all of it (or NaN, for -inf); FlexAttention gives zeros.
+                # Where a number hides a whole row, its formula shows all of it (or NaN, for -inf); a boolean leaves zeros.
                 reason = f"{structure}: {mask.name} may hide a row entirely by adding a number to it"
                 if hides_by_one_number(expression, example(mask).dtype) and not structure.labels:
                     structure = replace(structure, hidden_rows=ADDED)
