@@ -117,7 +117,9 @@ def _is_small(view: View, bias: fx.Node) -> bool:
 def _mask(proof: MaskProof, mask: fx.Node, scores: Scores, *, filled: bool) -> None:
     """Note what a mask shows; ``filled``: a finite number is filled in. In a row that is hidden entirely all probabilities
     are equal where all scores are one finite number (and NaN where they are -inf); beside a sink they are all 0."""
-    structure = proof.structure or proof.or_hides_rows
+    structure, or_hides = proof.structure, proof.or_hides_rows
+    if or_hides is not None and (scores.sink is not None or or_hides.hidden_rows):
+        structure = or_hides
     if structure is not None:
         sees_itself = structure.shows_every_query_itself and has_a_key_for_each_query(mask)
         if scores.sink is not None or sees_itself:
