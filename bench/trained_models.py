@@ -55,7 +55,7 @@ def llama_written_out(layers: int) -> nn.Module:
 
 
 def gemma2(layers: int) -> nn.Module:
-    """The shape of Gemma 2 9B with fewer layers and heads of 128: attention is written out, its scores are capped."""
+    """Gemma 2 as wide as the Llama, with heads of 128 as in 27B: attention is written out, its scores are capped."""
     from transformers import AutoModelForCausalLM, Gemma2Config
 
     config = Gemma2Config(

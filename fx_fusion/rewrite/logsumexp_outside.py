@@ -83,14 +83,14 @@ def minus(take_class: Callable[..., Tensor | None], input: Any, other: Any, *, a
     return taken if left.function is class_of_rows else -taken
 
 
-class _Computed:
-    """A function of deferred logits: ``below`` behind ``calls``, and what it is called with."""
+class _OfRows:
+    """One number for each row of deferred logits: a function of ``below`` behind other calls, and what it is given."""
 
     def __init__(self, below: Any, calls: tuple[Call, ...], dtype: torch.dtype):
         self.below, self.before, self.dtype = below, calls[:-1], dtype
         self.function, self.args, _ = calls[-1]
 
-    def is_of_the_same(self, other: _Computed) -> bool:
+    def is_of_the_same(self, other: _OfRows) -> bool:
         return self.before == other.before and _are_alike(self.below, other.below)
 
     def is_of(self, logits: Any) -> bool:
@@ -122,14 +122,14 @@ def _are_alike(one: Any, other: Any) -> bool:
     return called[0] == called[1] and _are_alike(*(step.below for step in steps))
 
 
-def _read_down(tensor: Any) -> _Computed | None:
+def _read_down(tensor: Any) -> _OfRows | None:
     """What a deferred tensor of one number a row is computed of, below casts that keep its values and other layouts of it;
     None where there is more between."""
     while (step := tensor.step()) is not None and step.grad and not tensor.has_hooks():
         if step.func is in_turn:
             between = any(made.has_hooks() for _, made in step.between())
             of_rows = step.args[-1][0] in (logsumexp_of_rows, class_of_rows)
-            return _Computed(step.below, step.args, tensor.dtype) if of_rows and not between else None
+            return _OfRows(step.below, step.args, tensor.dtype) if of_rows and not between else None
         if step.func in CASTS:
             kept = keeps_values(step.below.dtype, tensor.dtype)
         else:

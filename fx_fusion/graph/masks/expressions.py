@@ -73,6 +73,12 @@ def as_predicate(expression: sympy.Basic, node: fx.Node) -> Boolean:
     return sympy.true if expression.is_nonzero else sympy.false if expression.is_zero else sympy.Ne(expression, 0)
 
 
+def parts_of(expression: sympy.Basic) -> list[tuple[Any, Any]]:
+    """The values of an expression, each with its condition, the first that holds."""
+    expression = sympy.piecewise_fold(expression)
+    return list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+
+
 def condition_for(parts: list[tuple[Any, Any]], wanted: Callable[[Any], bool]) -> Boolean:
     """The condition under which a Piecewise takes a value that is ``wanted``."""
     result, earlier = sympy.false, sympy.false

@@ -7,7 +7,14 @@ import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from fx_fusion.graph.masks.expressions import Opaque, as_predicate, at_most_zero, condition_for, upper_bound
+from fx_fusion.graph.masks.expressions import (
+    Opaque,
+    as_predicate,
+    at_most_zero,
+    condition_for,
+    parts_of,
+    upper_bound,
+)
 from fx_fusion.graph.masks.held import may_be_hidden, numbers_of
 
 
@@ -16,8 +23,7 @@ def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boole
     if dtype == torch.bool:
         return as_predicate(expression, node)
     lowest = torch.finfo(dtype).min
-    expression = sympy.piecewise_fold(expression)
-    parts = list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+    parts = parts_of(expression)
     for added, _ in parts:
         if added is sympy.nan or added.has(sympy.nan):
             raise Opaque(node, f"{node.name} is not a number somewhere")
@@ -34,8 +40,7 @@ def hides_by_one_number(expression: sympy.Basic, dtype: torch.dtype) -> bool:
     counts as far as float32. Scores of a row that is hidden entirely are this number then, and no other."""
     if dtype not in (torch.bfloat16, torch.float32):
         return False
-    expression = sympy.piecewise_fold(expression)
-    parts = expression.args if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+    parts = parts_of(expression)
     numbers = [number for added, _ in parts if not added.is_zero for number in numbers_of(added) or (sympy.nan,)]
     return all(number.is_number and float(number) == torch.finfo(dtype).min for number in numbers)
 

@@ -20,6 +20,7 @@ from fx_fusion.graph.masks.expressions import (
     as_number,
     as_predicate,
     condition_for,
+    parts_of,
 )
 from fx_fusion.graph.masks.held import held, hidden_in, may_be_hidden, numbers_of
 from fx_fusion.graph.terms import example, is_tensor
@@ -181,9 +182,9 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         return as_predicate(inner, node)
     if before.is_floating_point and not after.is_floating_point and not inner.is_integer:
         raise Opaque(node, f"{node.name} truncates")
-    inner = sympy.piecewise_fold(as_number(inner))
-    values = [value for value, _ in inner.args] if isinstance(inner, sympy.Piecewise) else [inner]
-    if any(value.atoms(sympy.core.function.AppliedUndef) for value in values) and not keeps_values(before, after):
+    inner = as_number(inner)
+    unknown = any(value.atoms(sympy.core.function.AppliedUndef) for value, _ in parts_of(inner))
+    if unknown and not keeps_values(before, after):
         raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
     return hidden_in(inner, after)
 
