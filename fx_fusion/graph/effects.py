@@ -90,9 +90,13 @@ class Effects:
         return any(user.op == "output" for alias in self.aliases(node) for user in alias.users)
 
     def overwrites_dead_value(self, node: fx.Node) -> bool:
-        """Whether an in-place ``node`` is as good as its functional form: nothing reads the old value afterwards,
-        under any name, and it is no input of the graph."""
+        """Return True if an in-place ``node`` is as good as its functional form.
+
+        Nothing may read the old value afterwards, under any name, and it must not be an input of the graph. Under no_grad it
+        must not have a gradient, because a tensor keeps its history when it is written to there."""
         for target in self.mutated(node):
+            if example_of(target).requires_grad and not self.region[node][0]:
+                return False
             for alias in self.aliases(target):
                 if alias.op in ("placeholder", "get_attr"):
                     return False

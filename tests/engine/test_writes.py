@@ -275,3 +275,35 @@ def test_writes_to_a_result_that_was_laid_out_anew(function):
         result, expected = (result,), (expected,)
     for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours + 0, theirs, rtol=1e-4, atol=1e-4)
+
+
+def silu_in_place(x):
+    y = F.group_norm(x[..., None], 2)
+    with torch.no_grad():
+        return F.silu(y, inplace=True)
+
+
+def norm_in_place(x):
+    y = x * 2
+    with torch.no_grad():
+        return y.mul_(torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).mul_(w8)
+
+
+def sum_in_place(x):
+    y = x * 2
+    with torch.no_grad():
+        y.add_(u)
+    return rms(y), y
+
+
+@pytest.mark.parametrize("function", [silu_in_place, norm_in_place, sum_in_place])
+def test_a_write_under_no_grad_keeps_the_gradient(function):
+    """A tensor keeps its history where no_grad code writes to it; an op that makes another tensor has none."""
+    gradients = []
+    for call in (function, lambda leaf: rewritten(function, leaf, options={"select": "always"})[0]):
+        leaf = x.clone().requires_grad_()
+        found = call(leaf)
+        found = sum(found) if isinstance(found, tuple) else found
+        (found.pow(2).sum() + leaf.sum()).backward()
+        gradients.append((found.detach(), leaf.grad))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
