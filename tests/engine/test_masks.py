@@ -227,17 +227,64 @@ def test_masks_that_are_calculated(name, dtype):
 
 
 LOW = torch.finfo(torch.float32).min
-NOT_HELD = {  # what shows or hides other scores than whole numbers and reals would
-    "indices that are added to bfloat16": lambda n: in_order(torch.arange(n) + torch.zeros(n, dtype=torch.bfloat16)),
-    "indices in a where of bfloat16": lambda n: in_order(
-        torch.where(torch.arange(n) >= 0, torch.arange(n), torch.zeros(n, dtype=torch.bfloat16))
+N = 300  # more than bfloat16 and uint8 count
+
+
+def at(start, dtype):
+    """Return positions from ``start`` on, made in two steps."""
+    return torch.arange(N, dtype=dtype) + start
+
+
+NOT_HELD = {  # Masks that hide other scores than whole numbers and reals would.
+    "indices that are added to bfloat16": lambda: in_order(torch.arange(N) + torch.zeros(N, dtype=torch.bfloat16)),
+    "indices in a where of bfloat16": lambda: in_order(
+        torch.where(torch.arange(N) >= 0, torch.arange(N), torch.zeros(N, dtype=torch.bfloat16))
     ),
-    "indices compared to bfloat16": lambda n: torch.arange(n)[None] < torch.full((n, 1), n, dtype=torch.bfloat16),
-    "int32 that wraps around": lambda n: (torch.arange(n, dtype=torch.int32) * 2**30)[None].expand(n, n) >= 0,
-    "unsigned": lambda n: (torch.full((n, n), -1).to(torch.uint8) < 0) | torch.ones(n, n, dtype=torch.bool).tril(),
-    "2049 in float16": lambda n: (torch.full((n, n), 2048.0, dtype=torch.half) + 1) > 2048,
-    "a mask of many parts": lambda n: _many_parts(n),
+    "indices compared to bfloat16": lambda: torch.arange(N)[None] < torch.full((N, 1), N - 1, dtype=torch.bfloat16),
+    "int32 that wraps around": lambda: (torch.arange(N, dtype=torch.int32) * 2**30)[None].expand(N, N) >= 0,
+    "unsigned": lambda: (torch.full((N, N), -1).to(torch.uint8) < 0) | torch.ones(N, N, dtype=torch.bool).tril(),
+    "2049 in float16": lambda: (torch.full((N, N), 2048.0, dtype=torch.half) + 1) > 2048,
+    "a mask of many parts": lambda: _many_parts(N),
+    "times in float32": lambda: in_order(1.7e9 + torch.arange(N, dtype=torch.float32)),
+    "float32 from 2^24 on": lambda: in_order(torch.arange(2**24, 2**24 + N, dtype=torch.float32)),
+    "integers cast to float32": lambda: in_order((torch.arange(N) + 2**25).float()),
+    "integers compared in float32": lambda: (torch.arange(N) + 2**25)[None] <= (torch.arange(N) + 2**25)[:, None].float(),
+    "float64 from 2^53 on": lambda: in_order(at(2.0**53, torch.float64)),
+    "a sum that rounds, taken back": lambda: in_order(at(1e9, torch.float32) - 1e9),
+    "a fraction, taken back": lambda: (at(10.3, torch.float32) - 10.3)[None] <= torch.arange(N)[:, None],
+    "a scale, taken back": lambda: in_order(torch.arange(N) * 0.1 * 10.0),
+    "a whole number that float32 rounds": lambda: (torch.full((N, N), 2.0**24) - (2.0**24 + 1)) < 0,
+    "fractions in integers": lambda: in_order((torch.arange(N) * 0.5).long()),
+    "int64 that wraps around": lambda: in_order(at(2**63 - 5, torch.int64)),
+    "products in int64": lambda: (torch.arange(N) * 2**62)[None].expand(N, N) >= 0,
+    "products in int32": lambda: torch.arange(N).int()[:, None] * torch.arange(N).int() * 10**6 >= 0,
+    "squares in int32": lambda: torch.arange(N).int()[:, None] ** 1 * torch.arange(N).int() * 10**5 >= 0,
+    "a running sum in int32": lambda: torch.full((N, N), 2**30).int().cumsum(0, dtype=torch.int32) >= 0,
+    "a window in float32": lambda: in_window(1.7e9 + torch.arange(N, dtype=torch.float32)),
+    "chunks in float32": lambda: in_order(torch.arange(N)) & same(at(2.0**24, torch.float32) // 4),
+    "documents in int32": lambda: in_order(torch.arange(N)) & same(torch.arange(N).int() * 2**30 // 2**31),
+    "-inf times 0": lambda: later_is_hidden() * 0,
+    "-inf times 0, the other way": lambda: 0.0 * later_is_hidden(),
+    "-inf minus -inf": lambda: later_is_hidden() - later_is_hidden(),
+    "-inf minus itself": lambda: (lambda m: m - m)(later_is_hidden()),
+    "-inf plus inf": lambda: later_is_hidden() + float("inf"),
+    "-inf times an index": lambda: later_is_hidden() * torch.arange(N),
+    "-inf times a boolean": lambda: torch.full((N, N), float("-inf")) * (torch.arange(N) > torch.arange(N)[:, None]),
+    "differences of -inf": lambda: torch.full((N, N + 1), float("-inf")).diff(dim=-1),
+    "a running sum of -inf times 0": lambda: (later_is_hidden() * 0).cumsum(0),
 }
+
+
+def later_is_hidden(n=N):
+    return torch.full((n, n), float("-inf")).triu(1)
+
+
+def same(number):
+    return number[None] == number[:, None]
+
+
+def in_window(time):
+    return in_order(time) & (time[None] > time[:, None] - 16)
 
 
 def _many_parts(n):
@@ -250,14 +297,72 @@ def _many_parts(n):
 
 
 @pytest.mark.parametrize("name", NOT_HELD)
-def test_what_a_dtype_does_not_hold_is_not_proved(name):
+def test_mask_beyond_its_dtype_is_not_proved(name):
     def attention(q):
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=NOT_HELD[name](q.shape[2]))
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=NOT_HELD[name]())
 
-    wide = torch.randn(1, 1, 257, 8, generator=torch.Generator().manual_seed(0))
+    wide = torch.randn(1, 1, N, 8, generator=torch.Generator().manual_seed(0))
     found, report = rewritten(attention, wide)
-    report.assert_fused(causal_mask=0)
+    report.assert_fused(causal_mask=0, block_sparse_attention=0)
+    read_when_it_runs = name in ("int32 that wraps around", "products in int64")  # one number a key, like padding
+    assert ("keys shown by mul" if read_when_it_runs else "the mask is not proved") in str(report)
     torch.testing.assert_close(found, attention(wide), equal_nan=True)
+
+
+HELD = {  # The same arithmetic within the range of its dtype.
+    "bfloat16 up to 256": (lambda n: in_order(torch.arange(n, dtype=torch.bfloat16) + 200), "causal"),
+    "uint8 up to 255": (lambda n: in_order(torch.arange(n, dtype=torch.uint8) + 200), "causal"),
+    "whole floats": (lambda n: in_order(torch.arange(n) * 1.0 + 3.0), "causal"),
+    "float32 below 2^24": (lambda n: in_order(torch.arange(2**24 - n, 2**24, dtype=torch.float32)), "causal"),
+    "nanoseconds in int64": (lambda n: in_order(torch.arange(n) + 1_700_000_000_000_000_000), "causal"),
+    "-inf times 2": (lambda n: later_is_hidden(n) * 2.0, "causal"),
+    "-inf added twice": (lambda n: later_is_hidden(n) + later_is_hidden(n), "causal"),
+    "a window in float32": (lambda n: (lambda t: in_order(t) & (t[None] > t[:, None] - 4))(torch.arange(n).float()), "window of 4"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", HELD)
+def test_mask_within_its_dtype_is_proved(name, dynamic):
+    mask_of, what = HELD[name]
+
+    def attention(q):
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask_of(q.shape[2]))
+
+    found, report = rewritten(attention, q, dynamic=dynamic)
+    of_this_length = dynamic and (" up to " in name or " below " in name)  # Longer ones would not be held.
+    report.assert_fused(causal_mask=int(what == "causal" and not of_this_length))
+    assert what == "causal" or what in reasons(report, "block_sparse_attention")
+    torch.testing.assert_close(found, attention(q), rtol=1e-5, atol=1e-5)
+
+
+def test_int_of_the_caller_is_no_size():
+    """A start that changes from call to call may be a time: float32 positions from there on are not proved causal."""
+
+    def attention(q, start):
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=in_order(torch.arange(S, dtype=torch.float32) + start))
+
+    compiled = torch.compile(attention, backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for start in (3, 1_700_000_000):
+            torch.testing.assert_close(compiled(q, start), attention(q, start))
+    assert report.count("causal_mask") == 0, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_documents_are_found_by_differences_of_positions(dtype):
+
+    def documents(q, ids):
+        starts = ids.diff(prepend=ids[:, :1] - 1) != 1
+        document = starts.cumsum(-1)
+        mask = (document[:, :, None] == document[:, None, :]) & in_order(torch.arange(S))
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None])
+
+    ids = torch.arange(S, dtype=dtype).expand(2, S).clone()
+    ids[:, 5:] -= 5
+    found, report = rewritten(documents, q, ids)
+    assert "documents of" in reasons(report, "block_sparse_attention")
+    torch.testing.assert_close(found, documents(q, ids), rtol=1e-5, atol=1e-5)
 
 
 OF_A_MASK = {  # a function of a mask that comes in, and what fires under it

@@ -65,8 +65,8 @@ UNPROVED = {
     "learned": (lambda n, m: torch.tril(torch.ones(n, m)) + torch.linspace(0, 1, m), ""),
     "half_step": (lambda n, m: torch.arange(m)[None] * 2.0 <= torch.arange(n)[:, None] * 2.0 + 1.0, ""),
     "low_precision": (
-        lambda n, m: torch.arange(m, dtype=torch.bfloat16)[None] <= torch.arange(n, dtype=torch.bfloat16)[:, None],
-        "can't count",
+        lambda n, m: torch.arange(250, m + 250).bfloat16()[None] <= torch.arange(250, n + 250).bfloat16()[:, None],
+        "may reach 260 in bfloat16",
     ),
     "wraps_around": (
         lambda n, m: torch.arange(m)[torch.arange(m) - 1][None] <= torch.arange(n)[:, None],
@@ -79,8 +79,8 @@ UNPROVED = {
         "visible where",
     ),
     "counted_in_bytes": (
-        lambda n, m: torch.ones(m, dtype=torch.long).cumsum(0, dtype=torch.uint8)[None] <= torch.arange(1, n + 1)[:, None],
-        "can't count",
+        lambda n, m: torch.full((m,), 30).cumsum(0, dtype=torch.uint8)[None] <= torch.arange(1, n + 1)[:, None] * 30,
+        "may reach 330 in uint8, which wraps around",
     ),
     "indexed_by_true": (lambda n, m: (torch.arange(m)[None] <= torch.arange(n)[:, None])[True], "indexed by True"),
     "two_documents": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import sympy
@@ -30,6 +32,7 @@ class Interpreter(Protocol):
     def at(self, operand: Any, node: fx.Node, dims: list[Any] | None = None) -> sympy.Basic: ...
     def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic: ...
     def anywhere(self, operand: fx.Node, node: fx.Node) -> sympy.Basic: ...
+    def is_size(self, symbol: sympy.Symbol, node: fx.Node) -> bool: ...
 
 
 def is_predicate(expression: sympy.Basic) -> bool:
@@ -55,6 +58,18 @@ def _with_its_sign(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat) 
     return sympy.Symbol(symbol.name, integer=True, nonnegative=True if lowest >= 0 else None)
 
 
+def symbols_of(shape: Iterable[Any]) -> frozenset[str]:
+    """Return the names of the symbols in a shape."""
+    sizes = [size for size in shape if isinstance(size, torch.SymInt)]
+    return frozenset(symbol.name for size in sizes for symbol in expression_of(size).free_symbols)
+
+
+def sympified(number: float) -> sympy.Basic:
+    """Return a Python number for sympy, whole floats as integers."""
+    is_whole = isinstance(number, float) and math.isfinite(number) and number.is_integer()
+    return sympy.Integer(int(number)) if is_whole else sympy.sympify(number)
+
+
 def as_number(expression: sympy.Basic) -> sympy.Basic:
     if not is_predicate(expression):
         return expression
@@ -77,6 +92,24 @@ def parts_of(expression: sympy.Basic) -> list[tuple[Any, Any]]:
     """The values of an expression, each with its condition, the first that holds."""
     expression = sympy.piecewise_fold(expression)
     return list(expression.args) if isinstance(expression, sympy.Piecewise) else [(expression, sympy.true)]
+
+
+def combined(function: Callable[[Any, Any], Any], a: sympy.Basic, b: sympy.Basic, node: fx.Node) -> sympy.Basic:
+    """Return ``function`` of two expressions. Raises Opaque where it may be NaN.
+
+    Infinities are combined value by value, because sympy makes 0 of ``0 * Piecewise((-oo, c), ...)`` and of ``m - m``."""
+    if not any(value.is_infinite is not False for value, _ in (*parts_of(a), *parts_of(b))):
+        return function(a, b)
+    pieces = []
+    for (x, at_x), (y, at_y) in itertools.product(parts_of(a), parts_of(b)):
+        condition = sympy.And(at_x, at_y)
+        if condition is sympy.false:
+            continue
+        value = function(x, y)
+        if value.has(sympy.nan, sympy.zoo) or (value.has(sympy.oo, -sympy.oo) and not value.is_number):
+            raise Opaque(node, f"{node.name} may be NaN, because it calculates with an infinity")
+        pieces.append((value, condition))
+    return sympy.Piecewise(*pieces)
 
 
 def condition_for(parts: list[tuple[Any, Any]], wanted: Callable[[Any], bool]) -> Boolean:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import sympy
 import torch
 from torch import fx
 
 from fx_fusion.graph.dtypes import name
-from fx_fusion.graph.masks.expressions import DIMS, Opaque, is_predicate, size_of, upper_bound
+from fx_fusion.graph.masks.bounds import Range, bounds_of
+from fx_fusion.graph.masks.expressions import DIMS, Interpreter, Opaque, is_predicate, size_of, sympified
 from fx_fusion.graph.terms import example
 
 # What a mask that comes in hides by, where it is assumed to hide: -inf, or the lowest number of its dtype.
@@ -19,8 +19,10 @@ HIDDEN = {
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 _LOWEST = {symbol: torch.finfo(dtype).min for dtype, symbol in HIDDEN.items()}
-_COARSE = (torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16)
-_LARGE = 2**20  # what a symbolic size is taken for, and numbers that int32 is not trusted to multiply with
+# A symbolic size is at most this: a mask of that many queries and keys has 2^46 elements.
+LARGEST_SIZE = 2**23
+# An int of the caller, which may be a time in nanoseconds.
+_LARGEST_NUMBER = 2**61
 
 
 def may_be_hidden(expression: sympy.Basic) -> bool:
@@ -47,29 +49,62 @@ def numbers_of(expression: sympy.Basic) -> list[sympy.Basic] | None:
     return found if all(number.is_number for number in found) else None
 
 
-def held(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
-    """An expression over the indices of ``node`` as this dtype holds it. Raises Opaque where it may hold anything else: a
-    bfloat16 has no 257, an int8 wraps around."""
+def held(prover: Interpreter, expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
+    """Return an expression over the indices of ``node`` as a tensor of ``dtype`` holds it.
+
+    Raises Opaque where the tensor may hold another number. A bfloat16 has no 257, an int8 wraps around, and an index plus a
+    fraction is rounded."""
     if dtype == torch.bool or is_predicate(expression):
         return expression
-    if (dtype.is_floating_point or dtype in _COARSE) and expression.has(sympy.Piecewise):
+    if expression.has(sympy.Piecewise):
         expression = sympy.piecewise_fold(expression)  # 1 - Piecewise((1, shown), (0, True)) has two values
     if not isinstance(expression, sympy.Piecewise):
-        return _value(expression, dtype, node)
-    values = [_value(value, dtype, node) for value, _ in expression.args]
+        return _value(prover, expression, dtype, node)
+    values = [_value(prover, value, dtype, node) for value, _ in expression.args]
     if values == [value for value, _ in expression.args]:
         return expression
     return sympy.Piecewise(*((value, condition) for value, (_, condition) in zip(values, expression.args, strict=True)))
 
 
-def _value(value: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
+def _value(prover: Interpreter, value: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
     if value.is_number:
         return _constant(value, dtype, node)
-    if numbers_of(value) is None and dtype in _COARSE:
-        raise Opaque(node, f"{node.name} holds indices in {name(dtype)}, which can't count far")
-    if dtype == torch.int32 and _may_wrap(value, node):
-        raise Opaque(node, f"{node.name} counts in int32, which may wrap around")
+    if dtype.is_floating_point and numbers_of(value) is not None:
+        return value
+    if not value.is_integer or dtype.is_complex:
+        raise Opaque(node, f"{node.name} calculates with indices and fractions in {name(dtype)}, which rounds")
+    lowest, highest = exact_range(dtype)
+    reached = bounds_of(value, lambda atom: _range_of(prover, atom, (lowest, highest), node))
+    if reached is None:
+        raise Opaque(node, f"{node.name} may leave the range of {name(dtype)}: no bound of its value is known")
+    if reached[0] < lowest or reached[1] > highest:
+        most = max(reached, key=abs)
+        why = f"holds integers exactly up to {highest}" if dtype.is_floating_point else "wraps around"
+        raise Opaque(node, f"{node.name} may reach {most} in {name(dtype)}, which {why}")
     return value
+
+
+def exact_range(dtype: torch.dtype) -> Range:
+    """Return the range in which ``dtype`` holds every integer."""
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    last = round(2 / torch.finfo(dtype).eps)
+    return -last, last
+
+
+def _range_of(prover: Interpreter, atom: sympy.Basic, exact: Range, node: fx.Node) -> Range:
+    """Return the range of an index, a size, an int of the caller, or an element of a tensor of the caller."""
+    if not isinstance(atom, sympy.Symbol):
+        # A tensor's values. Half of the range leaves room for the sums and differences that find documents in positions.
+        return exact[0] // 2 + 1, exact[1] // 2
+    if atom in DIMS:
+        shape = example(node).shape
+        position = DIMS.index(atom)
+        size = size_of(shape[position]) if position < len(shape) else sympy.Integer(LARGEST_SIZE)
+        most = bounds_of(size, lambda symbol: _range_of(prover, symbol, exact, node))
+        return 0, max(0, (LARGEST_SIZE if most is None else most[1]) - 1)
+    highest = LARGEST_SIZE if prover.is_size(atom, node) else _LARGEST_NUMBER
+    return (1 if atom.is_positive else 0 if atom.is_nonnegative else -highest), highest
 
 
 def _constant(value: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
@@ -81,17 +116,4 @@ def _constant(value: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Ba
         if not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
             raise Opaque(node, f"{node.name} holds {value} in {name(dtype)}, which wraps around")
         return sympy.Integer(int(value))
-    number = torch.tensor(float(value), dtype=torch.float64).to(dtype).item()
-    return sympy.Integer(int(number)) if math.isfinite(number) and number.is_integer() else sympy.sympify(number)
-
-
-def _may_wrap(value: sympy.Basic, node: fx.Node) -> bool:
-    sizes = {dim: size_of(size) for dim, size in zip(DIMS, example(node).shape, strict=False)}
-    for signed in (value, -value):
-        bound = upper_bound(signed, sizes)
-        most = None if bound is None else bound.subs(dict.fromkeys(bound.free_symbols, _LARGE))
-        if most is None or not most.is_number:  # of documents, or divided
-            return any(abs(number) > _LARGE for number in value.atoms(sympy.Number))
-        if most > torch.iinfo(torch.int32).max:
-            return True
-    return False
+    return sympified(torch.tensor(float(value), dtype=torch.float64).to(dtype).item())

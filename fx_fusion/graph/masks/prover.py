@@ -13,6 +13,7 @@ the model runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.masks.assumed import ONES, Assumed, in_order, kind_for, shown
-from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predicate, size_of
+from fx_fusion.graph.masks.expressions import DIMS, Opaque, as_number, is_predicate, size_of, symbols_of, sympified
 from fx_fusion.graph.masks.held import HIDDEN, held
 from fx_fusion.graph.masks.predicates import hides_by_one_number, is_causal, undecided, visible
 from fx_fusion.graph.masks.shape_rules import RULES
@@ -189,7 +190,7 @@ class MaskProver:
         if unread := set(bound.get("keywords", ())) - _KEYWORDS:
             raise Opaque(node, f"{node.name} is given {', '.join(sorted(unread))} by keyword")
         try:
-            return held(rule(self, node, bound), example(node).dtype, node)
+            return held(self, rule(self, node, bound), example(node).dtype, node)
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:  # an unusual call: not proved
             raise Opaque(node, f"{node.name} is called in an unusual way ({error})") from error
 
@@ -242,7 +243,7 @@ class MaskProver:
         if isinstance(operand, bool):
             return sympy.true if operand else sympy.false
         if isinstance(operand, (int, float)):
-            return sympy.sympify(operand)
+            return sympified(operand)
         tensor = example(operand)
         if isinstance(tensor, (int, float, torch.SymInt, torch.SymFloat)):
             return size_of(tensor)
@@ -260,6 +261,15 @@ class MaskProver:
         inner = self.expression(operand)
         self._assumed[node] |= self._assumed[operand]
         return inner
+
+    def is_size(self, symbol: sympy.Symbol, node: fx.Node) -> bool:
+        """Return True if a symbol stands for the size of a dim of a tensor, not for an int of the caller."""
+        return symbol.name in self._sizes or symbol.name in symbols_of(example(node).shape)
+
+    @functools.cached_property
+    def _sizes(self) -> frozenset[str]:
+        inputs = (example(node) for node in self.view.graph.find_nodes(op="placeholder"))
+        return frozenset().union(*(symbols_of(value.shape) for value in inputs if isinstance(value, torch.Tensor)))
 
     def numbers(self, operand: Any, node: fx.Node) -> sympy.Basic:
         """``at`` with booleans as 0 and 1."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
@@ -19,6 +19,7 @@ from fx_fusion.graph.masks.expressions import (
     Opaque,
     as_number,
     as_predicate,
+    combined,
     condition_for,
     parts_of,
 )
@@ -71,6 +72,23 @@ def _number(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     return as_predicate(number, node) if example(node).dtype == torch.bool else as_number(number)
 
 
+def _as_read(prover: Interpreter, operand: Any, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
+    """Return an operand as numbers of ``dtype``, to which an op of several operands converts them."""
+    expression = prover.numbers(operand, node)
+    if is_tensor(operand):
+        _check_that_values_are_kept(expression, example(operand).dtype, dtype, node)
+    elif dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32  # PyTorch computes there, and does not round a Python number before
+    return held(prover, expression, dtype, node)
+
+
+def _check_that_values_are_kept(expression: sympy.Basic, before: torch.dtype, after: torch.dtype, node: fx.Node) -> None:
+    """Raise Opaque where a cast may round or wrap the values of a tensor, of which no bound is known."""
+    unknown = any(value.atoms(AppliedUndef) for value, _ in parts_of(expression))
+    if unknown and not keeps_values(before, after):
+        raise Opaque(node, f"{node.name} holds values of {before} in {after}")
+
+
 def _visible_numbers(prover: Interpreter, operand: Any, node: fx.Node) -> sympy.Basic:
     """An operand of what would make a number of an infinity: ``-inf * 0``."""
     return _visible_number(prover.numbers(operand, node), node)
@@ -88,10 +106,13 @@ def _arithmetic(function: Callable[[Any, Any], Any], *, hidden: bool = False) ->
     def rule(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         if bound.get("alpha", 1) != 1:
             raise Opaque(node, f"{node.name} scales an operand by alpha")
-        read = prover.numbers if hidden else functools.partial(_visible_numbers, prover)
-        result = function(read(bound["input"], node), read(bound["other"], node))
+        dtype = example(node).dtype
+        a, b = (_as_read(prover, operand, dtype, node) for operand in (bound["input"], bound["other"]))
+        if not hidden:
+            a, b = _visible_number(a, node), _visible_number(b, node)
+        result = combined(function, a, b, node)
         # A sum of booleans is one of them or both, no 2.
-        return as_predicate(result, node) if example(node).dtype == torch.bool else result
+        return as_predicate(result, node) if dtype == torch.bool else result
 
     return rule
 
@@ -106,7 +127,7 @@ def _comparison(relation: Any) -> Rule:
     def rule(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         operands = bound["input"], bound["other"]
         dtype = torch.result_type(*map(_for_its_dtype, operands))  # both are converted to it
-        a, b = (held(prover.numbers(operand, node), dtype, node) for operand in operands)
+        a, b = (_as_read(prover, operand, dtype, node) for operand in operands)
         return _compare(relation, a, b, node)
 
     return rule
@@ -183,9 +204,7 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     if before.is_floating_point and not after.is_floating_point and not inner.is_integer:
         raise Opaque(node, f"{node.name} truncates")
     inner = as_number(inner)
-    unknown = any(value.atoms(sympy.core.function.AppliedUndef) for value, _ in parts_of(inner))
-    if unknown and not keeps_values(before, after):
-        raise Opaque(node, f"{node.name} holds values of {before} in {after}")  # how large they are is not known
+    _check_that_values_are_kept(inner, before, after, node)
     return hidden_in(inner, after)
 
 
@@ -194,43 +213,51 @@ def _diff(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     x, dim, prepend = bound["input"], bound["dim"], bound["prepend"]
     if bound["n"] != 1 or bound["append"] is not None:
         raise Opaque(node, f"{node.name} is not a first difference")
+    if example(x).dtype != example(node).dtype:
+        raise Opaque(node, f"{node.name} prepends another dtype")
     i = DIMS[dim % example(x).dim()]
     inner = _visible_number(as_number(prover.anywhere(x, node)), node)
     if prepend is None:
-        return sympy.expand(inner.subs(i, i + 1) - inner)
+        return _difference(inner.subs(i, i + 1), inner, node)
     if example(prepend).shape[dim] != 1:
         raise Opaque(node, f"{node.name} prepends more than one element")
-    first = sympy.expand(inner.subs(i, 0) - prover.numbers(prepend, node))
-    later = sympy.expand(inner - inner.subs(i, i - 1))
+    first = _difference(inner.subs(i, 0), _as_read(prover, prepend, example(node).dtype, node), node)
+    later = _difference(inner, inner.subs(i, i - 1), node)
     return later if first == later else sympy.Piecewise((first, sympy.Eq(i, 0)), (later, True))
+
+
+def _difference(a: sympy.Basic, b: sympy.Basic, node: fx.Node) -> sympy.Basic:
+    return sympy.expand(combined(operator.sub, a, b, node))
 
 
 @rule_of("cumsum")
 def _cumsum(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     i = DIMS[bound["dim"] % example(node).dim()]
-    inner = _visible_numbers(prover, bound["input"], node)
+    inner = _visible_number(_as_read(prover, bound["input"], example(node).dtype, node), node)
     if inner.has(i):
         raise Opaque(node, f"{node.name} sums what changes along its dim")
-    return inner * (i + 1)
+    return combined(operator.mul, inner, i + 1, node)
 
 
 @rule_of("where")
 def _where(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     condition = as_predicate(prover.at(bound["condition"], node), node)
-    return _choose(node, condition, prover.at(bound["input"], node), prover.at(bound["other"], node))
+    return _choose(prover, node, condition, bound["input"], bound["other"])
 
 
 @rule_of("masked_fill")
 def _masked_fill(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     mask = as_predicate(prover.at(bound["mask"], node), node)
-    return _choose(node, mask, prover.at(bound["value"], node), prover.at(bound["input"], node))
+    return _choose(prover, node, mask, bound["value"], bound["input"])
 
 
-def _choose(node: fx.Node, condition: Boolean, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
-    if example(node).dtype == torch.bool:
-        a, b = as_predicate(a, node), as_predicate(b, node)
+def _choose(prover: Interpreter, node: fx.Node, condition: Boolean, chosen: Any, otherwise: Any) -> sympy.Basic:
+    dtype = example(node).dtype
+    if dtype == torch.bool:
+        a, b = (as_predicate(prover.at(operand, node), node) for operand in (chosen, otherwise))
         return sympy.Or(sympy.And(condition, a), sympy.And(sympy.Not(condition), b))
-    return sympy.piecewise_fold(sympy.Piecewise((as_number(a), condition), (as_number(b), True)))
+    a, b = (_as_read(prover, operand, dtype, node) for operand in (chosen, otherwise))
+    return sympy.piecewise_fold(sympy.Piecewise((a, condition), (b, True)))
 
 
 @rule_of("tril", "triu")
