@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.runtime.hook import Hook, Hooks
-from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.runtime.recipe import Recipe, refuse_gradient
 from fx_fusion.runtime.sources import Output, Source, Step, in_turn
 from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
-from fx_fusion.torch_internals.containers import tree_map, tree_map_only
+from fx_fusion.torch_internals.containers import tree_leaves, tree_map, tree_map_only
 from fx_fusion.torch_internals.dispatch import (
     has_backward_hooks,
     history_of,
+    is_in_functorch,
     throw_on_data_ptr,
     without_saved_tensor_hooks,
     without_torch_function,
@@ -30,10 +31,13 @@ from fx_fusion.torch_internals.dispatch import (
 )
 from fx_fusion.torch_internals.dynamo import is_asking, is_compiling, never_captured
 from fx_fusion.torch_internals.fakes import fake_beside, unset_fake_temporarily
+from fx_fusion.torch_internals.fsdp import is_its_hook
 
 # Functions that may take what a deferred tensor would be computed of: they are given their arguments, and return None where
 # they have to read it after all.
 TAKEN: dict[Any, Callable[..., Tensor | None]] = {}
+
+_DIFFERENTIATES = {torch.autograd.grad: 1, torch.autograd.backward: 5}  # by ``inputs``, their argument at this place
 
 
 class _Link(torch.autograd.Function):
@@ -98,7 +102,7 @@ def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTen
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
-    tensor._hooks, tensor._seen = Hooks(), []
+    tensor._hooks, tensor._seen, tensor._taken, tensor._given_to = Hooks(), [], None, None
     return tensor
 
 
@@ -106,7 +110,7 @@ def _around(value: Tensor, token: Tensor | None = None) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` and ``token`` are fake ones."""
     tensor = wrapper(DeferredTensor, value, value.device)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = None, value, None, True, token
-    tensor._hooks = Hooks()
+    tensor._hooks, tensor._taken, tensor._given_to = Hooks(), None, None
     return tensor
 
 
@@ -117,8 +121,10 @@ class DeferredTensor(torch.Tensor):
     _value: Tensor | None
     _inner: Tensor | None  # the value without history
     _given: Tensor | None  # the token: one object, as Dynamo's guards tell inputs apart by identity
+    _given_to: Any  # the node of the custom Function whose result the value became
     _traced: bool  # stands around a fake tensor, for a compiler
     _hooks: Hooks
+    _taken: str | None  # the name of the output, if a loss took what it would be computed of before it was read
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
     @staticmethod
@@ -156,6 +162,15 @@ class DeferredTensor(torch.Tensor):
             step.begin_with(last)
         return DeferredTensor._make(step, step.meta(), self.device)  # type: ignore[arg-type]
 
+    def _check_gradient(self, hook: Any = None) -> None:
+        """Raise RuntimeError if a loss took what this tensor would be computed of, because its gradient would lack that loss.
+
+        FSDP's own hook may be set: it is on the loss, too, and hands gradients on as they are."""
+        source = self._source  # another thread may compute it in between
+        taken = self._taken if source is None else source.recipe.names[0] if source.recipe.rows_taken else None
+        if taken is not None and not is_its_hook(hook):
+            refuse_gradient(taken)
+
     def has_hooks(self) -> bool:
         """Whether somebody waits for its gradient."""
         return bool(self._hooks)
@@ -167,11 +182,12 @@ class DeferredTensor(torch.Tensor):
         if self._value is None and source is not None:
             source.recipe.settle()
         assert self._value is not None
-        if not self._value.requires_grad and not self._traced and torch.is_grad_enabled():
+        if not self._traced and torch.is_grad_enabled():
             with without_torch_function():
-                # Since a custom Function has returned it, as a reentrant checkpoint does; not by a link of ours.
-                if self.grad_fn is not None and not isinstance(getattr(self.grad_fn, "source", None), Source):
-                    self._value = _Given.apply(self, self._value)
+                # A custom Function returned it (a reentrant checkpoint, one that changed it in place): not a link of ours.
+                fn = self.grad_fn
+                if fn is not None and fn is not self._given_to and not isinstance(getattr(fn, "source", None), Source):
+                    self._given_to, self._value = fn, _Given.apply(self, self._value)
         return self._value
 
     def as_subclass(self, cls: Any) -> Any:
@@ -239,13 +255,28 @@ class DeferredTensor(torch.Tensor):
         if func in ANSWERED and args[0]._value is None:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func is torch.Tensor.register_hook and (source := args[0]._source) is not None and args[0].requires_grad:
-            with source.recipe.reading:
-                source.recipe.refuse_hook(*args[1:], **kwargs)
-                if args[0]._value is None:
-                    return Hook(args[0], *args[1:], **kwargs)
-        if func is torch.Tensor.retain_grad and (source := args[0]._source) is not None:
-            source.recipe.refuse_hook()
+        if is_in_functorch():
+            return cls._of_values(func, args, kwargs)
+        if func is torch.Tensor.register_hook and args[0].requires_grad:
+            args[0]._check_gradient(*args[1:], **kwargs)
+            if (source := args[0]._source) is not None:
+                with source.recipe.reading:
+                    if args[0]._value is None:
+                        return Hook(args[0], *args[1:], **kwargs)
+        if func is torch.Tensor.retain_grad:
+            args[0]._check_gradient()
+        if func in _DIFFERENTIATES:
+            place = _DIFFERENTIATES[func]
+            for tensor in tree_leaves(kwargs.get("inputs", args[place] if len(args) > place else ())):
+                if isinstance(tensor, DeferredTensor):
+                    tensor._check_gradient()
+        if func is torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
+            with without_torch_function():
+                if args[0].retains_grad:  # set by ``backward(inputs=[z])``, which does not reach the values of z
+                    raise RuntimeError(
+                        "`backward(inputs=[...])` computes no gradient of a deferred output. Call retain_grad() on it before "
+                        'the loss, or compile with options={"defer_outputs": False}.'
+                    )
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
                 copied = tree_map(lambda item: item, (args[1:], kwargs))
@@ -257,8 +288,16 @@ class DeferredTensor(torch.Tensor):
                 found = TAKEN[func](*args, **kwargs) if args[0]._value is None else None
             if found is not None:
                 return found
-        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
-        return func(*args, **kwargs)
+        return cls._of_values(func, args, kwargs)
+
+    @classmethod
+    def _of_values(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function on the values."""
+        values, keywords = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
+        result = func(*values, **keywords)
+        # A custom autograd.Function that changes its input in place has to return that input itself.
+        changed = not torch.is_grad_enabled() and args and isinstance(args[0], DeferredTensor) and result is values[0]
+        return args[0] if changed and args[0].requires_grad else result
 
     @classmethod
     @never_captured

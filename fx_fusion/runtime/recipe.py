@@ -22,12 +22,13 @@ from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import (
     has_saved_tensor_hooks,
     history_of,
+    outside_of_functorch,
     version_of,
     without_saved_tensor_hooks,
     without_torch_function,
 )
 from fx_fusion.torch_internals.fakes import FakeTensor
-from fx_fusion.torch_internals.fsdp import gathered, is_freed, is_gathered_for_its_module_alone, is_its_hook, owner_of
+from fx_fusion.torch_internals.fsdp import gathered, is_freed, is_gathered_for_its_module_alone, owner_of
 
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 _calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
@@ -104,6 +105,8 @@ class Recipe:
         are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
         if any(map(is_gathered_for_its_module_alone, self.operands)):
             return False
+        if any(isinstance(o, Tensor) and o.is_inference() for o in self.operands):
+            return False  # PyTorch counts no writes to an inference tensor, so that a change would go unnoticed.
         return self.of_linear is None or is_all or not self.is_sharded()
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
@@ -144,13 +147,6 @@ class Recipe:
             f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
             f"{which}. Read {name} before what changes them (an optimizer step), or {_NOT_DEFERRED}."
         )
-
-    def refuse_hook(self, hook: Any = None) -> None:
-        """Raise RuntimeError if a loss took what the outputs would be made of: no gradient of theirs is computed. FSDP's
-        own hook is on the loss, too, and passes gradients on as they are."""
-        if self.rows_taken and not is_its_hook(hook):
-            why = f"a loss took what {self.names[0]} would be computed of; no gradient comes through it"
-            raise RuntimeError(f"{why}. Set hooks and retain_grad() before the loss, or {_NOT_DEFERRED}.")
 
     def values(self) -> tuple[Tensor, ...]:
         """The results, computed once: as the model would have, in its grad mode and autocast, whatever is ambient now."""
@@ -232,7 +228,13 @@ class Recipe:
 
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
-        with self.reading, on_stream(self._stream), without_torch_function(), without_saved_tensor_hooks():
+        with (
+            self.reading,
+            on_stream(self._stream),
+            without_torch_function(),
+            without_saved_tensor_hooks(),
+            outside_of_functorch(),
+        ):
             self.values()  # it may be refused on one rank: to count that as read would change what only this rank runs
             if self._met or not self.is_sharded():  # nor may what one rank reads alone, while FSDP has not freed the head
                 self.call.was_read(for_a_loss_outside=self.of_linear is not None)
@@ -240,6 +242,7 @@ class Recipe:
                 if member._value is None:
                     value = member.source.compute()
                     member._value, member._seen[:] = value, [value, history_of(value)]
+                    member._taken = self.names[0] if self.rows_taken else None
                     if self.of_linear is not None and member.step() is None and value.grad_fn is not None:
                         value.grad_fn.register_prehook(lambda dys, call=self.call: call.was_differentiated())
                     for hook in member._hooks:
@@ -286,6 +289,14 @@ class Recipe:
             return contextlib.nullcontext()
         # A cast that stayed in the cache of the autocast around the reader would be read there after an optimizer's step.
         return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def refuse_gradient(name: str) -> None:
+    """Raise RuntimeError because a loss took what an output would be computed of. Its gradient would lack that loss."""
+    raise RuntimeError(
+        f"a loss took what {name} would be computed of; its gradient is not computed. Ask for gradients of {name} before "
+        f"the loss (a hook, retain_grad()), or {_NOT_DEFERRED}."
+    )
 
 
 def _groups_of(operands: Sequence[Any]) -> list[Any]:

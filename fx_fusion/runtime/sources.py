@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,22 @@ def in_turn(tensor: Tensor, *calls: tuple[Any, tuple[Any, ...], dict[str, Any]])
     for function, args, kwargs in calls:
         tensor = function(tensor, *args, **kwargs)
     return tensor
+
+
+_NEVER_CHANGE = {int, float, bool, type(None), type(...), torch.dtype, torch.memory_format}
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    """Yield what containers hold, at any depth. The bounds of a slice are held by it."""
+    if isinstance(item, slice):
+        item = item.start, item.stop, item.step
+    if isinstance(item, dict):
+        item = tuple(item.values())
+    if not isinstance(item, (tuple, list)):
+        yield item
+        return
+    for inner in item:
+        yield from _leaves(inner)
 
 
 class Output:
@@ -50,17 +66,15 @@ class Step:
         self.computes = func is in_turn or (last is not None and last.computes)  # not only a cast or view of an output
 
     def is_lazy(self) -> bool:
-        """No operand is another tensor or array, which may change, and it stays on its device."""
-        flat = [*self.args, *self.kwargs.values()]
-        flat += [i for item in flat if isinstance(item, (tuple, list)) for i in item]
-        flat += [bound for item in flat if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
+        """Return True if no operand can change, as tensors and arrays do, and the result stays on its device."""
+        flat = list(_leaves((self.args, self.kwargs)))
         if self.func is torch.Tensor.to and any(type(item) is int for item in flat):  # a GPU by its number
             return False
         if self.func in (torch.Tensor.view, torch.Tensor.type_as) and any(isinstance(item, torch.dtype) for item in flat):
             return False
         if self.func is torch.Tensor.detach and self.computes:  # somebody keeps it: it should outlive a step
             return False
-        return not any(isinstance(item, (torch.device, str)) or hasattr(item, "__array__") for item in flat)
+        return all(type(item) in _NEVER_CHANGE for item in flat)
 
     def begin_with(self, last: Step) -> None:
         """Be computed of what is below the step that made ``below``, if that is a cast or computes something: of ``below``

@@ -162,6 +162,21 @@ def has_saved_tensor_hooks() -> bool:
     return True if top is None else top(False) is not None
 
 
+def is_in_functorch() -> bool:
+    """Return True inside of a function that ``torch.func`` or ``torch.vmap`` transforms. Gone: False."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and active()
+
+
+def outside_of_functorch() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no transform of ``torch.func`` is active. Gone: raises inside of a transform."""
+    if not is_in_functorch():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 # -- tensors without memory --------------------------------------------------------------------------------------------
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:
     """A context in which ``__torch_function__`` of subclasses is not called."""

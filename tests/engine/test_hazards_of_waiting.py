@@ -455,3 +455,128 @@ def test_what_is_read_on_another_stream_is_computed_on_the_models(monkeypatch):
     with streams.on_stream(model):
         said.append("captured")
     assert said == ["computed", "captured"]
+
+
+class Head(nn.Module):
+    """A head whose loss is computed outside of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(H, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+
+GRADIENTS_OF_LOGITS = {
+    "hook": lambda z, loss: z.register_hook(lambda g: g * 2),
+    "retain_grad": lambda z, loss: z.retain_grad(),
+    "autograd.grad": lambda z, loss: torch.autograd.grad(loss, z),
+    "autograd.grad by keyword": lambda z, loss: torch.autograd.grad(loss, inputs=[z]),
+    "backward(inputs=)": lambda z, loss: (loss.backward(inputs=[z]), z.grad),
+}
+READS = {
+    "unread": lambda z, loss: loss,
+    "a metric": lambda z, loss: (z.argmax(-1), loss)[1],
+    "a second loss": lambda z, loss: loss + z.square().mean(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("how", GRADIENTS_OF_LOGITS)
+def test_a_gradient_of_logits_that_a_loss_took_raises(how, read, monkeypatch):
+    """It would lack the part of that loss. Whether something has read the logits makes no difference."""
+    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    model = Head()
+    z = torch.compile(model, backend=rewriting_backend())(x)
+    viewed = z.view(2, B // 2, V)
+    taken = F.cross_entropy(viewed.flatten(0, 1), y)
+    assert z._value is None, "the loss read the logits: this tests nothing"
+    loss = READS[read](z, taken)
+    for logits in (z, viewed):
+        with pytest.raises(RuntimeError, match=r"its gradient is not computed|computes no gradient of a deferred output"):
+            GRADIENTS_OF_LOGITS[how](logits, loss)
+    loss.backward()
+    expected = Head()
+    logits = expected(x)
+    (F.cross_entropy(logits, y) + (logits.square().mean() if read == "a second loss" else 0)).backward()
+    torch.testing.assert_close(model.head.bias.grad, expected.head.bias.grad, rtol=1e-4, atol=1e-6)
+
+
+INDICES = {
+    "tensors in a list": lambda t: ([0, 1], [t[0], t[1]]),
+    "a tensor in a tuple in a list": lambda t: (slice(None), [t[1]]),
+    "a list of lists": lambda t: ([[t[0]], [t[1]]],),
+    "a slice of tensors": lambda t: (slice(t[0], t[1]),),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_that_changes_later_is_read_at_once(name):
+    model = Model()
+    found = []
+    for call in (model, torch.compile(model, backend=rewriting_backend())):
+        positions = torch.tensor([1, 4])
+        chosen = call(x)[1][INDICES[name](positions)]
+        positions -= 1
+        found.append(chosen + 0)
+    torch.testing.assert_close(*reversed(found), rtol=1e-5, atol=1e-6)
+
+
+def test_a_write_under_inference_mode_is_no_write_to_logits():
+    """PyTorch counts no writes to inference tensors: logits made of them do not wait."""
+
+    class Hidden(Model):
+        def forward(self, x):
+            hidden = torch.tanh(self.layer(x))
+            logits = self.head(hidden)
+            return F.cross_entropy(logits, y), logits, hidden
+
+    model = Hidden()
+    with torch.inference_mode():
+        _, logits, hidden = torch.compile(model, backend=rewriting_backend())(x)
+        hidden[0, 1:3] = 50.0
+        torch.testing.assert_close(logits + 0, model(x)[1], rtol=1e-5, atol=1e-6)
+
+
+TRANSFORMS = {
+    "vmap over labels": lambda z: torch.vmap(lambda y: F.cross_entropy(z.view(-1, V), y))(torch.stack([y, y.flip(0)])),
+    "grad of a temperature": lambda z: torch.func.grad(lambda t: F.cross_entropy(z / t, y))(torch.tensor(1.5)),
+    "a cast inside": lambda z: torch.vmap(lambda y: z.double()[0] * y)(y),
+    "vmap over logits": lambda z: torch.vmap(lambda row: row.logsumexp(0))(z),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_logits_inside_of_a_functorch_transform(name):
+    model = Model()
+    logits = torch.compile(model, backend=rewriting_backend())(x)[1]
+    torch.testing.assert_close(TRANSFORMS[name](logits), TRANSFORMS[name](model(x)[1]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits + 0, model(x)[1] + 0, rtol=1e-5, atol=1e-6)  # no wrapper of the transform is left
+
+
+class ScaledInPlace(torch.autograd.Function):
+    """Changes its input in place, as C++ extensions and activations do."""
+
+    @staticmethod
+    def forward(ctx, z):
+        z.mul_(3)
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx, dz):
+        return 3 * dz
+
+
+def test_a_custom_function_that_changes_logits_in_place():
+    found = []
+    for ours in (False, True):
+        model = Model()
+        loss, z = (torch.compile(model, backend=rewriting_backend()) if ours else model)(x)
+        z = ScaledInPlace.apply(z)
+        (loss + z.square().mean()).backward()
+        found.append((z.detach() + 0, model.head.weight.grad, model.layer.weight.grad))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
