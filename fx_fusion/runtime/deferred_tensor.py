@@ -163,7 +163,7 @@ class DeferredTensor(torch.Tensor):
         return DeferredTensor._make(step, step.meta(), self.device)  # type: ignore[arg-type]
 
     def _check_gradient(self, hook: Any = None) -> None:
-        """Raise RuntimeError if a loss took what this tensor would be computed of, because its gradient would lack that loss.
+        """Raise RuntimeError if a loss took what this tensor would be computed of: its gradient would lack that loss.
 
         FSDP's own hook may be set: it is on the loss, too, and hands gradients on as they are."""
         source = self._source  # another thread may compute it in between
@@ -274,8 +274,8 @@ class DeferredTensor(torch.Tensor):
             with without_torch_function():
                 if args[0].retains_grad:  # set by ``backward(inputs=[z])``, which does not reach the values of z
                     raise RuntimeError(
-                        "`backward(inputs=[...])` computes no gradient of a deferred output. Call retain_grad() on it before "
-                        'the loss, or compile with options={"defer_outputs": False}.'
+                        "`backward(inputs=[...])` computes no gradient of a deferred output. Call retain_grad() on it "
+                        'before the loss, or compile with options={"defer_outputs": False}.'
                     )
         if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
             with source.recipe.reading:
