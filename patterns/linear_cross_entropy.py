@@ -216,7 +216,7 @@ FUSION = Fusion(
     emit=emit,
     guard=guard,
     why_keep=why_keep,
-    before=("cross_entropy",),
+    before=("linear_rows", "cross_entropy"),
     on_cpu=True,
     cases=(
         case("one_element", m=1, h=1, v=1, bench=False),

@@ -249,7 +249,7 @@ FUSION = Fusion(
     emit=emit,
     guard=guard,
     why_keep=why_keep,
-    before=("linear_cross_entropy", "cross_entropy"),
+    before=("linear_cross_entropy", "linear_rows", "cross_entropy"),
     on_cpu=True,
     cases=(
         case("one_element", m=1, h=1, v=1, bench=False),

@@ -75,7 +75,7 @@ FUSION = Fusion(
     guard=guard,
     why_keep=why_keep,
     traffic=("3*m*v*bytes", "6*m*v*bytes"),
-    before=("cross_entropy",),
+    before=("linear_rows", "cross_entropy"),
     cases=(
         case("one_class", m=3, v=1, bench=False),
         case("odd", m=5, v=781, bench=False),

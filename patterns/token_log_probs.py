@@ -81,7 +81,7 @@ FUSION = Fusion(
     kernel=token_log_probs,
     guard=guard,
     why_keep=why_keep,
-    before=("linear_cross_entropy", "log_probs_entropy", "cross_entropy"),
+    before=("linear_cross_entropy", "log_probs_entropy", "linear_rows", "cross_entropy"),
     on_cpu=True,
     cases=(
         case("one_class", m=3, h=4, v=1, bench=False),

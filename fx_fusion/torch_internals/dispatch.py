@@ -162,6 +162,17 @@ def has_saved_tensor_hooks() -> bool:
     return True if top is None else top(False) is not None
 
 
+DispatchMode = TorchDispatchMode
+
+
+def decomposed(op: Any, args: Any, kwargs: Any, mode: TorchDispatchMode, *, composite_only: bool = False) -> Any:
+    """Return what an op's decomposition makes, under ``mode``; NotImplemented for an op that has none. Gone
+    (``torch._decomp``): only composite ops are decomposed."""
+    table = {} if composite_only else getattr(getattr(torch, "_decomp", None), "decomposition_table", {})
+    with mode:
+        return table[op](*args, **kwargs) if op in table else op.decompose(*args, **kwargs)
+
+
 def is_in_functorch() -> bool:
     """Return True inside of a function that ``torch.func`` or ``torch.vmap`` transforms. Gone: False."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)

@@ -201,14 +201,19 @@ def each_chunk(
     return dx, None if dw is None else dw[:v], db
 
 
+def padded_classes(v: int, dtype: torch.dtype, on_gpu: bool) -> int:
+    """Returns how many logits lie between two rows of a chunk of ``v`` classes."""
+    aligned = v * dtype.itemsize % 16 == 0
+    return v if aligned or not on_gpu or not on_tensor_cores(dtype) else cdiv(v, _CLASS_MULTIPLE) * _CLASS_MULTIPLE
+
+
 def _padded(classes):
     """Returns ``classes`` (lm_head or bias), with rows of zeros behind the last class where a row of logits would be
     unaligned. The columns of logits for these rows are padding: their gradients are zero."""
     v = classes.shape[0]
-    aligned = v * classes.element_size() % 16 == 0
-    if aligned or not (classes.is_cuda or interpreting()) or not on_tensor_cores(classes.dtype):
+    more = padded_classes(v, classes.dtype, classes.is_cuda or interpreting()) - v
+    if not more:
         return classes
-    more = cdiv(v, _CLASS_MULTIPLE) * _CLASS_MULTIPLE - v
     return torch.nn.functional.pad(classes, (0, 0, 0, more) if classes.dim() == 2 else (0, more))
 
 

@@ -1,0 +1,169 @@
+"""Linear layer and any loss that treats rows one by one, in chunks of logits.
+
+    z = x · Wᵀ + b, rounded to x's dtype        W = lm_head;  a chunk of rows at a time
+    seams = body(z, inputs)                     one or a few numbers a row: ``logits/row_programs``
+    dx = dz · W,  dW = Σ dzᵀ · x,  db = Σ_rows dz        dz: the vjp of the body
+
+With ``cotangents`` of the seams the forward computes the gradients beside them, while a chunk of logits exists: three
+products. The upstream gradients of the seams are then one factor times the cotangents. Without, the backward makes the logits
+again: four products.
+
+Shapes     x: (m, h); lm_head: (v, h); bias: (v); inputs: (m, ..) or any, as the program says; seams: (m, ..).
+Dtypes     x, lm_head, bias alike: bf16 | fp32; inputs and seams any. Gradients of inputs that have no rows are added up in
+           fp32.
+Saved      x, lm_head, bias and the inputs; with cotangents dx, dW, db and the gradients of the inputs.
+Source     Liger-Kernel's chunked losses (arXiv:2410.10989), here for any loss.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fx_fusion.kernels.logits.logit_chunks import each_chunk
+from fx_fusion.kernels.logits.row_programs import in_an_op, program
+from fx_fusion.kernels.logits.scaled import factor_behind, scaled_gradients
+from fx_fusion.ops.library import plain_op, register_autograd
+
+
+def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks):
+    """Return the seams, and dx, dW, db and the gradients of the inputs (None where they are not needed)."""
+    rows = program(key)
+    m = x.shape[0]
+    x, lm_head = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous()
+    inputs = [i.contiguous() for i in inputs]
+    cotangents = None if cotangents is None else [c.contiguous() for c in cotangents]
+    seams = [torch.empty((m, *shape), dtype=dtype, device=x.device) for shape, dtype in rows.seams]
+    wanted = cotangents is not None
+    d_inputs = [
+        (torch.empty_like(i) if of.per_row else torch.zeros(i.shape, dtype=torch.float32, device=i.device))
+        if wanted and want else None
+        for i, of, want in zip(inputs, rows.inputs, rows.wants, strict=True)
+    ]  # fmt: skip
+
+    def fill(logits, v, index, weight, options, loss, upstream, dlogits, *_):
+        start = int(index[0])  # on the CPU
+        part = slice(start, start + len(index))
+        z, given = logits[:, :v], [i[part] if of.per_row else i for i, of in zip(inputs, rows.inputs, strict=True)]
+        if not wanted:
+            found, gradients = rows.values(z, *given), ()
+        else:
+            results = in_an_op(rows, z, *(c[part] for c in cotangents), *given)
+            found, gradients = results[: len(seams)], iter(results[len(seams) :])
+        for whole, some in zip(seams, found, strict=True):
+            whole[part] = some
+        for d, of in zip(d_inputs, rows.inputs, strict=True):
+            if d is not None:
+                gradient = next(gradients)
+                d[part] = gradient if of.per_row else d[part]
+                if not of.per_row:
+                    d += gradient
+
+    index, nothing = torch.arange(m), torch.empty(m, 0)
+    needs = needs if wanted else [False] * 3
+    dx, dw, db = each_chunk(
+        x, lm_head, bias, index, None, (0, 0.0, 0.0, 1.0), None, needs, nothing, small=small_chunks, fill=fill
+    )
+    return seams, (dx, dw, db, *d_inputs)
+
+
+def _given(tensors, like):
+    """Return gradients in the dtypes of what they are of, empty ones where there are none."""
+    return [
+        torch.empty(0, dtype=of.dtype, device=of.device) if t is None else t.to(of.dtype)
+        for t, of in zip(tensors, like, strict=True)
+    ]
+
+
+def _fwd(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False):
+    seams, gradients = _run(x, lm_head, bias, inputs, cotangents or None, key, needs, small_chunks)
+    if not cotangents:
+        return seams
+    return [*seams, *_given(gradients, (x, lm_head, x if bias is None else bias, *inputs))]
+
+
+def _bwd(cotangents, x, lm_head, bias, inputs, key, needs, small_chunks=False):
+    _, gradients = _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks)
+    return _given(gradients, (x, lm_head, x if bias is None else bias, *inputs))
+
+
+def _fake_gradients(x, lm_head, bias, inputs, key, needs):
+    like = (x, lm_head, x if bias is None else bias)
+    found = [t.new_empty(t.shape if n else (0,)) for t, n in zip(like, needs, strict=True)]
+    return [*found, *(i.new_empty(i.shape if w else (0,)) for i, w in zip(inputs, program(key).wants, strict=True))]
+
+
+def _fake(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False):
+    seams = [x.new_empty((x.shape[0], *shape), dtype=dtype) for shape, dtype in program(key).seams]
+    return seams if not cotangents else [*seams, *_fake_gradients(x, lm_head, bias, inputs, key, needs)]
+
+
+def _fake_bwd(cotangents, x, lm_head, bias, inputs, key, needs, small_chunks=False):
+    return _fake_gradients(x, lm_head, bias, inputs, key, needs)
+
+
+_OPERANDS = "Tensor x, Tensor lm_head, Tensor? bias, Tensor[] inputs"
+linear_rows = plain_op(
+    "linear_rows",
+    f"({_OPERANDS}, Tensor[] cotangents, str program, bool[] needs, bool small_chunks=False) -> Tensor[]",
+    _fwd,
+    _fake,
+)
+linear_rows_bwd = plain_op(
+    "linear_rows_bwd",
+    f"(Tensor[] cotangents, {_OPERANDS}, str program, bool[] needs, bool small_chunks=False) -> Tensor[]",
+    _bwd,
+    _fake_bwd,
+)
+
+
+@register_flop_formula(torch.ops.fx_fusion.linear_rows)
+def _flops(x_shape, lm_head_shape, bias_shape, inputs, cotangents, *_, **__):
+    """Returns the FLOPs of the products, for ``torch.utils.flop_counter``."""
+    return (6 if cotangents else 2) * x_shape[0] * x_shape[1] * lm_head_shape[0]
+
+
+@register_flop_formula(torch.ops.fx_fusion.linear_rows_bwd)
+def _flops_bwd(cotangents, x_shape, lm_head_shape, *_, **__):
+    return 6 * x_shape[0] * x_shape[1] * lm_head_shape[0]
+
+
+def _setup_context(ctx, inputs, output):
+    x, lm_head, bias, given, cotangents, ctx.key, ctx.needs = inputs[:7]
+    ctx.small = inputs[7] if len(inputs) > 7 else False
+    ctx.set_materialize_grads(False)
+    ctx.cotangents = len(cotangents)
+    ctx.now, ctx.count, ctx.has_bias = bool(cotangents), len(given), bias is not None
+    if ctx.now:
+        ctx.save_for_backward(*cotangents, *output[len(cotangents) :])
+        ctx.mark_non_differentiable(*output[len(cotangents) :])
+    else:
+        ctx.save_for_backward(x, lm_head, *(() if bias is None else (bias,)), *given)
+        ctx.rows, ctx.device = x.shape[0], x.device
+
+
+def _backward(ctx, upstream):
+    seams, wants = program(ctx.key).seams, program(ctx.key).wants
+    upstream = list(upstream)[: len(seams)]
+    no_grads = [None] * ctx.cotangents, *(None for _ in ctx.needs_input_grad[5:])  # an argument left out has none
+    if all(u is None for u in upstream):
+        return None, None, None, [None] * ctx.count, *no_grads
+    if ctx.now:
+        cotangents, gradients = ctx.saved_tensors[: len(seams)], ctx.saved_tensors[len(seams) :]
+        known = [(u.float(), c.float()) for u, c in zip(upstream, cotangents, strict=True) if u is not None]
+        factor = factor_behind(*zip(*known, strict=True))
+        dx, dw, db, *d_inputs = gradients
+        dx, dw, db = scaled_gradients(dx, dw, db, factor, factor)
+        found = [dx, dw, db, *(d * factor.to(d.dtype) for d in d_inputs)]
+    else:
+        x, lm_head, *rest = ctx.saved_tensors
+        bias, inputs = (rest[0], rest[1:]) if ctx.has_bias else (None, rest)
+        cotangents = [
+            torch.zeros((ctx.rows, *shape), dtype=dtype, device=ctx.device) if u is None else u
+            for u, (shape, dtype) in zip(upstream, seams, strict=True)
+        ]
+        found = linear_rows_bwd(cotangents, x, lm_head, bias, inputs, ctx.key, ctx.needs, ctx.small)
+    dx, dw, db, *d_inputs = found
+    needed = [g if n else None for g, n in zip((dx, dw, db), ctx.needs, strict=True)]
+    return *needed, [d if want else None for d, want in zip(d_inputs, wants, strict=True)], *no_grads
+
+
+register_autograd("linear_rows", _backward, _setup_context)

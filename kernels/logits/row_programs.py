@@ -1,0 +1,96 @@
+"""What a loss computes of each row of logits, as a program that runs on one chunk of rows at a time.
+
+    seams = body(z, inputs)                  z: (rows, v), the logits of a chunk;  one or a few numbers a row each
+    dz, d_inputs = vjp of body, at the cotangents of the seams
+
+A program is registered when a graph is rewritten, in every process, by a key that is a hash of its body. Ops name it by that
+key, so compile caches find graphs that call it. On a CPU the body runs uncompiled.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.torch_internals.dispatch import autograd_inside_an_op
+from fx_fusion.torch_internals.standalone import Operand, compiled_for_rows
+
+_PROGRAMS: dict[str, "RowProgram"] = {}
+
+
+class RowProgram:
+    """One body and its gradient.
+
+    Args:
+        body: takes the logits and ``inputs``, returns a tuple of seams.
+        logits: the dtype and strides of a chunk.
+        inputs: of the body.
+        wants: which inputs need a gradient.
+        seams: shape of one row, and dtype, of each result.
+    """
+
+    def __init__(
+        self, body: fx.GraphModule, logits: Operand, inputs: Sequence[Operand], wants: Sequence[bool],
+        seams: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    ):  # fmt: skip
+        self.body, self.logits, self.inputs, self.wants, self.seams = body, logits, tuple(inputs), tuple(wants), tuple(seams)
+        described = (body.code, logits, self.inputs, self.wants, self.seams)
+        self.key = hashlib.sha256(repr(described).encode()).hexdigest()[:32]
+        self._values = self._gradients = None
+
+    def values(self, z: Tensor, *inputs: Tensor) -> Sequence[Tensor]:
+        """Return the seams of a chunk."""
+        return (self._values if self._values is not None and len(z) > 1 else self._value_of)(z, *inputs)
+
+    def gradients(self, z: Tensor, *operands: Tensor) -> Sequence[Tensor]:
+        """Write dz over ``z``. Return the seams, and the gradients of the inputs that want one.
+
+        ``operands``: a cotangent for each seam, then the inputs."""
+        return (self._gradients if self._gradients is not None and len(z) > 1 else self._gradient_of)(z, *operands)
+
+    def _value_of(self, z, *inputs):
+        return self.body(z, *inputs)
+
+    def _gradient_of(self, z, *operands):
+        cotangents, inputs = operands[: len(self.seams)], operands[len(self.seams) :]
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            given = [i.detach().requires_grad_(want) for i, want in zip(inputs, self.wants, strict=True)]
+            seams = self.body(leaf, *given)
+            wanted = [leaf, *(i for i, want in zip(given, self.wants, strict=True) if want)]
+            pairs = [(s, c.to(s.dtype)) for s, c in zip(seams, cotangents, strict=True) if s.requires_grad]
+            found = torch.autograd.grad([s for s, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+        dz, *rest = (torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True))
+        z.copy_(dz)
+        return (*(s.detach() for s in seams), *rest)
+
+    def compile(self) -> None:
+        """Compile both programs, where they run on a GPU."""
+        if self.logits.device.type == "cpu" or self._values is not None:
+            return
+        cotangents = [Operand(shape, dtype, self.logits.device, per_row=True) for shape, dtype in self.seams]
+        self._values = compiled_for_rows(self._value_of, [self.logits, *self.inputs])
+        self._gradients = compiled_for_rows(self._gradient_of, [self.logits, *cotangents, *self.inputs])
+
+
+def registered(program: RowProgram) -> str:
+    """Compile a program, unless an equal one is known; return the key by which ops call it."""
+    _PROGRAMS.setdefault(program.key, program).compile()
+    return program.key
+
+
+def program(key: str) -> RowProgram:
+    """Return the program of a key. Raises RuntimeError where no graph of this process has registered it."""
+    if key not in _PROGRAMS:
+        raise RuntimeError(
+            f"fx_fusion::linear_rows was called with the unknown program {key}. Programs are made when a graph is compiled: "
+            "compile the model in this process."
+        )
+    return _PROGRAMS[key]
+
+
+def in_an_op(program: RowProgram, z: Tensor, *operands: Tensor) -> Sequence[Tensor]:
+    """``program.gradients`` below the dispatcher, where autograd is off."""
+    with autograd_inside_an_op():
+        return program.gradients(z, *operands)

@@ -1,0 +1,250 @@
+"""lm_head and any loss that treats tokens one by one -> kernels/linear_rows.py, in chunks of logits.
+
+The part of the graph that treats rows one by one is found by its dims, not by its spelling (``graph/rows``). It runs on one
+chunk of logits at a time. What follows reads one number a row and stays in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fx_fusion.fusion.declaration import Fusion, case
+from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.match import Match, NearMiss
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.rows import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam, region_of
+from fx_fusion.graph.size_hints import elements, expected
+from fx_fusion.graph.terms import example
+from fx_fusion.graph.view import View
+from fx_fusion.kernels.linear_rows import linear_rows as op
+from fx_fusion.kernels.logits.logit_chunks import padded_classes
+from fx_fusion.kernels.logits.row_programs import RowProgram, registered
+from fx_fusion.patterns.sites.head import why_small
+from fx_fusion.patterns.sites.linear import Linear, linear_of
+from fx_fusion.patterns.sites.row_tail import cotangents_of
+from fx_fusion.rewrite.editor import Editor, Mismatch
+from fx_fusion.rewrite.replace import insertion_point
+from fx_fusion.torch_internals.containers import tree_leaves, tree_map
+from fx_fusion.torch_internals.standalone import Operand
+
+_FEWEST_CLASSES = 4096
+# What mixes the columns of its operand: a linear layer below one of these makes no logits.
+_MIXES = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention", "conv1d", "conv2d"}
+
+
+def linear_then_rows(x, lm_head, bias, values, kind):
+    z, t = F.linear(x, lm_head, bias).float(), values.float()
+    log_p, log_q = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
+    if kind == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    if kind == "total_variation":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1).mean() / 2
+    mixture = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
+    return ((log_p.exp() * (log_p - mixture) + log_q.exp() * (log_q - mixture)).sum(-1) / 2).mean()
+
+
+def find(search: Search) -> Iterator[Match | NearMiss]:
+    view = search.view
+    for node in view.graph.nodes:
+        linear = linear_of(view, node)
+        if linear is None or not _makes_logits(view, node):
+            continue
+        try:
+            region = region_of(view, node)
+        except Opaque as opaque:
+            if opaque.node is not None and opaque.node is not node:
+                yield NearMiss("linear_rows", node, opaque.node, opaque.reason)
+            continue
+        outputs = sorted([*region.ends, *region.rest], key=lambda n: view.order[n])
+        if not outputs:
+            continue
+        given = {"x": linear.x, "lm_head": linear.weight, "bias": linear.bias}
+        yield Match(
+            fusion="linear_rows",
+            outputs=(outputs[-1], *outputs[:-1]),
+            nodes=frozenset((node, *region.nodes)),
+            inputs={name: n for name, n in given.items() if n is not None},
+            others={n.name: n for n in _leaves(region)},
+            rounded=frozenset((node, *region.nodes)),
+            reading=(region, linear),
+            unmade={"logits": node},
+        )
+
+
+def _makes_logits(view: View, node: fx.Node) -> bool:
+    """Return True if a linear layer has many classes, and no other product reads what is made of them."""
+    classes = example(node).shape[-1]
+    if not isinstance(classes, int) or classes < _FEWEST_CLASSES or example(node).dim() < 2:
+        return False
+    seen, waiting = set(), list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if view.name(user) in _MIXES:
+            return False
+        if user not in seen:
+            seen.add(user)
+            waiting += user.users
+    return True
+
+
+def _leaves(region: Region) -> list[fx.Node]:
+    """Return the nodes of the graph that the body, and what follows a seam, read."""
+    found: dict[fx.Node, None] = {}
+    waiting: list[Any] = [*(given.source for given in region.inputs), *region.rest.values()]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, fx.Node):
+            found[item] = None
+        elif isinstance(item, Made):
+            waiting += [region.made_by(t) for t in tree_leaves((item.args, item.kwargs)) if isinstance(t, Tensor)]
+    return list(found)
+
+
+def emit(editor: Editor, match: Match) -> None:
+    region, linear = match.reading
+    point = insertion_point(match, editor)
+    with editor.graph.inserting_before(point):
+        builder = _Builder(editor, match.root, region)
+        x, lm_head, bias = builder.operands(linear)
+        inputs = [builder.flat(given) for given in region.inputs]
+        program = builder.program(x, inputs)
+        grad = editor.view.effects.region[region.root][0]
+        needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
+        cotangents = None
+        if any(needs) or any(program.wants):
+            cotangents = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
+        arguments = (x, lm_head, bias, inputs, cotangents or [], registered(program), needs, editor.saves_memory)
+        call = editor.call(op, arguments, like=match.root)
+        for i, seam in enumerate(region.seams):
+            flat = editor.item(call, i, like=match.root)
+            builder.seams[seam] = editor.method("view", (flat, *seam.tensor.shape), like=match.root)
+        made = {node: builder.seams[seam] for node, seam in region.ends.items()}
+        made |= {node: builder.again(how) for node, how in region.rest.items()}
+        editor.check(list(made), made.values())
+    for old, new in made.items():
+        editor.replace(old, new)
+
+
+class _Builder:
+    """Inserts what a region reads, and what follows its seams."""
+
+    def __init__(self, editor: Editor, like: fx.Node, region: Region):
+        self.editor, self.like, self.region = editor, like, region
+        self.seams: dict[Seam, fx.Node] = {}
+        self._known: dict[Made, fx.Node] = {}
+
+    def operands(self, linear: Linear) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        """Return x (m, h), the weight and the bias (v), in the dtype of the logits."""
+        editor, dtype, width = self.editor, example(self.region.root).dtype, example(linear.weight).shape[1]
+        x = editor.method("reshape", (linear.x, -1, width), like=self.like)
+        x, weight = (editor.cast(n, dtype, like=self.like) for n in (x, linear.weight))
+        bias = linear.bias
+        if bias is not None:
+            bias = bias if example(bias).dim() == 1 else editor.method("reshape", (bias, -1), like=self.like)
+            bias = editor.cast(bias, dtype, like=self.like)
+        return x, weight, bias
+
+    def again(self, how: fx.Node | Made | Seam) -> fx.Node:
+        """Return the node of a tensor outside of the region."""
+        if isinstance(how, fx.Node):
+            return how
+        if isinstance(how, Seam):
+            return self.seams[how]
+        if how not in self._known:
+            args, kwargs = tree_map(self._operand, (how.args, how.kwargs))
+            node = self.editor.call(how.op, args, kwargs, like=self.like)
+            self._known[how] = node if how.item is None else self.editor.item(node, how.item, like=self.like)
+        return self._known[how]
+
+    def _operand(self, item: Any) -> Any:
+        if isinstance(item, Seam):
+            return self.seams[item]
+        if not isinstance(item, Tensor):
+            return item
+        made = self.region.made_by(item)
+        if made is None:
+            raise Mismatch("an operand of the loss comes from nowhere")
+        return self.again(made)
+
+    def flat(self, given: Input) -> fx.Node:
+        """Return an input of the body for rows in one dim."""
+        node, labels, rows = self.again(given.source), given.typed.labels, self.region.rows
+        at = [i for i, label in enumerate(labels) if isinstance(label, Rows)]
+        inner = [i for i, label in enumerate(labels) if label in (CLASS, FEW)]
+        sizes = [example(node).shape[i] for i in inner]
+        if not all(isinstance(n, int) for n in sizes):
+            raise Mismatch(f"{node.name} has a size that changes beside its rows")
+        order = [*at, *inner, *(i for i in range(len(labels)) if i not in at and i not in inner)]
+        if order != sorted(order):
+            node = self.editor.method("permute", (node, order), like=self.like)
+        if not at:
+            return self.editor.method("reshape", (node, sizes), like=self.like)
+        axes = [axis for i in at for axis in range(labels[i].first, labels[i].last)]  # type: ignore[union-attr]
+        missing = [i for i, n in enumerate(rows) if i not in axes and not (isinstance(n, int) and n == 1)]
+        if missing:
+            shape = [n if i in axes else 1 for i, n in enumerate(rows)]
+            node = self.editor.method("reshape", (node, (*shape, *sizes)), like=self.like)
+            node = self.editor.method("expand", (node, (*rows, *sizes)), like=self.like)
+        return self.editor.method("reshape", (node, (-1, *sizes)), like=self.like)
+
+    def zeros(self, seam: Seam, x: fx.Node) -> fx.Node:
+        """Return zeros of the shape that the body has for a seam."""
+        sizes = (example(x).shape[0], *_of_a_row(seam))
+        return self.editor.method("new_zeros", (x, sizes), {"dtype": seam.tensor.dtype}, like=self.like)
+
+    def program(self, x: fx.Node, inputs: list[fx.Node]) -> RowProgram:
+        """Return the program of the region's body."""
+        logits = example(self.region.root)
+        classes, device = logits.shape[-1], logits.device
+        of_logits = Operand((classes,), logits.dtype, device, True, padded_classes(classes, logits.dtype, device.type == "cuda"))
+        described, wants = [], []
+        for given, node in zip(self.region.inputs, inputs, strict=True):
+            tensor = example(node)
+            described.append(Operand(tuple(tensor.shape[int(given.per_row) :]), tensor.dtype, tensor.device, given.per_row))
+            wants.append(bool(tensor.requires_grad))
+        seams = [(_of_a_row(seam), seam.tensor.dtype) for seam in self.region.seams]
+        return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
+
+
+def _of_a_row(seam: Seam) -> tuple[int, ...]:
+    return tuple(n for n, label in zip(seam.tensor.shape, seam.typed.labels, strict=True) if label == FEW)
+
+
+def guard(x, lm_head, bias, values, kind):
+    if torch.float16 in (x.dtype, lm_head.dtype):
+        return "a gradient could overflow in float16; bfloat16 and float32 are fused"
+    return wrong_dtype(x=x, lm_head=lm_head)
+
+
+def why_keep(x, lm_head, bias, values, kind):
+    return why_small(x, lm_head, elements(x) / max(expected(x.shape[-1]), 1))
+
+
+FUSION = Fusion(
+    name="linear_rows",
+    instead="(p * (log_p - log_q)).sum(-1), p and log_p of F.linear(x, weight)",
+    pattern=linear_then_rows,
+    inputs={"x": "m h", "lm_head": "v h", "bias": "(v)", "values": "m v"},
+    frozen=("values",),
+    variants=tuple(
+        {"kind": kind, **rest}
+        for kind, rest in (("reverse_kl", {"bias": None}), ("total_variation", {}), ("jensen_shannon", {"bias": None}))
+    ),
+    find=find,
+    emit=emit,
+    guard=guard,
+    why_keep=why_keep,
+    before=("cross_entropy",),
+    on_cpu=True,
+    cases=(
+        case("chunks", m=40, h=16, v=8500, bench=False),
+        case("llama_1b", m=8192, h=2048, v=128256),
+        case("llama_8b", m=8192, h=4096, v=128256),
+    ),
+    source="Hsu et al. 2024, arXiv:2410.10989 (losses in chunks), here found in the graph and for any loss",
+)

@@ -1,0 +1,150 @@
+"""The gradient of a graph's number with respect to the seams of a region, where it is known before they are computed.
+
+The *tail* is the graph from the seams to the one number that is differentiated: a mean, a sum over a mask. Its gradient is
+traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The upstream gradient
+of the number is then one factor of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.fusion.match import Match
+from fx_fusion.graph.rows import Made, Region, Seam
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.rewrite.editor import Editor
+from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map
+from fx_fusion.torch_internals.standalone import traced_gradient
+
+aten = torch.ops.aten
+# What reads the shape of a tensor, and no value.
+_SHAPES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int}
+
+
+def cotangents_of(
+    editor: Editor, match: Match, region: Region, shaped: Callable[[Seam], fx.Node], at: fx.Node
+) -> list[fx.Node] | None:  # fmt: skip
+    """Return a cotangent for each seam, for a gradient of 1 of the graph's number, inserted at the insertion point.
+
+    Returns None where there is no such number, or where the gradient reads values that the region or the graph compute later.
+
+    Args:
+        shaped: returns a new tensor without values of a seam's shape in the body: (rows, ..).
+        at: the node before which the op is inserted.
+    """
+    tail = _tail(editor, match, region)
+    if tail is None:
+        return None
+    number, nodes = tail
+    operands = _operands(region, match, nodes)
+    view = editor.view
+    late = [n for n in operands if view.order.get(n, -1) >= view.order[at] or _is_written(editor, n)]
+    if late or any(not is_tensor(n) for n in operands):
+        return None
+    known = {n: i for i, n in enumerate(operands)}
+
+    def run(seams: list[Tensor], given: list[Tensor]) -> Tensor:
+        values = {n: given[i] for n, i in known.items()}
+        rows = dict(zip(region.seams, seams, strict=True))
+        made: dict[Made, Any] = {}
+
+        def again(how: Any) -> Any:
+            if isinstance(how, fx.Node):
+                return values[how]
+            if isinstance(how, Seam):
+                return rows[how].reshape(how.tensor.shape)
+            if how not in made:
+                args, kwargs = tree_map(operand, (how.args, how.kwargs))
+                made[how] = how.op(*args, **kwargs)
+            return made[how] if how.item is None else made[how][how.item]
+
+        def operand(item: Any) -> Any:
+            return again(item if isinstance(item, Seam) else region.made_by(item)) if isinstance(item, (Seam, Tensor)) else item
+
+        for node, how in {**region.ends, **region.rest}.items():
+            values[node] = again(how)
+        for node in nodes:
+            args, kwargs = map_nodes(lambda n: values[n] if n in values else example(n), (node.args, node.kwargs))
+            target: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+            values[node] = target(*args, **kwargs)
+        return values[number]
+
+    examples = [_flat(seam) for seam in region.seams]
+    gradient = traced_gradient(run, examples, [example(n).detach() for n in operands])
+    if gradient is None:
+        return None
+    return _inserted(editor, match, region, gradient, operands, shaped)
+
+
+def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return the one number that the graph returns with a gradient through the seams, and the nodes up to it."""
+    view, output = editor.view, editor.graph.output_node()
+    reached = set(match.outputs)
+    for node in editor.graph.nodes:
+        if any(n in reached for n in node.all_input_nodes) and node.op != "output":
+            reached.add(node)
+    ends = [n for n in output.all_input_nodes if n in reached and is_tensor(n) and example(n).requires_grad]
+    if len(ends) != 1 or example(ends[0]).dim() != 0:
+        return None
+    number, wanted = ends[0], {ends[0]}
+    for node in reversed(list(editor.graph.nodes)):
+        if node in wanted and node not in match.outputs:
+            wanted.update(n for n in node.all_input_nodes if n in reached)
+    nodes = [n for n in editor.graph.nodes if n in wanted and n not in match.outputs]
+    mode = view.effects.region[region.root]
+    plain = all(view.is_pure(n) and view.effects.region[n] == mode for n in nodes)
+    hidden = any(n.name and view.effects.region[n] != mode for n in match.outputs)
+    return (number, nodes) if plain and not hidden else None
+
+
+def _operands(region: Region, match: Match, nodes: list[fx.Node]) -> list[fx.Node]:
+    """Return what the tail reads beside the seams."""
+    found: dict[fx.Node, None] = {}
+    inside = {*nodes, *match.outputs}
+    for node in nodes:
+        found.update(dict.fromkeys(n for n in node.all_input_nodes if n not in inside and is_tensor(n)))
+    waiting: list[Any] = list(region.rest.values())
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, fx.Node):
+            found[item] = None
+        elif isinstance(item, Made):
+            waiting += [region.made_by(t) for t in tree_leaves((item.args, item.kwargs)) if isinstance(t, Tensor)]
+    return list(found)
+
+
+def _is_written(editor: Editor, node: fx.Node) -> bool:
+    return editor.view.effects.written_after(editor.view.order.get(node, -1), [node]) is not None
+
+
+def _flat(seam: Seam) -> Tensor:
+    few = seam.tensor.shape[len(seam.tensor.shape) - len(seam.typed.inner) :] if seam.typed.inner else ()
+    return seam.tensor.detach().reshape(-1, *few)
+
+
+def _inserted(
+    editor: Editor, match: Match, region: Region, gradient: fx.Graph, operands: list[fx.Node],
+    shaped: Callable[[Seam], fx.Node],
+) -> list[fx.Node] | None:  # fmt: skip
+    """Insert a traced gradient. Returns None where it reads a value of a seam."""
+    placeholders = gradient.find_nodes(op="placeholder")
+    seams, given = placeholders[: len(region.seams)], placeholders[len(region.seams) :]
+    if any(user.target not in _SHAPES for seam in seams for user in seam.users):
+        return None
+    values: dict[fx.Node, Any] = {
+        **{p: editor.method("detach", (n,), like=match.root) for p, n in zip(given, operands, strict=True) if p.users},
+        **{p: shaped(seam) for p, seam in zip(seams, region.seams, strict=True) if p.users},
+    }
+    for node in gradient.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_nodes(values.__getitem__, (node.args, node.kwargs))
+            values[node] = editor.call(node.target, args, kwargs, like=match.root)
+    found = gradient.output_node().args[0]
+    return [
+        shaped(seam) if result is None else editor.cast(values[result], seam.tensor.dtype, like=match.root)
+        for result, seam in zip(found, region.seams, strict=True)  # type: ignore[arg-type]
+    ]
