@@ -23,7 +23,7 @@ BLOCKS = {
 OF_ACCELERATE = (
     "'FX_FUSION' is not a valid DynamoBackend", "invalid choice: 'fx_fusion'", "Unknown dynamo backend: FX_FUSION",
 )  # fmt: skip
-OF_OTHERS = (*OF_ACCELERATE, "Either mode or options can be specified")
+OF_OTHERS = (*OF_ACCELERATE, "Invalid backend: 'fx_fusion'", "Either mode or options can be specified")
 
 
 @pytest.fixture

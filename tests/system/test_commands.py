@@ -523,6 +523,15 @@ def test_doctor(monkeypatch, tmp_path, capsys):
     assert "missing, install g++" in said
 
 
+def test_doctor_names_a_package_that_is_not_installed(monkeypatch):
+    from fx_fusion import doctor
+
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda **given: ())
+    fact = next(fact for fact in doctor.facts() if fact.about == "backend")
+    assert not fact.good
+    assert "the package is not installed: torch finds the backend only after `import fx_fusion`" in fact.says
+
+
 def test_doctor_of_a_mistake_in_the_environment(monkeypatch, capsys):
     """Each compilation would raise, or do something else than was asked for."""
     from fx_fusion import doctor
