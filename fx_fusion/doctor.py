@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 import triton
-from rich.console import Console
 from rich.markup import escape
 
+from fx_fusion.console import Output
 from fx_fusion.cost import measure, table
 from fx_fusion.errors import OptionError
 from fx_fusion.fusion.registry import all_fusions, installed, plugins
@@ -145,7 +145,7 @@ def main(as_json: bool = False) -> int:
     if as_json:
         print(json.dumps([asdict(fact) for fact in found], indent=1))
     else:
-        console = Console(highlight=False, soft_wrap=True)
+        console = Output(highlight=False, soft_wrap=True)
         for fact in found:
             console.print(f"{fact.mark}  ", escape(fact.says), sep="")
     good = {fact.about: fact.good for fact in found}
