@@ -124,7 +124,7 @@ class Report:
         ]
         if not sites and not rows_there:
             instead = instead_of(place, (row.location for row in rows), (row.module for row in rows))
-            raise ValueError(f"no node comes from {place!r}. {instead}")
+            raise ValueError(f"No node comes from `{place}`. {instead}")
         said = [_because(site) for site in sites]
         said += [
             f"not recognised{' in ' * bool(found.module)}{found.module}: {found}"

@@ -20,6 +20,7 @@ from fx_fusion.report import trace as debug
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.report import Report
 from fx_fusion.report.table import Group, in_lines, shared_prefix, table
+from fx_fusion.report.whereabouts import instead_of
 from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
@@ -272,11 +273,21 @@ def test_why_a_line(odd):
 
 
 def test_why_a_place_that_is_not_there(odd):
-    with pytest.raises(ValueError, match=r"no node comes from 'norms.plane'. Did you mean 'norms.plain'"):
+    with pytest.raises(ValueError, match=r"^No node comes from `norms.plane`. The closest of \d+ modules are `norms.plain`, "):
         odd.why("norms.plane")
     with pytest.raises(ValueError, match="nothing was compiled while this report was recording"):
         fx_fusion.Report().why("norms")
     assert "nothing was compiled" in str(fx_fusion.Report())
+
+
+def test_why_unknown_module_names_few_of_many():
+    """A model of 36 layers has hundreds of modules: the closest are shown, and how to list the others."""
+    modules = [f"model.layers.{layer}.{part}" for layer in range(36) for part in ("self_attn.q_proj", "mlp", "input_layernorm")]
+    said = instead_of("model.layers.3.input_norm", [], modules)
+    assert said.startswith("The closest of 108 modules are `model.layers.3.input_layernorm`, ")
+    assert said.endswith(". To list the modules with a site, print the report (the command without `--why`).")
+    assert said.count("`model.layers.") == 5
+    assert len(said) < 300
 
 
 @pytest.mark.parametrize("place", [None, 12, torch.nn.Linear(2, 2)], ids=str)
@@ -298,10 +309,10 @@ def test_why_as_the_model_writes_it(odd):
 def test_why_another_line(odd):
     """Those whose numbers are nearest, in the order of the file."""
     numbers = sorted({int(row.location.partition(":")[2]) for graph in odd.graphs for row in graph.rows_before if row.location})
-    with pytest.raises(ValueError, match=r"no node comes from 'test_report.py:9999'") as raised:
+    with pytest.raises(ValueError, match=r"^No node comes from `test_report.py:9999`") as raised:
         odd.why("test_report.py:9999")
     assert str(raised.value).endswith(f"of this file: {', '.join(f'test_report.py:{number}' for number in numbers[-5:])}.")
-    with pytest.raises(ValueError, match=r"no node comes from 'test_reprot.py:9'. Did you mean 'test_report.py'"):
+    with pytest.raises(ValueError, match=r"^No node comes from `test_reprot.py:9`. The only file is `test_report.py`"):
         odd.why("test_reprot.py:9")
 
 
@@ -318,8 +329,6 @@ def test_a_line_that_no_fusion_is_about_names_the_nearest_that_one_is():
 
 
 def test_lines_are_sorted_by_number():
-    from fx_fusion.report.whereabouts import instead_of
-
     lines = [f"model.py:{number}" for number in (8, 9, 10, 99, 100, 101)] + ["other.py:98"]
     assert instead_of("model.py:98", lines, []) == (
         "The nearest lines of this file: model.py:9, model.py:10, model.py:99, model.py:100, model.py:101."
@@ -336,7 +345,7 @@ def test_why_of_a_model_without_modules():
 def test_a_line_is_of_the_whole_name_of_its_file(odd):
     """model.py is no end of my_model.py."""
     location = next(site.location for site in odd.sites if site.module == "norms.clamped")
-    with pytest.raises(ValueError, match="no node comes from"):
+    with pytest.raises(ValueError, match="No node comes from"):
         odd.why(location.removeprefix("test_"))
 
 
