@@ -38,7 +38,9 @@ _NAMES = {
     "verify": "fx_fusion.verifying",
 }
 __all__ = list(_NAMES)
-after_import(REGISTRY, add_ours)  # torch.compile knows the name without an installed entry point
+# torch.compile knows the name without an installed entry point, and accelerate has a list of its own.
+after_import(REGISTRY, add_ours)
+after_import("accelerate.utils.dataclasses", lambda module: importlib.import_module("fx_fusion.accelerate"))
 
 
 def __getattr__(name: str) -> Any:

@@ -77,6 +77,17 @@ def test_import_when_installed_leaves_lookup_to_entry_point(tmp_path):
     assert python("-c", code, cwd=tmp_path).strip() == "fine"
 
 
+@pytest.mark.parametrize(
+    "imports",
+    ["import fx_fusion, accelerate.utils", "import accelerate.utils, fx_fusion", "import fx_fusion.accelerate, accelerate.utils"],
+    ids=["before_accelerate", "after_accelerate", "by_its_module"],
+)
+def test_accelerate_accepts_backend_after_import(tmp_path, imports):
+    pytest.importorskip("accelerate")
+    code = f"{imports}\nprint(accelerate.utils.TorchDynamoPlugin(backend='fx_fusion').backend.value)"
+    assert python("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).strip() == "FX_FUSION"
+
+
 def test_import_fx_fusion_imports_neither_torch_nor_accelerate(tmp_path):
     code = "import sys, fx_fusion; print({'torch', 'accelerate', 'importlib.metadata'} & set(sys.modules) or 'none')"
     assert python("-S", "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).strip() == "none"
