@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from small import batches, llama
 
-import fx_fusion.accelerate  # from here on, accelerate takes "fx_fusion"
+import fx_fusion  # from here on, accelerate takes "fx_fusion"
 
 accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="fx_fusion"))
 model = llama()

@@ -4,7 +4,7 @@ import datasets
 from small import llama, words
 from trl import DPOConfig, DPOTrainer
 
-import fx_fusion.accelerate  # from here on, the trainer takes "fx_fusion"
+import fx_fusion  # from here on, the trainer takes "fx_fusion"
 
 tokenizer, texts = words()
 arguments = DPOConfig(

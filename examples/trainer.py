@@ -3,8 +3,7 @@
 from small import llama, rows
 from transformers import Trainer, TrainingArguments
 
-import fx_fusion.accelerate  # noqa: F401  from here on, Trainer takes "fx_fusion"
-from fx_fusion.trainer import watch
+from fx_fusion.trainer import watch  # from here on, Trainer takes "fx_fusion"
 
 arguments = TrainingArguments(
     "out", torch_compile=True, torch_compile_backend="fx_fusion", max_steps=6, logging_steps=2,

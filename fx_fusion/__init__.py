@@ -10,6 +10,9 @@ import importlib
 import os
 from typing import Any
 
+from fx_fusion.after_import import after_import
+from fx_fusion.torch_internals.backend_names import REGISTRY, add_ours
+
 __version__ = "0.1.0"
 for _name in ("kernels", "patterns"):  # links in a checkout, folders in a wheel
     if not os.path.isdir(_path := os.path.join(os.path.dirname(__file__), _name)):
@@ -35,6 +38,9 @@ _NAMES = {
     "verify": "fx_fusion.verifying",
 }
 __all__ = list(_NAMES)
+# torch.compile knows the name without an installed entry point, and accelerate has a list of its own.
+after_import(REGISTRY, add_ours)
+after_import("accelerate.utils.dataclasses", lambda module: importlib.import_module("fx_fusion.accelerate"))
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from fx_fusion import __version__
 from fx_fusion.errors import VerificationError
+from fx_fusion.pipes import READER_ENDED, discard_output, reader_ended
 
 _EXAMPLES = """examples:
   python -m fx_fusion explain llama                      a model type of transformers, full size, no memory
@@ -34,7 +35,20 @@ _EXAMPLES = """examples:
 
 
 def main() -> int:
-    """Run a command; its exit code."""
+    """Run a command and return its exit code: 141 if the program that reads its output ended first."""
+    try:
+        try:
+            return _command()
+        finally:
+            sys.stdout.flush()  # here, because an error of the flush at exit can't be caught
+    except BrokenPipeError:
+        if not reader_ended():
+            raise
+        discard_output()
+        return READER_ENDED
+
+
+def _command() -> int:
     given, rest = _parser().parse_known_args()
     if "--" in rest:  # which some versions of Python leave there
         rest.remove("--")

@@ -1,10 +1,11 @@
-"""``import fx_fusion.accelerate``: from then on accelerate, and with it transformers' Trainer, takes ``"fx_fusion"``.
+"""Add ``"fx_fusion"`` to the backends that accelerate, and with it transformers' Trainer, accepts.
 
-    import fx_fusion.accelerate
+    import fx_fusion  # anywhere in the script, before the Trainer or the Accelerator is made
     TrainingArguments(..., torch_compile=True, torch_compile_backend="fx_fusion")
 
-accelerate looks the name of a backend up in an enum of the ones that PyTorch brings and refuses every other. An enum
-asks its ``_missing_`` for values that it does not know; this answers for ours.
+``import fx_fusion`` imports this module as soon as accelerate is imported. accelerate looks the name of a backend up in an
+enum of the ones that PyTorch brings and refuses every other. An enum asks its ``_missing_`` for values that it does not
+know; this answers for ours.
 """
 
 from __future__ import annotations

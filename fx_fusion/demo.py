@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tabulate import tabulate
 
+from fx_fusion.console import Output
 from fx_fusion.doctor import cpp_compiler
 from fx_fusion.report.verdict import counted
 
@@ -103,7 +103,7 @@ def main(
         train(variant, steps, device, layers, hidden)
         return 0
     configuration(device, layers, hidden)
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     if device == "cpu" and cpp_compiler() is None:
         console.print("Inductor needs a C++ compiler on CPU: install g++ (Debian, Ubuntu: apt-get install g++).")
         return 1

@@ -26,6 +26,7 @@ from fx_fusion.fusion.placements import in_parts
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.effects import entered
 from fx_fusion.graph.places import location_of, module_of
+from fx_fusion.graph.statistics import is_statistic
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import goes_channels_last, laid_out_of
@@ -136,13 +137,21 @@ def check(candidates: Iterable[Candidate], view: View) -> None:
 
 def _is_news(near: NearMiss, view: View) -> bool:
     """Whether a near miss may be what its fusion is about."""
-    return near.matched > 1 and _is_half(near) and not _is_root_of_a_number(near, view)
+    return near.matched > 1 and _is_half(near) and not _is_root_of_no_rows(near, view)
 
 
-def _is_root_of_a_number(near: NearMiss, view: View) -> bool:
-    """Whether it stopped below the root of one number: a norm has one for each row."""
-    roots = any(view.name(user) in ("sqrt", "rsqrt") for user in near.node.users)
-    return roots and is_tensor(near.node) and example(near.node).dim() == 0
+def _is_root_of_no_rows(near: NearMiss, view: View) -> bool:
+    """Return True if a near miss stopped under a root of one number, or of no statistic: an optimizer's, and no norm."""
+    node = near.node
+    sums = (user for user in node.users if view.name(user) == "add")
+    above = {*node.users, *(user for total in sums for user in total.users)}
+    if not is_tensor(node) or not any(view.name(user) in ("sqrt", "rsqrt") for user in above):
+        return False
+    return example(node).dim() == 0 or not is_statistic(node, view.name, _computed)
+
+
+def _computed(node: fx.Node) -> list[fx.Node]:
+    return [operand for operand in node.all_input_nodes if operand.op not in ("placeholder", "get_attr")]
 
 
 def _is_half(near: NearMiss) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from fx_fusion.errors import OptionError
 from fx_fusion.options import inductors_own
+from fx_fusion.pipes import reader_ended
 from fx_fusion.profiling import Measured
 from fx_fusion.report.verdict import NOTHING_COMPILED
 from fx_fusion.targets import print_raised
@@ -44,6 +45,8 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
         print(f"fx_fusion: {script}{line}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BaseException as error:  # whatever it raises is the script's, and there is a report to show
+        if isinstance(error, BrokenPipeError) and reader_ended():
+            raise
         print_raised(error)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     finally:

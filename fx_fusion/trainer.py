@@ -18,7 +18,6 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-import fx_fusion.accelerate  # noqa: F401  without it accelerate refuses the name
 from fx_fusion.report.facts import PAGE, facts
 from fx_fusion.report.recording import recording_in
 from fx_fusion.report.report import Report

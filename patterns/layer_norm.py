@@ -72,9 +72,9 @@ def unread(view: View) -> Iterator[NearMiss]:
             dims = len(bound["normalized_shape"])
             yield NearMiss("layer_norm", node, node, f"it is over the last {dims} dims; the kernel is over one")
         found = over_length_plus_eps(view, node)
-        if found is not None and is_centred(view, found[0]):
+        if found is not None and is_centred(view, found.x):
             reason = "eps is added to the deviation: LayerNorm adds it to the variance, under the root; write F.layer_norm"
-            yield NearMiss("layer_norm", node, found[1], reason)
+            yield NearMiss("layer_norm", node, found.divisor, reason)
 
 
 def guard(x, weight, bias, eps, round_first):

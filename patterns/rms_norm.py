@@ -11,7 +11,13 @@ from fx_fusion.fusion.match import NearMiss
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.rms_norm import rms_norm
-from fx_fusion.patterns.sites.lengths import HINTS, is_centred, over_length_plus_eps
+from fx_fusion.patterns.sites.lengths import (
+    HINTS,
+    is_centred,
+    is_of_the_mean,
+    is_scaled_by_its_width,
+    over_length_plus_eps,
+)
 
 # round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
 # the last cast (Gemma with offset 1, OLMo-2 with offset 0).
@@ -62,15 +68,18 @@ def torch_rms_norm(x, weight, eps, offset, round_first):
 
 
 def unread(view: View) -> Iterator[NearMiss]:
-    """Divisions by the length of rows that are no RMSNorm."""
+    """Divisions by the length of rows that are nearly an RMSNorm. An L2 normalization without a scale is none: RMSNorm is
+    ``width ** 0.5`` times as large."""
     for node in view.graph.nodes:
-        if view.name(node) == "normalize":
+        if view.name(node) == "normalize" and is_scaled_by_its_width(view, node):
             reason = "F.normalize divides by max(length, eps): RMSNorm adds eps under the root; write F.rms_norm"
             yield NearMiss("rms_norm", node, node, reason)
         found = over_length_plus_eps(view, node)
-        if found is not None and not is_centred(view, found[0]):
+        if found is None or is_centred(view, found.x):
+            continue
+        if is_of_the_mean(view, found.length) or is_scaled_by_its_width(view, node):
             reason = "eps is added outside of the root: RMSNorm adds it under the root; write F.rms_norm"
-            yield NearMiss("rms_norm", node, found[1], reason)
+            yield NearMiss("rms_norm", node, found.divisor, reason)
 
 
 def guard(x, weight, eps, offset, round_first):

@@ -64,7 +64,7 @@ class Fusion:
         source: the paper, as author year, identifier.
         instead: what to write in a model for the fusion to read it: one expression. The report says it beside a near miss.
         hints: what the report says of a near miss instead of two names of ops, by them: that of the pattern, and the one
-            found in its place.
+            found in its place. The report adds no ``instead`` to a hint, because another op may be meant.
 
         kernel: the op that replaces a match: same parameters. Required unless there is an ``emit``.
         emit: writes the replacement into the graph, given an editor and a match; without it the kernel is called.

@@ -23,7 +23,7 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.pattern import DtypePolicy, Pattern
 from fx_fusion.graph.dtypes import name as dtype_name
 from fx_fusion.graph.dtypes import roundings
-from fx_fusion.graph.terms import Edge, Term, example, is_scalar, is_tensor, same_shape, symmetric
+from fx_fusion.graph.terms import Edge, Term, described, example, is_scalar, is_tensor, same_shape, symmetric
 from fx_fusion.graph.view import View
 
 
@@ -66,13 +66,12 @@ class Attempt:
             return
         pattern = self.pattern.terms[wanted]
         if pattern.op != term.op or len(pattern.operands) != len(term.operands):
-            ops = _describe(pattern), _describe(term)
+            ops = described(pattern), described(term)
             hint = self.pattern.fusion.hints.get(ops) or f"expected {ops[0]}, found {ops[1]}"
             self._fail(state, term.nodes[0], hint)
             return
         if pattern.attrs != term.attrs:
-            over, wanted_over = (_over(t, t.attrs[1:] != other.attrs[1:]) for t, other in ((term, pattern), (pattern, term)))
-            self._fail(state, term.nodes[0], f"{pattern.op} is over {over}, here it has to be over {wanted_over}")
+            self._fail(state, term.nodes[0], _other_attrs(pattern, term))
             return
         entered = _State(
             state.inputs, {**state.pairs, wanted: term}, state.edges, (*state.inner, *term.nodes), state.crossed
@@ -102,7 +101,7 @@ class Attempt:
         else:
             edge = Edge(found) if isinstance(found, Term) else self.view.edge(found)
             if not isinstance(edge.base, (fx.Node, Term)) or not is_tensor(edge.base):
-                self._fail(state, self.root, f"expected {_describe(self.pattern.terms[base])}, found {found}")
+                self._fail(state, self.root, f"expected {described(self.pattern.terms[base])}, found {_shown(found)}")
                 return
             crossed = _State(
                 state.inputs,
@@ -118,7 +117,8 @@ class Attempt:
         if isinstance(found, (int, float)) and found == wanted:
             yield state
         else:
-            self._fail(state, found if isinstance(found, fx.Node) else self.root, f"expected {wanted}, found {found}")
+            node = found if isinstance(found, fx.Node) else self.root
+            self._fail(state, node, f"expected {wanted}, found {_shown(found)}")
 
     def _parameter(self, name: str, found: Any, state: _State) -> Iterator[_State]:
         if isinstance(found, Term):
@@ -200,11 +200,12 @@ class Attempt:
         for node, term in state.pairs.items():
             found, wanted = example(term).dtype, policy.results[node]
             if found != wanted:
-                return f"{term.op} is computed in {dtype_name(found)}; the kernel computes it in {dtype_name(wanted)}"
+                what = f"{described(term)} is computed in {dtype_name(found)}"
+                return f"{what}; the kernel computes it in {dtype_name(wanted)}"
         for (node, i), found_roundings in state.edges.items():
             wanted_roundings = policy.operands[node, i]
             if found_roundings != wanted_roundings:
-                at = f"before {state.pairs[node].op}"
+                at = f"before {described(state.pairs[node])}"
                 if found_roundings and not wanted_roundings:
                     return f"a cast to {dtype_name(found_roundings[0])} rounds {at}; the kernel does not round there"
                 if wanted_roundings and not found_roundings:
@@ -224,7 +225,7 @@ class Attempt:
         for node, term in state.pairs.items():
             found = example(term)
             if not same_shape(found, wanted[node]):
-                return f"{term.op} makes shape {tuple(found.shape)}; the pattern's makes {tuple(wanted[node].shape)}"
+                return f"{described(term)} makes shape {tuple(found.shape)}; the pattern's makes {tuple(wanted[node].shape)}"
         return None
 
     def _climb(self, node: fx.Node, dtype: torch.dtype, rounds: tuple[torch.dtype, ...]) -> list[fx.Node] | None:
@@ -248,14 +249,16 @@ class Attempt:
             self.near = NearMiss(fusion, self.root, node, reason, len(state.pairs), len(self.pattern.terms))
 
 
-def _describe(term: Term) -> str:
-    """What a term is, for a near miss: its op, or what the user called where that is not known."""
-    if term.op != "opaque":
-        return term.op
-    node = term.attrs[0]
-    if node.op not in ("call_method", "call_function"):
-        return node.op
-    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
+def _shown(found: Any) -> str:
+    """Return an operand as a near miss names it."""
+    return described(found) if isinstance(found, Term) else str(found)
+
+
+def _other_attrs(pattern: Term, term: Term) -> str:
+    if described(pattern) != described(term):
+        return f"expected {described(pattern)}, found {described(term)}"
+    over, wanted_over = (_over(t, t.attrs[1:] != other.attrs[1:]) for t, other in ((term, pattern), (pattern, term)))
+    return f"{pattern.op} is over {over}, here it has to be over {wanted_over}"
 
 
 def _over(term: Term, with_rest: bool) -> str:

@@ -74,3 +74,8 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return the dtype and shape of a tensor, as ``float32[4, 128]``."""
+    return f"{name(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"

@@ -29,6 +29,19 @@ class Term:
     nodes: tuple[fx.Node, ...]
 
 
+def described(term: Term) -> str:
+    """Return what a term is in the words of a user: the name of its op, or of the function that has no known op."""
+    if term.op == "part":
+        dim, index, count = term.attrs
+        return f"part {index + 1} of {count} of a split along dim {dim}"
+    if term.op != "opaque":
+        return term.op
+    node = term.attrs[0]
+    if node.op not in ("call_method", "call_function"):
+        return {"placeholder": "an input of this graph", "get_attr": "a constant of this graph"}.get(node.op, "a submodule")
+    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
+
+
 @dataclass(frozen=True)
 class Edge:
     """An operand: the node that makes its values, the casts on the way that round, and the nodes crossed."""

@@ -99,7 +99,7 @@ def _type(value: Any) -> str:
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{dtypes.name(value.dtype)}[{', '.join(map(str, value.shape))}]"
+        return dtypes.kind_of(value)
     if isinstance(value, (tuple, list)) and any(isinstance(one, torch.Tensor) for one in value):
         return f"({', '.join(_kind(one) or str(one) for one in value)})"
     return ""

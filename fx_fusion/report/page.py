@@ -25,7 +25,7 @@ from fx_fusion.report.alignment import Block, align, blocks
 from fx_fusion.report.diff import Row
 from fx_fusion.report.document import to_document
 from fx_fusion.report.graph import GraphReport
-from fx_fusion.report.reference import Reference, reference
+from fx_fusion.report.reference import Reference, instead_of, reference
 from fx_fusion.report.site import STATUSES, Site
 from fx_fusion.report.snippet import snippet
 from fx_fusion.report.text_diff import text_diff
@@ -178,6 +178,7 @@ def _site(site: Site, names: _Names, references: _Names) -> dict[str, Any]:
         "estimate": sentence(site.estimate), "lines": [names(call) for call in _shown_calls(site)],
         "nodes": site.nodes, "made": site.made, "stopped": names(site.stopped_at),
         "reference": references(beside.source), "line": beside.line,
+        "instead": "" if fusion is None else instead_of(fusion, site),
         "test": references("" if fusion is None else snippet(fusion, site)),
     }  # fmt: skip
 
@@ -187,12 +188,12 @@ def _known() -> dict[str, Fusion]:
 
 
 def _fusion(name: str) -> dict[str, str]:
-    """What a fusion is about, and what to write for it."""
+    """Return what a fusion is about."""
     found = _known().get(name)
     if found is None:
-        return {"about": "", "instead": ""}
+        return {"about": ""}
     about = (inspect.getdoc(inspect.getmodule(found.pattern)) or "").split("\n\n")[0].replace("``", "")
-    return {"about": about, "instead": found.instead}
+    return {"about": about}
 
 
 def _sources(sites: Iterable[Site]) -> dict[str, dict[int, str]]:

@@ -38,6 +38,12 @@ def reference(fusion: Fusion, site: Site) -> Reference:
     return Reference(source_of(fusion.pattern))
 
 
+def instead_of(fusion: Fusion, site: Site) -> str:
+    """Return what to write for a near miss. Empty where a hint of the fusion says that the site computes something else."""
+    is_hinted = any(hint in site.reason for hint in fusion.hints.values())
+    return fusion.instead if site.status == "near" and (not is_hinted or "write " in site.reason) else ""
+
+
 @functools.cache
 def source_of(function: Callable[..., Any] | CodeType) -> str:
     """A function's lines; empty where there is no file (a notebook that is gone, a frozen application)."""

@@ -20,6 +20,7 @@ from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
 from fx_fusion.graph.places import shortened, users_frame
 from fx_fusion.memory.recompute import size_of
+from fx_fusion.report import reference
 from fx_fusion.report.document import environment, from_document, to_document
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.page import Shown, in_a_frame, page
@@ -124,7 +125,7 @@ class Report:
         ]
         if not sites and not rows_there:
             instead = instead_of(place, (row.location for row in rows), (row.module for row in rows))
-            raise ValueError(f"no node comes from {place!r}. {instead}")
+            raise ValueError(f"No node comes from `{place}`. {instead}")
         said = [_because(site) for site in sites]
         said += [
             f"not recognised{' in ' * bool(found.module)}{found.module}: {found}"
@@ -225,9 +226,10 @@ class Report:
 def _because(site: Site) -> str:
     """A site in a sentence, with what to write for another fate."""
     where = f" in {site.module}" if site.module else ""
-    instead = {fusion.name: fusion.instead for fusion in registry.all_fusions()}.get(site.fusion, "")
+    fusion = next((fusion for fusion in registry.all_fusions() if fusion.name == site.fusion), None)
+    instead = "" if fusion is None else reference.instead_of(fusion, site)
     pays = f"; {estimated}" if (estimated := sentence(site.estimate)) else ""
-    advice = f"; write {instead}" if instead and site.status == "near" and "write " not in site.reason else ""
+    advice = f"; write {instead}" if instead and "write " not in site.reason else ""
     reason = f": {_generic(site.reason)}" if site.reason else ""
     called = f", called at {frame}" if (frame := users_frame(site.calls)) else ""
     return f"{site.status}: {site.fusion}{where} ({site.location}{called}){reason}{pays}{advice}"

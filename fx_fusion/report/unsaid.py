@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from fx_fusion.graph.statistics import is_statistic
 from fx_fusion.report.diff import Row
 from fx_fusion.report.site import Site
 
 # Ops that tell what is done: a norm, a softmax over scores, a loss; and the fusion that is nearest.
 _TELLING = {
-    **dict.fromkeys(("rsqrt", "sqrt", "norm", "vector_norm", "linalg_vector_norm", "normalize", "rms_norm"), "rms_norm"),
+    **dict.fromkeys(("rsqrt", "sqrt", "norm", "vector_norm", "linalg_vector_norm", "rms_norm"), "rms_norm"),
     **dict.fromkeys(("std", "var", "std_mean", "var_mean", "layer_norm"), "layer_norm"),
     **dict.fromkeys(("group_norm", "instance_norm"), "group_norm"),
     **dict.fromkeys(("softmax", "multi_head_attention_forward"), "attention"),
@@ -22,6 +23,9 @@ _PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the resul
 _CHOSEN = {"topk"}  # what a router does with it, or before it
 _A_ROOT = "a root"
 _ROOT = re.compile(r"pow\(.*, -?0\.5\)")
+_ROOTS = {"rsqrt", "sqrt"}
+_LENGTHS = {"norm", "vector_norm", "linalg_vector_norm"}
+_ONE_NUMBER = re.compile(r": \w+\[[1, ]*\] = ")  # the shape of what is one number for a whole tensor
 _ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "mish", "hardswish", "softplus", "leaky_relu", "elu"}
 _LINEARS = {"linear", "addmm", "matmul", "mm", "bmm", "einsum", "chunk", "split"}
 # Ops through which a value stays what it is, but for its dtype, shape or scale.
@@ -104,13 +108,16 @@ class _Graph:
     def tells(self, row: Row) -> tuple[str, str] | None:
         """What a row does that a fusion does, and which; None if nothing."""
         op = self.ops[row.name]
+        is_root = op in _ROOTS or (op == "pow" and _ROOT.search(row.text) is not None)
+        if (is_root or op in _LENGTHS) and not self._is_of_rows(row):
+            return None  # an optimizer's: of a running average, or of a whole gradient
         if op == "softmax" and (self._goes_to(_CHOSEN, row.name) or self._is_of_the_largest(row)):
             return None  # a router's, of experts: no fusion is near
         if op == "softmax" and self._goes_to(_PICKED, row.name):
             return op, "cross_entropy"
         if op in _TELLING:
             return op, _TELLING[op]
-        if op == "pow" and _ROOT.search(row.text):
+        if is_root:
             return _A_ROOT, "rms_norm"
         if op == "log" and self._is(row, "sum") and self._is(self._first(row), "exp"):
             return "log of a sum of exponentials", "cross_entropy"
@@ -123,6 +130,11 @@ class _Graph:
         if op == "mul" and self._is_gate(row):
             return "a gated activation", "swiglu"
         return None
+
+    def _is_of_rows(self, row: Row) -> bool:
+        """Return True if a root or a length may be that of each row: a statistic, and not one number for a whole tensor."""
+        computed = lambda name: [n for n in self.rows[name].operands if n in self.rows]  # noqa: E731
+        return _ONE_NUMBER.search(row.text) is None and is_statistic(row.name, self.ops.__getitem__, computed)
 
     def _first(self, row: Row) -> Row:
         return self.rows.get(row.operands[0], row) if row.operands else row

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterable
-
-from fx_fusion.errors import nearest
+from collections.abc import Callable, Collection, Iterable
 
 _LINE = re.compile(r"(.+):(\d+)")
-_SHOWN = 5  # lines that are named instead of another
+_SHOWN = 5  # lines or names that are shown instead of another
+_LISTED = "To list the modules with a site, print the report (the command without `--why`)."
 EXAMPLE = "a module, as layers.3.norm, or a line, as model.py:12"
 
 
@@ -37,12 +37,13 @@ def asks_for(place: str) -> Callable[[str, str], bool]:
 
 
 def instead_of(place: str, locations: Iterable[str], modules: Iterable[str]) -> str:
-    """The end of a sentence about a place that is not there: what there is."""
+    """Return what to ask for instead of a place that is not there: the closest names, and how to list the others."""
     if is_line(place):
         return _other_lines(place, locations)
-    if known := sorted({*modules} - {""}, key=_by_number):
-        return nearest(place, known)
-    return "All of them come from the model itself, and no module in it: ask for 'self', or a line, as model.py:12."
+    known = {*modules} - {""}
+    if not known:
+        return "All of them come from the model itself, and no module in it: ask for 'self', or a line, as model.py:12."
+    return f"{_closest(place, known, 'module')} {_LISTED}"
 
 
 def nearest_lines(place: str, locations: Iterable[str]) -> list[str]:
@@ -56,13 +57,16 @@ def _other_lines(place: str, locations: Iterable[str]) -> str:
     locations = set(locations) - {""}
     if lines := nearest_lines(place, locations):
         return f"The nearest lines of this file: {', '.join(lines)}."
-    return nearest(_parts(place)[0], sorted({_parts(location)[0] for location in locations}))
+    return _closest(_parts(place)[0], {_parts(location)[0] for location in locations}, "file")
+
+
+def _closest(name: str, known: Collection[str], what: str) -> str:
+    """Return a sentence with the few known names that are most like an unknown one, the closest first."""
+    close = difflib.get_close_matches(name, sorted(known), n=_SHOWN, cutoff=0)
+    which = f"The closest of {len(known)} {what}s are" if len(known) > 1 else f"The only {what} is"
+    return f"{which} {', '.join(f'`{one}`' for one in close)}."
 
 
 def _parts(location: str) -> tuple[str, int]:
     found = _LINE.fullmatch(location)
     return (found[1].rsplit("/", 1)[-1], int(found[2])) if found is not None else (location, 0)
-
-
-def _by_number(path: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]

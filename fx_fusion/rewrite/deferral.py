@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.dtypes import kind_of
 from fx_fusion.graph.effects import autocast_of, storages
 from fx_fusion.graph.places import module_of
 from fx_fusion.graph.terms import example, is_tensor, same_shape
@@ -218,7 +219,9 @@ class DeferredOutputs:
         if recipe.of_linear is not None and not has_saved_tensor_hooks() and call.at_once():
             return recipe.values()
         recipe.graph = self
-        return DeferredTensor.all_of(recipe, recipe.metas(self._dtypes[d]) if metas is None else metas)
+        metas = recipe.metas(self._dtypes[d]) if metas is None else metas
+        recipe.kind = f", {kind_of(metas[0])},"
+        return DeferredTensor.all_of(recipe, metas)
 
 
 def defer_outputs(gm: fx.GraphModule, deferrals: Sequence[Deferral], now: Callable[[Any], Any]) -> DeferredOutputs:

@@ -73,6 +73,7 @@ class Recipe:
         self.reading = threading.RLock()  # of the family: computed by one thread, and by nobody while a member is added
         self.stepped = False  # whether an optimizer has changed an operand since
         self._copied: list[weakref.ref[Tensor]] = []  # parameters: operands are copies, made before an optimizer's step
+        self.kind = ""  # the first output's dtype and shape between commas, for errors
         self.graph: Any = None  # whose outputs they are: its next call frees the copies
         self.rows_taken = 0  # by losses outside of the graph
         self._gatherings = 0  # how often all ranks have met for it
@@ -137,15 +138,13 @@ class Recipe:
     def _raise_if(self, changed: Sequence[Any]) -> None:
         if not changed and not self.stepped:
             return
-        name = self.names[0]
-        which = "an optimizer step changed one"
+        which = "an optimizer step changed one" + ", and the model ran again since" * bool(self._copied)
         if changed:
             which = f"one of shape {tuple(changed[0].shape)} was changed in place"
-        elif self._copied:
-            which = "an optimizer step changed one, and the model ran again since"
         raise StaleTensorError(
-            f"{name} is computed when it is first read, from tensors that must not have changed since the model ran; "
-            f"{which}. Read {name} before what changes them (an optimizer step), or {_NOT_DEFERRED}."
+            f"The deferred output `{self.names[0]}`{self.kind} is computed when it is first read, from tensors that must "
+            f"not have changed since the model ran; {which}. Read it before what changes them (an optimizer step), or "
+            f"{_NOT_DEFERRED}."
         )
 
     def values(self) -> tuple[Tensor, ...]:

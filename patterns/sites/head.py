@@ -13,7 +13,7 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.size_hints import expected, trained
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import described, example
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
 from fx_fusion.ops.shards import own_part, replica, replicated_beside
@@ -74,9 +74,7 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
         if reason is not None:
             return NearMiss(fusion, site.root, shards.linear, reason)
     if linear is None:
-        found = "an input of this graph" if node.op == "placeholder" else view.term(node).op
-        reason = seen.stopped or f"expected linear, found {found} ({node.name})"
-        return NearMiss(fusion, site.root, node, reason)
+        return NearMiss(fusion, site.root, node, seen.stopped or _instead_of_linear(view, node))
     if linear.bias is not None and seen.bias is not None:
         return NearMiss(fusion, site.root, node, "two biases follow each other")
     if seen.classes is not None and shards is not None:
@@ -84,6 +82,14 @@ def head_of(view: View, site: LossSite, fusion: str) -> Head | NearMiss:
     if seen.bias is not None and shards is not None:
         return NearMiss(fusion, site.root, node, "a bias is added to classes of several ranks")
     return Head(linear.x, linear.weight, linear.bias if seen.bias is None else seen.bias, seen, shards)
+
+
+def _instead_of_linear(view: View, node: fx.Node) -> str:
+    term = view.term(node)
+    found = f"expected linear, found {described(term)} ({node.name})"
+    if term.op == "part" and linear_of(view, view.edge(term.operands[0]).base) is not None:
+        return f"{found}: the product of the head is split before the loss"
+    return found
 
 
 def why_small(x: torch.Tensor, lm_head: torch.Tensor, rows: float) -> str | None:

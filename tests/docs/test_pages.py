@@ -19,11 +19,11 @@ TEXT = {"README": (ROOT / "README.md").read_text(), **{name: (ROOT / "docs" / f"
 BLOCKS = {
     f"{name}-{n}": code for name in TEXT for n, code in enumerate(re.findall(r"^```python\n(.*?)^```$", TEXT[name], re.S | re.M))
 }  # fmt: skip
-# What accelerate says to who does not import fx_fusion.accelerate: to a script, on its command line, of a file.
+# What accelerate says to a script that does not import fx_fusion: in the script, on its command line, of a file.
 OF_ACCELERATE = (
     "'FX_FUSION' is not a valid DynamoBackend", "invalid choice: 'fx_fusion'", "Unknown dynamo backend: FX_FUSION",
 )  # fmt: skip
-OF_OTHERS = (*OF_ACCELERATE, "Either mode or options can be specified")
+OF_OTHERS = (*OF_ACCELERATE, "Invalid backend: 'fx_fusion'", "Either mode or options can be specified")
 
 
 @pytest.fixture

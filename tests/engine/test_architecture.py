@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # A room may import those above it, and itself. Modules at the top of the package are named one by one.
 ORDER = (
-    {"errors", "accuracy", "torch_internals"},
+    {"errors", "accuracy", "after_import", "pipes", "console", "torch_internals"},
     {"graph"},
     {"ops"},
     {"runtime"},

@@ -188,4 +188,4 @@ def test_what_deferred_outputs_are_called(model):
         h.add_(1)
         with pytest.raises(fx_fusion.StaleTensorError, match="FX_FUSION_DEFER_OUTPUTS=0") as raised:
             late + 1
-    assert str(raised.value).startswith(f"{name} is computed when it is first read")
+    assert str(raised.value).startswith(f"The deferred output `{name}`, bfloat16[4, 12], is computed when it is first read")

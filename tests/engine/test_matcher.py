@@ -98,7 +98,7 @@ NEAR = {
     "another function": (lambda x, w, b: torch.sigmoid(0.5 * x) * w + b, 2, "sigmoid", "expected tanh, found sigmoid"),
     "an unknown function": (lambda x, w, b: torch.sin(0.5 * x) * w + b, 2, "sin", "expected tanh, found sin"),
     "an unknown method": (lambda x, w, b: method(0.5 * x, "sinh") * w + b, 2, "sinh", "expected tanh, found sinh"),
-    "an input": (lambda x, w, b: x * w + b, 2, "x", "expected tanh, found placeholder"),
+    "an input": (lambda x, w, b: x * w + b, 2, "x", "expected tanh, found an input of this graph"),
     "at the root": (lambda x, w, b: torch.tanh(0.5 * x) * w - b, 0, "sub", "expected add, found sub"),
     "below": (lambda x, w, b: torch.tanh(0.5 / x) * w + b, 3, "truediv", "expected mul, found div"),
 }  # fmt: skip
@@ -129,6 +129,33 @@ def test_attributes_and_literals_are_compared():
         found, tried = attempt(fusion, capture(function, x=(4, 8)))
         assert found == []
         assert tried.near.reason == reason
+
+
+def test_near_miss_of_a_split_names_the_part():
+    def first_half(x, alpha):
+        return torch.tanh(alpha * x.chunk(2, -1)[0])
+
+    def second_half(x):
+        return torch.tanh(0.5 * x.chunk(2, -1)[1])
+
+    halves = fusion_tanh(pattern=first_half, kernel=None, emit=emit)
+    for fusion, reason in (
+        (halves, "expected part 1 of 2 of a split along dim -1, found part 2 of 2 of a split along dim -1"),
+        (fusion_tanh(pattern=lambda x, alpha: torch.tanh(alpha * x.sigmoid()), kernel=None, emit=emit),
+         "expected sigmoid, found part 2 of 2 of a split along dim -1"),
+    ):  # fmt: skip
+        found, tried = attempt(fusion, capture(second_half, x=(4, 8)))
+        assert found == []
+        assert tried.near.reason == reason
+
+
+def test_rounding_before_a_split_names_the_part():
+    def first_half(x, alpha):
+        return torch.tanh(alpha * x.exp().chunk(2, -1)[0])
+
+    fusion = fusion_tanh(pattern=first_half, kernel=None, emit=emit)
+    (match,) = matches(fusion, lambda x: torch.tanh(0.5 * x.exp().half().float().chunk(2, -1)[0]), x=(4, 8))
+    assert match.differs.startswith("a cast to float16 rounds before part 1 of 2 of a split along dim -1; ")
 
 
 def test_an_inner_value_is_one_value():

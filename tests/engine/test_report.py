@@ -16,10 +16,12 @@ import fx_fusion
 from fx_fusion.fusion import registry
 from fx_fusion.graph import places
 from fx_fusion.options import parse
+from fx_fusion.report import reference
 from fx_fusion.report import trace as debug
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.report import Report
 from fx_fusion.report.table import Group, in_lines, shared_prefix, table
+from fx_fusion.report.whereabouts import instead_of
 from fx_fusion.rewrite.verify_graph import Verified
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import rewritten, tiny_llama, tokens
@@ -238,6 +240,7 @@ SPELLED = {
     "outside": lambda x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6),
     "other_dim": lambda x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
     "by_sum": lambda x: x / x.square().sum(-1, keepdim=True).sqrt().clamp_min(1e-6),
+    "l2": lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True)),
     "plain": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     "tanh": torch.tanh,
 }
@@ -255,6 +258,7 @@ def odd():
         ("norms.other_dim", ["near: ", "mean is over dim -2, here it has to be over dim -1"]),
         ("norms.outside", ["near: ", "eps is added outside of the root", "write F.rms_norm"]),
         ("norms.by_sum", ["not recognised in norms.by_sum: sqrt (test_report.py:", "nearest to rms_norm"]),
+        ("norms.l2", ["near: ", "so it is sqrt(n) times as large"]),
         ("norms.plain", ["fused: add_rms_norm in norms.plain"]),
         ("tanh", ["nothing there that a fusion is about"]),
     ],
@@ -272,11 +276,21 @@ def test_why_a_line(odd):
 
 
 def test_why_a_place_that_is_not_there(odd):
-    with pytest.raises(ValueError, match=r"no node comes from 'norms.plane'. Did you mean 'norms.plain'"):
+    with pytest.raises(ValueError, match=r"^No node comes from `norms.plane`. The closest of \d+ modules are `norms.plain`, "):
         odd.why("norms.plane")
     with pytest.raises(ValueError, match="nothing was compiled while this report was recording"):
         fx_fusion.Report().why("norms")
     assert "nothing was compiled" in str(fx_fusion.Report())
+
+
+def test_why_unknown_module_names_few_of_many():
+    """A model of 36 layers has hundreds of modules: the closest are shown, and how to list the others."""
+    modules = [f"model.layers.{layer}.{part}" for layer in range(36) for part in ("self_attn.q_proj", "mlp", "input_layernorm")]
+    said = instead_of("model.layers.3.input_norm", [], modules)
+    assert said.startswith("The closest of 108 modules are `model.layers.3.input_layernorm`, ")
+    assert said.endswith(". To list the modules with a site, print the report (the command without `--why`).")
+    assert said.count("`model.layers.") == 5
+    assert len(said) < 300
 
 
 @pytest.mark.parametrize("place", [None, 12, torch.nn.Linear(2, 2)], ids=str)
@@ -298,10 +312,10 @@ def test_why_as_the_model_writes_it(odd):
 def test_why_another_line(odd):
     """Those whose numbers are nearest, in the order of the file."""
     numbers = sorted({int(row.location.partition(":")[2]) for graph in odd.graphs for row in graph.rows_before if row.location})
-    with pytest.raises(ValueError, match=r"no node comes from 'test_report.py:9999'") as raised:
+    with pytest.raises(ValueError, match=r"^No node comes from `test_report.py:9999`") as raised:
         odd.why("test_report.py:9999")
     assert str(raised.value).endswith(f"of this file: {', '.join(f'test_report.py:{number}' for number in numbers[-5:])}.")
-    with pytest.raises(ValueError, match=r"no node comes from 'test_reprot.py:9'. Did you mean 'test_report.py'"):
+    with pytest.raises(ValueError, match=r"^No node comes from `test_reprot.py:9`. The only file is `test_report.py`"):
         odd.why("test_reprot.py:9")
 
 
@@ -318,8 +332,6 @@ def test_a_line_that_no_fusion_is_about_names_the_nearest_that_one_is():
 
 
 def test_lines_are_sorted_by_number():
-    from fx_fusion.report.whereabouts import instead_of
-
     lines = [f"model.py:{number}" for number in (8, 9, 10, 99, 100, 101)] + ["other.py:98"]
     assert instead_of("model.py:98", lines, []) == (
         "The nearest lines of this file: model.py:9, model.py:10, model.py:99, model.py:100, model.py:101."
@@ -336,7 +348,7 @@ def test_why_of_a_model_without_modules():
 def test_a_line_is_of_the_whole_name_of_its_file(odd):
     """model.py is no end of my_model.py."""
     location = next(site.location for site in odd.sites if site.module == "norms.clamped")
-    with pytest.raises(ValueError, match="no node comes from"):
+    with pytest.raises(ValueError, match="No node comes from"):
         odd.why(location.removeprefix("test_"))
 
 
@@ -400,7 +412,7 @@ def test_a_module_with_a_site_hides_nothing():
         ("a gated activation", "swiglu"): 2, ("a rotation", "rope"): 1, ("softmax", "attention"): 1,
         ("log of a sum of exponentials", "cross_entropy"): 1,
     }  # fmt: skip
-    assert "expected add, found sum" in str(report), "the root is part of a near miss"
+    assert "the squares are added up" in str(report), "the root is part of a near miss"
 
 
 def halves(x, weight):
@@ -474,6 +486,60 @@ def test_losses_and_divisions_are_named():
     for divisor in (lambda x: x.sum(-1, keepdim=True), lambda x: x.abs().amax(-1, keepdim=True), lambda x: x.abs().mean()):
         _, report = rewritten(lambda x, divisor=divisor: x / (divisor(x) + 1e-6), torch.randn(4, 8))
         assert "not recognised" not in str(report)
+
+
+OPTIMIZERS = {
+    "adam": lambda p, g, m, v: p - m.lerp(g, 0.1) / (v.mul(0.99).addcmul(g, g, value=0.01).sqrt() / 0.9 + 1e-8),
+    "adam_by_rsqrt": lambda p, g, m, v: p - m * (torch.lerp(v, g.square(), 0.01) + 1e-8).rsqrt(),
+    "adafactor": lambda p, g, m, v: g * (v[0] * 0.9 + g.square().mean(-2) * 0.1).unsqueeze(-2).rsqrt(),
+    "muon": lambda p, g, m, v: (x := g.bfloat16() / (g.bfloat16().norm() + 1e-7)) @ x.mT,
+    "muon_of_matrices": lambda p, g, m, v: (x := g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-7)) @ x.mT,
+    "lamb": lambda p, g, m, v: p - p.norm() / m.norm() * m,
+    "clipping": lambda p, g, m, v: g * (1.0 / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_report_of_an_optimizer_names_no_norm(name):
+    report = fx_fusion.explain(OPTIMIZERS[name], *(torch.rand(8, 16) for _ in range(4)))
+    assert report.sites == []
+    assert "not recognised" not in str(report)
+
+
+L2 = {
+    "normalize": lambda x, w: F.normalize(x, dim=-1),
+    "normalize_with_weight": lambda x, w: F.normalize(x, dim=-1) * w,
+    "norm_plus_eps": lambda x, w: x / (x.norm(dim=-1, keepdim=True) + 1e-6),
+    "root_of_a_sum": lambda x, w: x / x.pow(2).sum(-1, keepdim=True).sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", L2)
+def test_l2_normalization_is_not_told_to_become_rms_norm(name):
+    """RMSNorm is the root of the width times as large: embeddings of CLIP, MoCo or ArcFace would change."""
+    report = fx_fusion.explain(L2[name], torch.randn(4, 16), torch.randn(16), options={"select": "always"})
+    assert "write " not in report.why("self")
+    assert [instead_of_page(site) for site in report.sites if site.status == "near"] in ([], [""])
+
+
+def instead_of_page(site):
+    return reference.instead_of(next(f for f in registry.all_fusions() if f.name == site.fusion), site)
+
+
+def test_scaled_l2_normalization_is_near_rms_norm():
+    report = fx_fusion.explain(lambda x, w: F.normalize(x, dim=-1) * w * 4.0, torch.randn(4, 16), torch.randn(16))
+    assert "write F.rms_norm" in report.why("self")
+    assert instead_of_page(report.sites[0]).startswith("F.rms_norm(")
+
+
+def test_loss_of_a_split_product_says_so():
+    def split(x, weight):
+        return F.cross_entropy((x @ weight.t()).chunk(2, -1)[0], torch.zeros(4, dtype=torch.long))
+
+    report = fx_fusion.explain(split, torch.randn(4, 16), torch.randn(32, 16))
+    (near,) = (site for site in report.sites if site.fusion == "linear_cross_entropy")
+    assert "found part 1 of 2 of a split along dim -1 (" in near.reason
+    assert near.reason.endswith("): the product of the head is split before the loss")
 
 
 def test_bodies_have_names_of_their_own():

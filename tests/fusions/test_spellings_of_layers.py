@@ -138,7 +138,7 @@ def test_nothing_is_said_twice_of_one_place():
     """F.normalize inside of what another fusion takes is no news."""
 
     def function(x):
-        return F.layer_norm(F.normalize(x, dim=-1), (D,), w, b)
+        return F.layer_norm(F.normalize(x, dim=-1) * D**0.5, (D,), w, b)
 
     _, report = rewritten(function, x.clone().requires_grad_())
     said = [(s.fusion, s.status) for s in report.sites]

@@ -1,6 +1,8 @@
 """``python -m fx_fusion``: commands as a user types them, what they print, and their exit codes."""
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -66,6 +68,53 @@ def test_help_needs_no_torch():
     assert found.returncode == 0, found.stderr
     assert "examples:" in found.stdout
     assert run("--version").stdout.startswith("fx_fusion 0.")
+
+
+@contextlib.contextmanager
+def streams(monkeypatch, writer):
+    """Stdout goes to a file descriptor; stderr is a copy, because a command may send it to nowhere."""
+    with open(writer, "w") as stdout, open(os.dup(2), "w") as stderr, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        patched.setattr(sys, "stderr", stderr)
+        yield
+
+
+@pytest.mark.parametrize("command", ["doctor", "doctor --json", "new-fusion my_op --into .", "report r.json", "run prints.py"])
+def test_command_without_reader_ends_quietly(command, monkeypatch, tmp_path, capfd):
+    from fx_fusion.report.report import Report
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.json").write_text(Report().to_json())
+    (tmp_path / "prints.py").write_text("for _ in range(10_000): print('a line')\n")
+    monkeypatch.setattr(sys, "argv", ["fx_fusion", *command.split()])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with streams(monkeypatch, writer):
+        assert main() == 141
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_help_without_reader_ends_quietly():
+    """Argparse ends the program, and Python flushes its output."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "fx_fusion", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    ) as command:
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert command.returncode == 141
+
+
+def test_broken_pipe_of_a_script_is_an_error(tmp_path, monkeypatch, capfd):
+    """The output has a reader: the pipe is another one."""
+    (tmp_path / "raises.py").write_text("raise BrokenPipeError('of a worker')\n")
+    monkeypatch.setattr(sys, "argv", ["fx_fusion", "run", str(tmp_path / "raises.py")])
+    with streams(monkeypatch, os.dup(1)):
+        assert main() == 1
+    assert "BrokenPipeError: of a worker" in capfd.readouterr().err
 
 
 def test_a_type_of_transformers(tmp_path):
@@ -521,6 +570,15 @@ def test_doctor(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "can't be written to" in said
     assert "missing, install g++" in said
+
+
+def test_doctor_names_a_package_that_is_not_installed(monkeypatch):
+    from fx_fusion import doctor
+
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda **given: ())
+    fact = next(fact for fact in doctor.facts() if fact.about == "backend")
+    assert not fact.good
+    assert "the package is not installed: torch finds the backend only after `import fx_fusion`" in fact.says
 
 
 def test_doctor_of_a_mistake_in_the_environment(monkeypatch, capsys):

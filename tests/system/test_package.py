@@ -51,6 +51,48 @@ def test_the_backend_needs_no_import(tmp_path):
     assert python("-c", code, cwd=tmp_path).strip() == "2.0"
 
 
+# Hides the entry point of an installed fx_fusion, as on a machine where a checkout is only on PYTHONPATH.
+NOT_INSTALLED = """
+import importlib.metadata
+known = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **given: (
+    importlib.metadata.EntryPoints(()) if given.get("group") == "torch_dynamo_backends" else known(**given)
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports", ["import fx_fusion, torch", "import torch._dynamo, fx_fusion"], ids=["before_dynamo", "after_dynamo"]
+)
+def test_backend_not_installed_is_known_after_import(tmp_path, imports):
+    """`torch.compile` looks the name up at once and raises InvalidBackend for an unknown one."""
+    code = f"{NOT_INSTALLED}{imports}\ntorch.compile(len, backend='fx_fusion'); fx_fusion.compile(len)\n"
+    code += "print('fx_fusion' in torch.compiler.list_backends())"
+    assert python("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).strip() == "True"
+
+
+def test_import_when_installed_leaves_lookup_to_entry_point(tmp_path):
+    """Dynamo imports the package while it looks the name up, and registers the same name afterwards."""
+    code = "import torch; torch.compile(len, backend='fx_fusion'); import fx_fusion; fx_fusion.compile(len); print('fine')"
+    assert python("-c", code, cwd=tmp_path).strip() == "fine"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import fx_fusion, accelerate.utils", "import accelerate.utils, fx_fusion", "import fx_fusion.accelerate, accelerate.utils"],
+    ids=["before_accelerate", "after_accelerate", "by_its_module"],
+)
+def test_accelerate_accepts_backend_after_import(tmp_path, imports):
+    pytest.importorskip("accelerate")
+    code = f"{imports}\nprint(accelerate.utils.TorchDynamoPlugin(backend='fx_fusion').backend.value)"
+    assert python("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).strip() == "FX_FUSION"
+
+
+def test_import_fx_fusion_imports_neither_torch_nor_accelerate(tmp_path):
+    code = "import sys, fx_fusion; print({'torch', 'accelerate', 'importlib.metadata'} & set(sys.modules) or 'none')"
+    assert python("-S", "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).strip() == "none"
+
+
 @pytest.mark.parametrize("there", ["a file", "missing"])
 def test_a_download_that_kept_no_links_says_so(tmp_path, there):
     """Some programs unpack a link as a file that holds where it led, and pip builds a package without what is behind it."""

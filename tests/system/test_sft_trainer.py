@@ -5,6 +5,7 @@ TRL computes the loss itself, in chunks, behind a graph break of its own: the re
 import pytest
 import torch
 
+import fx_fusion
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import slow_but, tiny_llama
 
@@ -47,8 +48,6 @@ def train(folder, *, compiled, packing, loss):
 @pytest.mark.parametrize("loss", slow_but(["nll"], ["nll", "dft"]))
 @pytest.mark.parametrize("packing", slow_but([False], [False, True]), ids=["padded", "packed"])
 def test_sft_trainer(tmp_path, monkeypatch, packing, loss):
-    import fx_fusion.accelerate
-
     torch._dynamo.list_backends()
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
     expected = train(tmp_path / "eager", compiled=False, packing=packing, loss=loss)

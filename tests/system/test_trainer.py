@@ -50,8 +50,6 @@ SETTINGS = {
 
 @pytest.mark.parametrize("how", slow_but(("bf16 and checkpoints",), tuple(SETTINGS)))
 def test_trainer(tmp_path, monkeypatch, how):
-    import fx_fusion.accelerate
-
     torch._dynamo.list_backends()  # fills the registry from the entry points
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
     expected, metrics = train(tmp_path / "eager", compiled=False, **SETTINGS[how], steps=4)
@@ -72,7 +70,6 @@ def test_trainer(tmp_path, monkeypatch, how):
 
 def test_what_a_trainer_logs(tmp_path, monkeypatch):
     """Counts and shares in every log, before the loggers see it, and the page beside the checkpoints."""
-    import fx_fusion.accelerate
     from fx_fusion.trainer import PAGE, watch
 
     class Logger(transformers.TrainerCallback):
@@ -128,7 +125,6 @@ def stopping(rows, after):
 
 def test_a_trainer_that_raises(tmp_path, monkeypatch):
     """The page is there, nothing goes on recording, and the error is the user's."""
-    import fx_fusion.accelerate
     from fx_fusion.trainer import PAGE, watch
 
     torch._dynamo.list_backends()

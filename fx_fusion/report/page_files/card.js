@@ -40,7 +40,7 @@ function drawSite(i) {
     facts([["module", site.module], ["your line", own], ["source", own.endsWith(site.at) ? "" : site.at],
       [site.status === "fused" ? "note" : "why", site.reason], ["time", site.estimate], ...Object.entries(site.shapes)]),
     element("p", { class: "dim" }, fusion.about)];
-  if (site.status === "near" && fusion.instead) about.push(element("h2", {}, "write instead"), element("pre", {}, fusion.instead));
+  if (site.instead) about.push(element("h2", {}, "write instead"), element("pre", {}, site.instead));
   about.push(element("h2", {}, "to switch it off"), element("pre", {}, `options={"fusions": ["-${site.fusion}"]}`));
   const test = data.references[site.test];
   if (test) about.push(element("details", {}, element("summary", {}, "a test case"), element("pre", { id: "test" }, test)));
