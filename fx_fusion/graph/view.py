@@ -193,7 +193,9 @@ class View:
             return False
         if not all(self.same_value(x, y) for x, y in zip(one.operands, other.operands, strict=True)):
             return False
-        first, last = sorted((self.order[a], self.order[b]))
+        # From the first node on that either term stands for: of 1 / x.sqrt(), the root is what reads x.
+        read_at = [self.order[n] for n in (*one.nodes, *other.nodes)]
+        first, last = min(read_at), max(read_at)
         used = {n for n in (a, b, *one.operands, *other.operands) if isinstance(n, fx.Node)}
         if self.effects.writes_between(first, last, used) is not None:
             return False

@@ -99,6 +99,7 @@ SPELLINGS = {
     "flatten": [lambda x: x.flatten(1), lambda x: torch.flatten(x, start_dim=1), lambda x: x.flatten(1, -1)],
     "unflatten": [lambda x: x.unflatten(-1, (2, 4)), lambda x: torch.unflatten(x, dim=-1, sizes=(2, 4))],
     "narrow": [lambda x: x.narrow(-1, 2, 4), lambda x: torch.narrow(x, dim=-1, start=2, length=4)],
+    "select": [lambda x: x.select(-1, 2), lambda x: torch.select(x, -1, 2), lambda x: torch.select(input=x, dim=-1, index=2)],
     "repeat_interleave": [lambda x: x.repeat_interleave(2, 1), lambda x: torch.repeat_interleave(x, 2, dim=1)],
     "getitem": [lambda x: x[..., :4], lambda x: method(x, "__getitem__", (..., slice(None, 4, None)))],
     "view": [lambda x: x.view(2, 32)],

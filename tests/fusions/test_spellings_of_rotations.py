@@ -1,0 +1,169 @@
+"""Rotations as public models write them: what fuses, and what only looks like a rotation."""
+
+import pytest
+import torch
+
+from fx_fusion.testing import Run, worst_excess
+from tests.helpers import rewritten
+
+B, S, H, D = 2, 5, 3, 8
+HALF = D // 2
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(B, S, H, D, generator=generator)
+angles = torch.outer(torch.arange(S).float(), 1.0 / 100 ** (torch.arange(0, D, 2) / D))
+table = torch.stack([angles.cos(), angles.sin()], -1).view(1, S, 1, HALF, 2)
+cos, sin = table[..., 0].clone(), table[..., 1].clone()
+
+
+def of_columns(first, second, c, s):
+    """Return the rotated pairs side by side, as gpt-fast and torchtune do."""
+    return torch.stack([first * c - second * s, second * c + first * s], -1).flatten(3)
+
+
+def as_pairs(x):
+    return x.float().reshape(*x.shape[:-1], -1, 2)
+
+
+def gpt_fast(x, table):
+    """Index every operand where it is used: `apply_rotary_emb` of gpt-fast and torchtune."""
+    pairs = as_pairs(x)
+    y = torch.stack(
+        [
+            pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1],
+            pairs[..., 1] * table[..., 0] + pairs[..., 0] * table[..., 1],
+        ],
+        -1,
+    )
+    return y.flatten(3).type_as(x)
+
+
+def of_every_other_column(x, table):
+    return of_columns(x[..., 0::2], x[..., 1::2], torch.select(table, -1, 0), table.narrow(-1, 1, 1).squeeze(-1))
+
+
+def of_indices(p, q, c, s):
+    """Return a function that reads these columns: the first and second member of a pair, cos and sin."""
+    return lambda x, table: of_columns(as_pairs(x)[..., p], as_pairs(x)[..., q], table[..., c], table[..., s]).type_as(x)
+
+
+FUSED = {
+    "gpt_fast": (gpt_fast, table),
+    "of_every_other_column": (of_every_other_column, table),
+    "indices": (of_indices(0, 1, 0, 1), table),
+    "indices_from_the_end": (of_indices(-2, -1, -2, -1), table),
+}
+
+
+def assert_fused_and_accurate(function, dtype, *tables, fusion="rope"):
+    """Assert that the function is one site of the fusion, and that its result and gradient are eager's by the accuracy rule."""
+    leaves = [x.detach().to(dtype).requires_grad_() for _ in range(2)]
+    result, report = rewritten(function, leaves[0], *tables)
+    report.assert_fused(**{fusion: 1})
+    expected = function(leaves[1], *tables)
+    assert (result.dtype, result.shape, result.stride()) == (expected.dtype, expected.shape, expected.stride())
+    leaves.append(x.detach().to(dtype).double().requires_grad_())
+    exact = function(leaves[2], *(t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tables))
+    weights = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
+    runs = []
+    for out, leaf in zip((result, expected, exact), leaves, strict=True):
+        out.backward(weights.to(out.dtype))
+        runs.append(Run({"y": out.detach(), "dx": leaf.grad}))
+    worst, used = worst_excess(*runs, dtype)
+    assert used <= 1, (worst, used)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_rope_spelling_of_a_model_is_fused(name, dtype):
+    function, *tables = FUSED[name]
+    assert_fused_and_accurate(function, dtype, *tables)
+
+
+def as_eager(function, *tables):
+    """Assert that value and gradient are eager's; return the report."""
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    result, report = rewritten(function, leaves[0], *tables)
+    expected = function(leaves[1], *tables)
+    torch.testing.assert_close(result, expected)
+    result.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+    return report
+
+
+def from_two_tables(x, table):
+    pairs, other = as_pairs(x), table * 2
+    return torch.stack(
+        [
+            pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1],
+            pairs[..., 1] * other[..., 0] + pairs[..., 0] * other[..., 1],
+        ],
+        -1,
+    ).flatten(3)
+
+
+def swapped_in_one_place(x, table):
+    pairs = as_pairs(x)
+    return torch.stack(
+        [
+            pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1],
+            pairs[..., 1] * table[..., 1] + pairs[..., 0] * table[..., 0],
+        ],
+        -1,
+    ).flatten(3)
+
+
+def with_the_wrong_sign(x, table):
+    (a, b), (c, s) = as_pairs(x).unbind(-1), (table[..., 0], table[..., 1])
+    return torch.stack([a * c + b * s, b * c + a * s], -1).flatten(3)
+
+
+def written_between_the_reads(x, table):
+    pairs, table = as_pairs(x), table.clone()
+    first = pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1]
+    table.mul_(2)
+    return torch.stack([first, pairs[..., 1] * table[..., 0] + pairs[..., 0] * table[..., 1]], -1).flatten(3)
+
+
+def rotated_values_written_between(x, table):
+    x = x * 1
+    first = as_pairs(x)[..., 0] * table[..., 0] - as_pairs(x)[..., 1] * table[..., 1]
+    x.mul_(2)
+    return torch.stack([first, as_pairs(x)[..., 1] * table[..., 0] + as_pairs(x)[..., 0] * table[..., 1]], -1).flatten(3)
+
+
+NO_ROTATIONS = {
+    "one_column_twice": of_indices(0, 0, 0, 1), "columns_swapped": of_indices(1, 0, 0, 1), "from_two_tables": from_two_tables,
+    "swapped_in_one_place": swapped_in_one_place, "wrong_sign": with_the_wrong_sign, 
+    "values_written": rotated_values_written_between,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ROTATIONS)
+def test_rope_other_columns_are_left_alone(name):
+    as_eager(NO_ROTATIONS[name], table).assert_fused(rope=0)
+
+
+def test_rope_table_written_between_two_reads_is_two_values():
+    result, report = rewritten(written_between_the_reads, x, table)
+    report.assert_fused(rope=0)
+    torch.testing.assert_close(result, written_between_the_reads(x, table))
+
+
+@pytest.mark.parametrize("indices", [(0, 1, 1, 0), (0, 1, 0, 0)], ids=str)
+def test_rope_tables_are_the_columns_that_are_read(indices):
+    """Rotate by whatever the two columns hold: cos and sin have no names in a table."""
+    as_eager(of_indices(*indices), table).assert_fused(rope=1)
+
+
+def test_rope_index_that_changes_between_calls_is_another_value():
+    def function(x, tables, n):
+        pairs, c = as_pairs(x), tables[..., 0]
+        return torch.stack(
+            [pairs[..., 0] * c - pairs[..., 1] * tables[..., n], pairs[..., 1] * c + pairs[..., 0] * tables[..., 1]], -1
+        ).flatten(3)
+
+    for n in (1, 0, 1):
+        result, report = rewritten(function, x, table, n, dynamic=True)
+        torch.testing.assert_close(result, function(x, table, n))
+        assert report.count("rope") == 0 or n == 1
