@@ -33,7 +33,28 @@ def _cat(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     tensors, dim, name = bound["tensors"], bound["dim"], view.name(node)
     if not isinstance(tensors, tuple) or not isinstance(dim, int) or name is None:
         return None
-    return Term(name, tensors, (negative_dim(dim, example(node).dim()),), (node,))
+    dim = negative_dim(dim, example(node).dim())
+    return (_swapped(view, node, tensors, dim) if name == "cat" else None) or Term(name, tensors, (dim,), (node,))
+
+
+def _swapped(view: Reader, node: fx.Node, tensors: tuple[Any, ...], dim: int) -> Term | None:
+    """The second half and the first one of the same tensor: it is rolled by half."""
+    halves = [half for t in tensors if (half := inner_term(view, t, "part")) is not None]
+    if len(tensors) != 2 or [half.attrs for half in halves] != [(dim, 1, 2), (dim, 0, 2)]:
+        return None
+    second, first = halves
+    same = view.same_source(first.operands[0], second.operands[0])
+    return Term("roll", first.operands, (dim, "half"), (node, *second.nodes, *first.nodes)) if same else None
+
+
+@RULES.of("roll")
+def _roll(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x = bound["input"]
+    shift, dim = (b[0] if isinstance(b, tuple) and len(b) == 1 else b for b in (bound["shifts"], bound["dims"]))
+    size = example(x).shape[dim] if isinstance(shift, int) and isinstance(dim, int) else None
+    if not isinstance(size, int) or size == 0 or 2 * (shift % size) != size:
+        return plain("roll", node, bound)
+    return Term("roll", (x,), (negative_dim(dim, example(x).dim()), "half"), (node,))
 
 
 @RULES.of("flatten")

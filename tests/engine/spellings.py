@@ -79,6 +79,7 @@ SPELLINGS = {
     "linear": [lambda x, w: F.linear(x, w), lambda x, w: F.linear(x, weight=w, bias=None)],
     "embedding": [lambda ids, w: F.embedding(ids, w), lambda ids, w: F.embedding(input=ids, weight=w, padding_idx=None)],
     "addmm": [lambda w: torch.addmm(w, w, w), lambda w: w.addmm(w, w), lambda w: torch.addmm(w, mat1=w, mat2=w, alpha=1)],
+    "addcmul": [lambda x, y: torch.addcmul(x, x, y), lambda x, y: x.addcmul(x, y), lambda x, y: torch.addcmul(x, tensor1=x, tensor2=y, value=1)],
     "bmm": [lambda x, y: torch.bmm(x, y.mT), lambda x, y: x.bmm(y.mT), lambda x, y: torch.bmm(input=x, mat2=y.mT)],
     "masked_fill": [lambda x, c: x.masked_fill(c, 0.5), lambda x, c: torch.masked_fill(x, c, 0.5), lambda x, c: x.masked_fill(mask=c, value=0.5)],
     "cross_entropy": [lambda w, ids: F.cross_entropy(w[:2], ids), lambda w, ids: F.cross_entropy(input=w[:2], target=ids, ignore_index=-100)],

@@ -387,7 +387,7 @@ class Mixed(torch.nn.Module):
         gated = F.relu(self.gate(y)).square() * self.up(y)
         mish = F.mish(self.gate(y)) * self.up(y)
         angles = torch.arange(8.0)
-        turned = gated * angles.cos() + gated.roll(4, -1) * angles.sin()
+        turned = gated * angles.cos() + gated.roll(2, -1) * angles.sin()
         weights = torch.softmax(turned, 0)
         return torch.log(torch.exp(weights).sum(-1)), mish, mish * mish.pow(2).sum(-1, keepdim=True).pow(-0.5)
 

@@ -58,11 +58,16 @@ ONE_TERM = {
     "even columns": (X, ("slice", ("x",), (-1, 0, "end", 2)), [
         lambda x: x[..., 0::2], lambda x: x.view(4, 4, 2)[..., 0], lambda x: x.reshape(4, -1, 2).unbind(-1)[0], lambda x: x.unflatten(-1, (-1, 2)).select(2, -2)]),
     "one of both dims": (X, ("index", ("x",), (1, 2)), [lambda x: x[1, 2], lambda x: x[-3, -6], lambda x: x[1, ..., 2]]),
+    "halves swapped": (X, ("roll", ("x",), (-1, "half")), [
+        lambda x: x.roll(4, -1), lambda x: x.roll(-4, 1), lambda x: torch.roll(x, shifts=(12,), dims=(-1,)), lambda x: torch.cat([x[..., 4:], x[..., :4]], -1),
+        lambda x: torch.cat([x.chunk(2, -1)[1], x.chunk(2, -1)[0]], 1)]),
     "side by side": (XY, ("cat", ("x", "y"), (-1,)), [lambda x, y: torch.cat((x, y), -1), lambda x, y: torch.cat([x, y], dim=1)]),
     "softmax": (X, ("softmax", ("x",), (-1,)), [lambda x: x.softmax(1), lambda x: F.softmax(x, -1), lambda x: F.softmax(x, dim=-1, dtype=F64)]),
     "reshape": (X, ("view", ("x",), ("shape",)), [lambda x: x.view(4, 2, 4), lambda x: x.reshape(4, 2, -1), lambda x: x.unflatten(-1, (2, 4))]),
     "interleaved": (XY, ("flatten", ("stack",), (-2, -1)), [
         lambda x, y: torch.stack((x, y), -1).flatten(-2), lambda x, y: torch.stack((x, y), -1).view(4, 16), lambda x, y: torch.stack([x, y], 2).reshape(4, -1)]),
+    "addcmul": (XY, ("add", ("x", ("mul", ("x", "y"), ())), ()), [lambda x, y: torch.addcmul(x, x, y), lambda x, y: x.addcmul(x, y, value=1.0)]),
+    "addcmul of the opposite": (XY, ("sub", ("x", ("mul", ("x", "y"), ())), ()), [lambda x, y: torch.addcmul(x, x, y, value=-1)]),
     "norm squared": (X, ("mean", (("square", ("x",), ()),), ((-1,), True)), [lambda x: x.norm(2, -1, True) ** 2 / 8, lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / 8]),
 }  # fmt: skip
 
@@ -110,6 +115,10 @@ OTHER = {
     "rounded root": (X, lambda x: 1 / x.sqrt().half(), "div"),
     "rounded gate": (X, lambda x: x * x.sigmoid().half(), "mul"),
     "unknown": (X, lambda x: torch.sin(x), "opaque"),
+    "scaled addcmul": (XY, lambda x, y: torch.addcmul(x, x, y, value=2), "opaque"),
+    "roll by another number": (X, lambda x: x.roll(3, -1), "roll"),
+    "halves in order": (X, lambda x: torch.cat([x.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1), "cat"),
+    "halves of two": (XY, lambda x, y: torch.cat([x[..., 4:], y[..., :4]], -1), "cat"),
     "norm of order 1": (X, lambda x: x.norm(1, -1), "opaque"),
     "layer norm of two dims": (X, lambda x: F.layer_norm(x, (4, 8)), "opaque"),
 }

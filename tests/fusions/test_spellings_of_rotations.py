@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fx_fusion.testing import Run, worst_excess
-from tests.helpers import rewritten
+from tests.helpers import reasons, rewritten
 
 B, S, H, D = 2, 5, 3, 8
 HALF = D // 2
@@ -46,7 +46,61 @@ def of_indices(p, q, c, s):
     return lambda x, table: of_columns(as_pairs(x)[..., p], as_pairs(x)[..., q], table[..., c], table[..., s]).type_as(x)
 
 
+def turned_back(x, cos, sin):
+    """Rotate by the negative angle, as modded-nanogpt does and an older nanochat."""
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([x1 * cos + x2 * sin, x1 * (-sin) + x2 * cos], -1)
+
+
+def turned_back_by_difference(x, cos, sin):
+    x1, x2 = x[..., :HALF], x[..., HALF:]
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], -1)
+
+
+def turned_back_by_negative_members(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([x1 * cos - (-x2) * sin, -(sin * x1) + x2 * cos], -1)
+
+
+def rotate_half(x):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([-x2, x1], -1)
+
+
+def full(table):
+    return torch.cat([table, table], -1)
+
+
+def of_addcmul(x, cos, sin):
+    return torch.addcmul(x * full(cos), rotate_half(x), full(sin))
+
+
+def of_addcmul_by_halves(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([torch.addcmul(x1 * cos, x2, sin, value=-1), (x2 * cos).addcmul(x1, sin)], -1)
+
+
+def rolled(x, cos, sin):
+    return x * full(cos) + x.roll(D // 2, -1) * torch.cat([-sin, sin], -1)
+
+
+def rolled_with_constant_signs(x, cos, sin):
+    return x * full(cos) + torch.roll(x, shifts=(-HALF,), dims=(3,)) * (full(sin) * SIGNS)
+
+
+def swapped_by_cat(x, cos, sin):
+    return x * full(cos) + torch.cat([x[..., HALF:], x[..., :HALF]], -1) * torch.cat([-sin, sin], -1)
+
+
+SIGNS = torch.tensor([-1.0] * HALF + [1.0] * HALF)
 FUSED = {
+    **{
+        f.__name__: (f, cos, sin)
+        for f in (
+            turned_back, turned_back_by_difference, turned_back_by_negative_members, of_addcmul, of_addcmul_by_halves, rolled,
+            rolled_with_constant_signs, swapped_by_cat,
+        )
+    },
     "gpt_fast": (gpt_fast, table),
     "of_every_other_column": (of_every_other_column, table),
     "indices": (of_indices(0, 1, 0, 1), table),
@@ -77,6 +131,28 @@ def assert_fused_and_accurate(function, dtype, *tables, fusion="rope"):
 def test_rope_spelling_of_a_model_is_fused(name, dtype):
     function, *tables = FUSED[name]
     assert_fused_and_accurate(function, dtype, *tables)
+
+
+@pytest.mark.parametrize("function", [turned_back, rolled], ids=lambda f: f.__name__)
+def test_rope_queries_and_keys_are_one_call(function):
+    def both(x, y, cos, sin):
+        return function(x, cos, sin), function(y, cos, sin)
+
+    keys = x[:, :, :1] * 2
+    result, report = rewritten(both, x, keys, cos, sin)
+    report.assert_fused(rope=1)
+    torch.testing.assert_close(result, both(x, keys, cos, sin))
+
+
+def test_rope_sine_negated_once_for_both_says_who_uses_it():
+    def both(x, y, cos, sin):
+        opposite = -sin
+        return tuple(torch.cat([a * cos + b * sin, a * opposite + b * cos], -1) for a, b in (t.chunk(2, -1) for t in (x, y)))
+
+    result, report = rewritten(both, x, x * 2, cos, sin)
+    report.assert_fused(rope=0)
+    assert "opposite is also used outside the pattern" in reasons(report, "rope")
+    torch.testing.assert_close(result, both(x, x * 2, cos, sin))
 
 
 def as_eager(function, *tables):
@@ -148,6 +224,32 @@ def test_rope_table_written_between_two_reads_is_two_values():
     result, report = rewritten(written_between_the_reads, x, table)
     report.assert_fused(rope=0)
     torch.testing.assert_close(result, written_between_the_reads(x, table))
+
+
+def by_halves(first, second):
+    """Return a function of halves a, b, their cosine and sine."""
+    return lambda x, c, s: torch.cat([first(*x.chunk(2, -1), c, s), second(*x.chunk(2, -1), c, s)], -1)
+
+
+NO_ROTATIONS_BY_HALVES = {
+    "both_plus": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c + a * s),
+    "both_minus": by_halves(lambda a, b, c, s: a * c - b * s, lambda a, b, c, s: b * c - a * s),
+    "both_minus_by_neg": by_halves(lambda a, b, c, s: a * c + b * (-s), lambda a, b, c, s: b * c + (-a) * s),
+    "minus_in_front": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: a * s - b * c),
+    "swapped": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * s - a * c),
+    "other_sine": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c - a * (s * 2)),
+    "member_twice": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c - b * s),
+    "negated_twice": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: (-a) * (-s) + b * c),
+    "addcmul_scaled": by_halves(lambda a, b, c, s: torch.addcmul(a * c, b, s, value=2), lambda a, b, c, s: torch.addcmul(b * c, a, s, value=-2)),
+    "rolled_by_a_quarter": lambda x, c, s: x * full(c) + x.roll(2, -1) * torch.cat([-s, s], -1),
+    "rolled_over_positions": lambda x, c, s: x * full(c) + x[:, :4].roll(2, 1).repeat(1, 2, 1, 1)[:, :5] * torch.cat([-s, s], -1),
+    "swapped_halves_of_two": lambda x, c, s: x * full(c) + torch.cat([x[..., HALF:], (x * 2)[..., :HALF]], -1) * torch.cat([-s, s], -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ROTATIONS_BY_HALVES)
+def test_rope_other_halves_are_left_alone(name):
+    as_eager(NO_ROTATIONS_BY_HALVES[name], cos, sin).assert_fused(rope=0)
 
 
 @pytest.mark.parametrize("indices", [(0, 1, 1, 0), (0, 1, 0, 0)], ids=str)
