@@ -77,7 +77,7 @@ def _read(view: View, real: fx.Node) -> Match:
 
 
 def _split(view: View, pairs: fx.Node) -> tuple[fx.Node, bool, list[fx.Node]]:
-    """Return what is read as pairs, whether a pair is half a row apart, and the nodes between."""
+    """Return the tensor that is read as pairs, whether the members of a pair are half a row apart, and the nodes between."""
     edge = view.edge(source_of(pairs))
     split = edge.base
     if not edge.roundings and is_tensor(split):
@@ -95,8 +95,8 @@ def _split(view: View, pairs: fx.Node) -> tuple[fx.Node, bool, list[fx.Node]]:
 
 
 def _joined(view: View, real: fx.Node, q: fx.Node) -> tuple[fx.Node, bool, set[fx.Node]]:
-    """Return what puts the members of the pairs together in the shape of ``q``, whether half a row apart, and the nodes
-    between."""
+    """Return the node that puts the pairs together in the shape of ``q``, whether their members are half a row apart, and
+    the nodes between."""
     seen, waiting = set[fx.Node](), list(real.users)
     while waiting:
         node = waiting.pop(0)

@@ -42,6 +42,16 @@ def rotated(q, cos, sin, style, out, upcast):
     return y.to(q.dtype) if out == "input" else y
 
 
+def rotated_back(q, cos, sin, style, out, upcast):
+    """Rotate by the negative angle, written as a difference whose operands are positive."""
+    if style != "reversed":
+        return NotImplemented
+    x = q.float() if upcast else q
+    a, b = x.chunk(2, dim=-1)
+    y = x * cos - torch.cat([-b, a], dim=-1) * sin
+    return y.to(q.dtype) if out == "input" else y
+
+
 def rotated_by_halves(q, cos, sin, style, out, upcast):
     """The members of the pairs on their own, put together by ``cat`` or ``stack``: cos and sin have half the columns."""
     x = q.float() if upcast else q
@@ -192,7 +202,7 @@ _PAIRS = {"style": "rotate_every_two", "out": "input", "upcast": False}
 FUSION = Fusion(
     name="rope",
     pattern=rotated,
-    spellings=(rotated_by_halves,),
+    spellings=(rotated_by_halves, rotated_back),
     inputs={"q": "b h s d", "cos": "b|1 h|1 s|1 c|1", "sin": "b|1 h|1 s|1 c|1"},
     variants=tuple(
         {"style": style, "out": out, "upcast": upcast}

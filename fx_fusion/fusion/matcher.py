@@ -2,10 +2,10 @@
 
 A match walks the pattern and the graph together, root first, both through the canonical view. A parameter of the
 pattern binds a node by name, the same name is the same node, a literal must be equal; the operands of ``add`` and
-``mul`` are tried in both orders, so bindings are *generated* and the caller takes the first that is legal. A sum of
-something negative is tried as a difference where the pattern has one. Casts are
-transparent here and recorded; at the end they are compared with the pattern's dtype policy, and the shapes of views with
-those that the pattern makes of the match's inputs.
+``mul`` are tried in both orders, so bindings are *generated* and the caller takes the first that is legal. Where one side
+has a sum and the other a difference, the sign of a negative operand moves. Casts are transparent here and recorded; at the
+end they are compared with the pattern's dtype policy, and the shapes of views with those that the pattern makes of the
+match's inputs.
 
 What comes close and fails leaves a near miss: how far it got and the first thing that differed.
 """

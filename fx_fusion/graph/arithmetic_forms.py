@@ -131,7 +131,7 @@ def with_a_sign_moved(view: Reader, term: Term) -> Term | None:
 
 
 def _opposite(view: Reader, operand: object) -> tuple[object, tuple[fx.Node, ...]] | None:
-    """Return what ``-b``, ``(-b) * c`` or ``b * (-c)`` is the opposite of, and the nodes above that are no part of it."""
+    """Return the positive form of ``-b``, ``(-b) * c`` or ``b * (-c)``, and the ``neg`` nodes above it; else None."""
     if (negative := inner_term(view, operand, "neg")) is not None:
         return negative.operands[0], negative.nodes
     product = inner_term(view, operand, "mul")

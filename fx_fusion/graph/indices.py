@@ -38,7 +38,7 @@ class Index:
 
     @property
     def picks(self) -> list[tuple[int, int]]:
-        """The dims that an integer picks one index of, and the integers."""
+        """Return the dims that an integer indexes, and the integers."""
         return [(dim, item) for dim, item in enumerate(self.dims) if _is_number(item)]
 
     @property

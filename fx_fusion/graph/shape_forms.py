@@ -38,7 +38,7 @@ def _cat(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 
 
 def _swapped(view: Reader, node: fx.Node, tensors: tuple[Any, ...], dim: int) -> Term | None:
-    """The second half and the first one of the same tensor: it is rolled by half."""
+    """Return the term of a tensor's second half and its first one: the tensor is rolled by half."""
     halves = [half for t in tensors if (half := inner_term(view, t, "part")) is not None]
     if len(tensors) != 2 or [half.attrs for half in halves] != [(dim, 1, 2), (dim, 0, 2)]:
         return None
@@ -115,7 +115,7 @@ def _getitem(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 
 
 def _index(view: Reader, node: fx.Node, x: fx.Node, index: Any) -> Term | None:
-    """Return the term of ``x[index]``: of one slice that cuts, one integer or one new axis; of several by literal."""
+    """Return the term of ``x[index]``. A single slice, integer or new axis has a term of its own; several are literals."""
     rank = example(x).dim()
     read = index_of(index, rank)
     if read is None or not read.is_view:
@@ -154,7 +154,7 @@ def _select(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 
 @RULES.of("squeeze")
 def _squeeze(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
-    """``x.narrow(dim, i, 1).squeeze(dim)`` is ``x.select(dim, i)``."""
+    """Read ``x.narrow(dim, i, 1).squeeze(dim)`` as ``x.select(dim, i)``."""
     x, dim = bound["input"], bound["dim"]
     piece = inner_term(view, x, "part") if isinstance(dim, int) else None
     if piece is None or piece.attrs[0] != negative_dim(dim, example(x).dim()) or example(x).shape[dim] != 1:
@@ -163,7 +163,7 @@ def _squeeze(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 
 
 def _member(view: Reader, x: fx.Node, dim: int, index: int, nodes: tuple[fx.Node, ...]) -> Term | None:
-    """Return the term of one index along a dim, which goes; None where the index is out of range."""
+    """Return the term of one index along a dim, without that dim; None if the index is out of range."""
     dim, counted = negative_dim(dim, example(x).dim()), _from_the_front(x, dim, index)
     if counted is None:
         return None
@@ -171,7 +171,7 @@ def _member(view: Reader, x: fx.Node, dim: int, index: int, nodes: tuple[fx.Node
 
 
 def _from_the_front(x: fx.Node, dim: int, index: int) -> int | None:
-    """Return an index counted from the front, or as it is along a dim of symbolic size; None where it is out of range."""
+    """Return an index counted from the front, unchanged along a dim of symbolic size; None if it is out of range."""
     size = example(x).shape[dim]
     if not isinstance(size, int):
         return index

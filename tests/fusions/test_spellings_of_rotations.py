@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fx_fusion.testing import Run, worst_excess
-from tests.helpers import reasons, rewritten
+import fx_fusion
+from fx_fusion.testing import Run, rewriting_backend, worst_excess
+from tests.helpers import reasons, rewritten, statuses
 
 B, S, H, D = 2, 5, 3, 8
 HALF = D // 2
@@ -67,8 +68,29 @@ def rotate_half(x):
     return torch.cat([-x2, x1], -1)
 
 
+def nanochat(x, cos, sin):
+    d = x.shape[3] // 2
+    x1, x2 = x[..., :d], x[..., d:]
+    y1 = x1 * cos + x2 * sin
+    y2 = x1 * (-sin) + x2 * cos
+    return torch.cat([y1, y2], 3).to(x.dtype)
+
+
+def modded_nanogpt(x, cos, sin):
+    x1, x2 = (x if x.dtype == torch.float64 else x.to(dtype=torch.float32)).chunk(2, dim=-1)
+    return torch.cat((x1 * cos + x2 * sin, x1 * (-sin) + x2 * cos), 3).type_as(x)
+
+
 def full(table):
     return torch.cat([table, table], -1)
+
+
+def full_turned_back(x, cos, sin):
+    return x * full(cos) - rotate_half(x) * full(sin)
+
+
+def full_turned_back_by_a_negative_sine(x, cos, sin):
+    return x * full(cos) + rotate_half(x) * -full(sin)
 
 
 def of_addcmul(x, cos, sin):
@@ -97,8 +119,8 @@ FUSED = {
     **{
         f.__name__: (f, cos, sin)
         for f in (
-            turned_back, turned_back_by_difference, turned_back_by_negative_members, of_addcmul, of_addcmul_by_halves, rolled,
-            rolled_with_constant_signs, swapped_by_cat,
+            nanochat, modded_nanogpt, turned_back, turned_back_by_difference, turned_back_by_negative_members, of_addcmul, of_addcmul_by_halves, rolled,
+            rolled_with_constant_signs, swapped_by_cat, full_turned_back, full_turned_back_by_a_negative_sine,
         )
     },
     "gpt_fast": (gpt_fast, table),
@@ -241,6 +263,7 @@ NO_ROTATIONS_BY_HALVES = {
     "member_twice": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c - b * s),
     "negated_twice": by_halves(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: (-a) * (-s) + b * c),
     "addcmul_scaled": by_halves(lambda a, b, c, s: torch.addcmul(a * c, b, s, value=2), lambda a, b, c, s: torch.addcmul(b * c, a, s, value=-2)),
+    "full_from_the_sine": lambda x, c, s: rotate_half(x) * full(s) - x * full(c),
     "rolled_by_a_quarter": lambda x, c, s: x * full(c) + x.roll(2, -1) * torch.cat([-s, s], -1),
     "rolled_over_positions": lambda x, c, s: x * full(c) + x[:, :4].roll(2, 1).repeat(1, 2, 1, 1)[:, :5] * torch.cat([-s, s], -1),
     "swapped_halves_of_two": lambda x, c, s: x * full(c) + torch.cat([x[..., HALF:], (x * 2)[..., :HALF]], -1) * torch.cat([-s, s], -1),
@@ -259,13 +282,17 @@ def test_rope_tables_are_the_columns_that_are_read(indices):
 
 
 def test_rope_index_that_changes_between_calls_is_another_value():
-    def function(x, tables, n):
-        pairs, c = as_pairs(x), tables[..., 0]
-        return torch.stack(
-            [pairs[..., 0] * c - pairs[..., 1] * tables[..., n], pairs[..., 1] * c + pairs[..., 0] * tables[..., 1]], -1
-        ).flatten(3)
+    tables = torch.cat([table, table * 3], -1)
 
-    for n in (1, 0, 1):
-        result, report = rewritten(function, x, table, n, dynamic=True)
-        torch.testing.assert_close(result, function(x, table, n))
-        assert report.count("rope") == 0 or n == 1
+    def mixed(x, n):
+        pairs, c = as_pairs(x), tables[..., 0]
+        first = pairs[..., 0] * c - pairs[..., 1] * tables[..., n]
+        return torch.stack([first, pairs[..., 1] * c + pairs[..., 0] * tables[..., 3]], -1).flatten(3)
+
+    compiled = torch.compile(mixed, backend=rewriting_backend())
+    with fx_fusion.recording() as report:
+        for n in (3, 2, 3, 1):
+            torch.testing.assert_close(compiled(x, n), mixed(x, n))
+    assert "l_n_]" in report.graphs[1].before, "a symbol"
+    assert statuses(report, "rope")[:2] == ["fused", "near"], "3 is the column that is read below as well"
+    report.assert_fused(rope=1)
