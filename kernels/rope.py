@@ -2,17 +2,18 @@
 
 A row of d numbers is d/2 pairs (a, b); pair i is rotated by an angle that depends on the position:
 
-    a' = a · cos_a − sign · b · sin_a        b' = b · cos_b + sign · a · sin_b
+    a' = a · cos_a + sign_a · b · sin_a        b' = b · cos_b + sign_b · a · sin_b
 
-    rotate_half           pair i is (x[i], x[i + d/2]) in and out
-    rotate_every_two      pair i is (x[2i], x[2i + 1]) in and out
-    even_odd_to_halves    pair i is (x[2i], x[2i + 1]) in, (y[i], y[i + d/2]) out
-    reversed              rotate_half with sign −1
+    rotate_half           pair i is (x[i], x[i + d/2]) in and out, signs −1, +1
+    rotate_every_two      pair i is (x[2i], x[2i + 1]) in and out, signs −1, +1
+    even_odd_to_halves    pair i is (x[2i], x[2i + 1]) in, (y[i], y[i + d/2]) out, signs −1, +1
+    reversed              rotate_half with signs +1, −1
+    swap_halves           rotate_half with signs +1, +1: sin holds the signs
 
 cos_a, sin_a and cos_b, sin_b are columns of cos and sin: these have d columns, used as they are (halves may differ), or d/2
-columns that both members of a pair share. sign is −1 for reversed, else 1. The backward is the transposed rotation:
+columns that both members of a pair share. The backward is the transposed rotation:
 
-    da = da' · cos_a + sign · db' · sin_b        db = db' · cos_b − sign · da' · sin_a
+    da = da' · cos_a + sign_b · db' · sin_b        db = db' · cos_b + sign_a · da' · sin_a
 
 Shapes     q: (b, h, s, d), k: (b, g, s, d) or absent, any strides; cos, sin: (b|1, 1, s, c) or (b|1, s, 1, c) and the
            like: broadcast against q over everything but positions. Results have the layout of q and k,
@@ -34,7 +35,8 @@ from fx_fusion.ops.launch import launch, refuse_symbols
 from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
 
-STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
+STYLES = ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed", "swap_halves")
+_SIGNS = {"reversed": (1.0, -1.0), "swap_halves": (1.0, 1.0)}  # of sin, for the first and the second member of a pair
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def _store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, 
 @triton.jit
 def _rotate(
     x_ptr, y_ptr, ca, cb, sa, sb, batch, pos, length, first, heads,
-    x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, sign,
+    x_b, x_h, x_s, x_d, y_b, y_h, y_s, y_d, sign_a, sign_b,
     IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -81,24 +83,26 @@ def _rotate(
         y = y_ptr + batch * y_b + pos * y_s + head * y_h
         a, b = _pairs(x, x_d, live, IN_PAIRS, HALF, ROWS, LANES)
         if BACKWARD:
-            new_a = a * ca + sign * b * sb
-            new_b = b * cb - sign * a * sa
+            new_a = a * ca + sign_b * b * sb
+            new_b = b * cb + sign_a * a * sa
         else:
-            new_a = a * ca - sign * b * sa
-            new_b = b * cb + sign * a * sb
+            new_a = a * ca + sign_a * b * sa
+            new_b = b * cb + sign_b * a * sb
         _store_pairs(y, y_d, new_a, new_b, live, OUT_PAIRS, HALF, ROWS, LANES)
 
 
 @triton.jit
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, qo_ptr, ko_ptr, length, blocks, q_heads, k_heads, q_programs, programs, sign,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, qo_ptr, ko_ptr, length, blocks, q_heads, k_heads, q_programs, programs,
+    sign_a, sign_b,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, qo_b, qo_h, qo_s, qo_d, ko_b, ko_h, ko_s, ko_d,
     cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
     HAS_K: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr, SHARED: tl.constexpr, BACKWARD: tl.constexpr,
     HALF: tl.constexpr, LANES: tl.constexpr, POSITIONS: tl.constexpr, HEADS: tl.constexpr, PROGRAM_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of POSITIONS and PROGRAM_HEADS heads of q or of k. cos and sin are loaded once for all of them."""
-    sign = tl.cast(sign, tl.float32)
+    sign_a = tl.cast(sign_a, tl.float32)
+    sign_b = tl.cast(sign_b, tl.float32)
     pid = tl.program_id(0).to(tl.int64)
     part = pid % programs
     batch = pid // programs // blocks
@@ -120,13 +124,13 @@ def _rope_kernel(
     if part < q_programs:
         _rotate(
             q_ptr, qo_ptr, ca, cb, sa, sb, batch, pos, length, part * PROGRAM_HEADS, q_heads, q_b, q_h, q_s, q_d,
-            qo_b, qo_h, qo_s, qo_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS, PROGRAM_HEADS,
+            qo_b, qo_h, qo_s, qo_d, sign_a, sign_b, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS, PROGRAM_HEADS,
         )  # fmt: skip
     elif HAS_K:
         _rotate(
             k_ptr, ko_ptr, ca, cb, sa, sb, batch, pos, length, (part - q_programs) * PROGRAM_HEADS, k_heads,
-            k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, sign, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS, HEADS,
-            PROGRAM_HEADS,
+            k_b, k_h, k_s, k_d, ko_b, ko_h, ko_s, ko_d, sign_a, sign_b, IN_PAIRS, OUT_PAIRS, BACKWARD, HALF, LANES, ROWS,
+            HEADS, PROGRAM_HEADS,
         )  # fmt: skip
 
 
@@ -170,7 +174,7 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     launch(
         _rope_kernel, (b * blocks * (q_programs + k_programs),),
         q, key, cos_rows, sin_rows, q_out, key_out, s, blocks, h, key.shape[1], q_programs, q_programs + k_programs,
-        -1.0 if style == "reversed" else 1.0,
+        *_signs(style),
         *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(), *_strides(cos_rows, q), *_strides(sin_rows, q),
         HAS_K=k is not None, IN_PAIRS=in_pairs, OUT_PAIRS=out_pairs, SHARED=cos.shape[-1] != d, BACKWARD=backward,
         HALF=d // 2, LANES=lanes, **plan.meta(),
@@ -198,6 +202,10 @@ def _layouts(style: str, backward: bool) -> tuple[bool, bool]:
     return forward[::-1] if backward else forward
 
 
+def _signs(style: str) -> tuple[float, float]:
+    return _SIGNS.get(style, (-1.0, 1.0))
+
+
 def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
     """Compute the formulas of the module's docstring in float32 (float64 for float64), on views of the members of pairs."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -211,14 +219,14 @@ def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
         return (t, t) if t.shape[-1] != d else members(t, out_pairs)
 
     (a, b), (ca, cb), (sa, sb) = (tuple(t.to(wide) for t in pair) for pair in (members(x, in_pairs), table(cos), table(sin)))
-    sign = -1.0 if style == "reversed" else 1.0
+    sign_a, sign_b = _signs(style)
     y_a, y_b = members(y, out_pairs)
     if backward:
-        y_a.copy_(a * ca + sign * b * sb)
-        y_b.copy_(b * cb - sign * a * sa)
+        y_a.copy_(a * ca + sign_b * b * sb)
+        y_b.copy_(b * cb + sign_a * a * sa)
     else:
-        y_a.copy_(a * ca - sign * b * sa)
-        y_b.copy_(b * cb + sign * a * sb)
+        y_a.copy_(a * ca + sign_a * b * sa)
+        y_b.copy_(b * cb + sign_b * a * sb)
 
 
 def _apply(q, k, cos, sin, q_out, k_out, style: str, backward: bool):

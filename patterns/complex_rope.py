@@ -1,12 +1,13 @@
 """Rotary position embedding written as a product of complex numbers (Llama 4, DeepSeek V2) -> kernels/rope.py.
 
-Pairs of neighbouring numbers are read as complex numbers and multiplied by ``freqs``, cos + i sin of the angles. Inductor
-leaves complex products to PyTorch's own kernels, in float32, with a copy before and after.
+Pairs of numbers, neighbors or half a row apart, are read as complex numbers and multiplied by ``freqs``, cos + i sin of the
+angles. Inductor leaves complex products to PyTorch's own kernels, in float32, with a copy before and after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.graph.view import View
@@ -25,9 +27,11 @@ from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import insertion_point
 
 
-def rotated_as_complex(q, freqs, out):
-    pairs = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
-    y = torch.view_as_real(pairs * freqs).flatten(3)
+def rotated_as_complex(q, freqs, style, out):
+    x = q.float()
+    pairs = torch.stack(x.chunk(2, dim=-1), dim=-1) if style == "rotate_half" else x.reshape(*q.shape[:-1], -1, 2)
+    y = torch.view_as_real(torch.view_as_complex(pairs) * freqs)
+    y = y.flatten(3) if style == "rotate_every_two" else y.transpose(-1, -2).flatten(3)
     return y.to(q.dtype) if out == "input" else y
 
 
@@ -51,28 +55,88 @@ def _read(view: View, real: fx.Node) -> Match:
         raise NotThis(product, f"{product.name} is no product of pairs of numbers and a table")
     if example(freqs).is_conj():
         raise NotThis(freqs, f"{freqs.name} is a conjugate that was not computed yet")
-    split = source_of(pairs)
-    x = source_of(split) if split is not None and view.name(split) in ("reshape", "view", "unflatten") else None
-    if split is None or x is None or not is_tensor(x):
-        raise NotThis(split, f"{pairs.name} does not read the last dim of a tensor as pairs")
-    nodes = {real, product, pairs, split}
-    if (below := view.transparent(x)) is not None and example(x).dtype == torch.float32:
-        nodes.add(x)
-        x = below
-    joined = next(iter(real.users), None)
-    if len(real.users) != 1 or joined is None or view.name(joined) not in ("flatten", "reshape", "view"):
-        raise NotThis(real, f"{real.name} is not put together again")
-    if not same_shape(example(joined), example(x)) or not same_shape(example(split)[..., 0, 0], example(x)[..., 0]):
-        raise NotThis(joined, f"{joined.name} has another shape than {x.name}")
-    nodes.add(joined)
-    root, out, rounded = joined, "promoted", frozenset[fx.Node]()
-    cast = next(iter(joined.users), None)
-    narrower = example(x).dtype != torch.float32
-    if len(joined.users) == 1 and narrower and view.transparent(cast) is joined and example(cast).dtype == example(x).dtype:
-        root, out, rounded = cast, "input", frozenset([cast])
-        nodes.add(cast)
-    inputs, statics = {"q": x, "freqs": freqs}, {"out": out}
-    return Match("complex_rope", (root,), frozenset(nodes), inputs, statics, rounded=rounded)
+    x, halves_in, split = _split(view, pairs)
+    source = view.source(x)
+    q = source.base
+    root, halves_out, joined = _joined(view, real, q)
+    style = _STYLES.get((halves_in, halves_out))
+    if style is None:
+        raise NotThis(root, f"{root.name} puts halves together as pairs; the kernel writes halves where it reads them")
+    narrow, cast = example(q).dtype, next(iter(root.users), None)
+    casts = ((n, view.transparent(n)) for n in joined)
+    rounded = [n for n, below in casts if below and not keeps_values(example(below).dtype, example(n).dtype)]
+    if rounded and {example(n).dtype for n in (*rounded, root)} != {narrow}:
+        raise NotThis(rounded[0], f"{rounded[0].name} rounds to another dtype than that of {q.name}")
+    after = len(root.users) == 1 and not rounded and narrow != torch.float32
+    if after and view.transparent(cast) is root and example(cast).dtype == narrow:
+        root, rounded = cast, [cast]
+    nodes = frozenset((real, product, pairs, *split, *joined, root))
+    inputs, statics = {"q": q, "freqs": freqs}, {"style": style, "out": "input" if rounded else "promoted"}
+    crossed = frozenset(source.crossed)
+    return Match("complex_rope", (root,), nodes, inputs, statics, crossed=crossed, rounded=frozenset(rounded))
+
+
+def _split(view: View, pairs: fx.Node) -> tuple[fx.Node, bool, list[fx.Node]]:
+    """Return the tensor that is read as pairs, whether the members of a pair are half a row apart, and the nodes between."""
+    edge = view.edge(source_of(pairs))
+    split = edge.base
+    if not edge.roundings and is_tensor(split):
+        term = view.term(split)
+        x = term.operands[0] if term.op in ("view", "stack") else None
+        if term.op == "view" and is_tensor(x) and same_shape(example(split)[..., 0, 0], example(x)[..., 0]):
+            return x, False, [*edge.crossed, split]
+        if term.op == "stack" and term.attrs == (-1,):
+            members = [view.term(view.source(member).base) for member in term.operands]
+            halves = _MEMBERS.get(tuple((member.op, *member.attrs) for member in members))
+            nodes = [*edge.crossed, split, *(n for o in term.operands for n in view.source(o).crossed)]
+            if halves is not None and view.same_source(members[0].operands[0], members[1].operands[0]):
+                return members[0].operands[0], halves, [*nodes, *members[0].nodes, *members[1].nodes]
+    raise NotThis(split, f"{pairs.name} does not read the last dim of a tensor as pairs, or its halves")
+
+
+def _joined(view: View, real: fx.Node, q: fx.Node) -> tuple[fx.Node, bool, set[fx.Node]]:
+    """Return the node that puts the pairs together in the shape of ``q``, whether their members are half a row apart, and
+    the nodes between."""
+    seen, waiting = set[fx.Node](), list(real.users)
+    while waiting:
+        node = waiting.pop(0)
+        if node in seen or view.name(node) not in _MOVES:
+            continue
+        seen.add(node)
+        if not is_tensor(node) or not same_shape(example(node), example(q)):
+            waiting += node.users
+            continue
+        halves = _order(view, node, real)
+        if halves is None:
+            raise NotThis(node, f"{node.name} puts the members of the pairs together in another order than the kernel")
+        between, above = set[fx.Node](), [node]
+        while above:
+            between.add(n := above.pop())
+            above += [i for i in n.all_input_nodes if view.order[i] > view.order[real] and i not in between]
+        return node, halves, between
+    raise NotThis(real, f"{real.name} is not put together again in the shape of {q.name}")
+
+
+def _order(view: View, joined: fx.Node, real: fx.Node) -> bool | None:
+    """Return whether the members of a pair are half a row apart in ``joined``, or side by side; None for another order."""
+    term = view.term(joined)
+    axis: int
+    members: tuple[tuple[Any, ...], ...]
+    if term.op == "view" or (term.op == "flatten" and term.attrs == (-2, -1)):
+        below = view.edge(term.operands[0]).base
+        if below is real:
+            return False
+        term = view.term(below)
+        if term.op == "transpose" and term.attrs == (-2, -1):
+            return True if view.edge(term.operands[0]).base is real else None
+        axis, members = -2, (("part", -1, 0, 2), ("part", -1, 1, 2))
+    else:
+        axis, members = -1, (("select", -1, 0), ("select", -1, 1))
+    if term.op != "cat" or term.attrs != (axis,):
+        return None
+    found = [view.term(view.edge(member).base) for member in term.operands]
+    alike = tuple((member.op, *member.attrs) for member in found) == members
+    return True if alike and all(view.edge(member.operands[0]).base is real for member in found) else None
 
 
 def _is_complex_view(node: object) -> bool:
@@ -84,13 +148,14 @@ def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(insertion_point(match, editor)):
         tables = editor.call(torch.view_as_real, (match.inputs["freqs"],), like=root)
         cos, sin = (editor.method("select", (tables, -1, i), like=root) for i in range(2))
-        arguments = (match.inputs["q"], None, cos, sin, "rotate_every_two", match.statics["out"], not keeps_layout(match))
+        style, out = match.statics["style"], match.statics["out"]
+        arguments = (match.inputs["q"], None, cos, sin, style, out, not keeps_layout(match))
         y = editor.item(editor.call(rope, arguments, like=root), 0, like=root)
         editor.check([root], [y])
     editor.replace(root, y)
 
 
-def guard(q, freqs, out):
+def guard(q, freqs, style, out):
     if q.dim() != 4 or q.dtype.itemsize > 4:
         return f"q is {q.dtype} of shape {tuple(q.shape)}; the kernel takes (batch, heads, length, head dim) up to float32"
     if freqs.dtype != torch.complex64 or freqs.requires_grad:
@@ -103,16 +168,27 @@ def guard(q, freqs, out):
     return None
 
 
-def why_keep(q, freqs, out):
+def why_keep(q, freqs, style, out):
     return too_small(q, symbolic=True)
 
+
+# Whether a pair is half a row apart, in and out.
+_STYLES = {(False, False): "rotate_every_two", (True, True): "rotate_half", (False, True): "even_odd_to_halves"}
+_MEMBERS: dict[Any, bool] = {
+    (("part", -1, 0, 2), ("part", -1, 1, 2)): True,
+    (("slice", -1, 0, "end", 2), ("slice", -1, 1, "end", 2)): False,
+}
+_MOVES = {
+    "to", "type_as", "float", "half", "bfloat16", "getitem", "unbind", "chunk", "split", "select", "transpose", "cat",
+    "flatten", "reshape", "view", "contiguous",
+}  # fmt: skip
 
 FUSION = Fusion(
     name="complex_rope",
     pattern=rotated_as_complex,
     inputs={"q": "b h s d", "freqs": "b|1 h|1 s|1 c|1"},
     complex_inputs=("freqs",),
-    variants=({"out": "input"}, {"out": "promoted"}),
+    variants=tuple({"style": style, "out": out} for style in _STYLES.values() for out in ("input", "promoted")),
     find=find,
     emit=emit,
     frozen=("freqs",),

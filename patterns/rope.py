@@ -32,6 +32,8 @@ def rotated(q, cos, sin, style, out, upcast):
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     elif style == "reversed":
         turned = torch.cat([x[..., half:], -x[..., :half]], dim=-1)
+    elif style == "swap_halves":  # x.roll(d // 2, -1), the signs in sin
+        turned = torch.cat([x[..., half:], x[..., :half]], dim=-1)
     elif style == "rotate_every_two":
         turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
     else:
@@ -40,16 +42,28 @@ def rotated(q, cos, sin, style, out, upcast):
     return y.to(q.dtype) if out == "input" else y
 
 
+def rotated_back(q, cos, sin, style, out, upcast):
+    """Rotate by the negative angle, written as a difference whose operands are positive."""
+    if style != "reversed":
+        return NotImplemented
+    x = q.float() if upcast else q
+    a, b = x.chunk(2, dim=-1)
+    y = x * cos - torch.cat([-b, a], dim=-1) * sin
+    return y.to(q.dtype) if out == "input" else y
+
+
 def rotated_by_halves(q, cos, sin, style, out, upcast):
     """The members of the pairs on their own, put together by ``cat`` or ``stack``: cos and sin have half the columns."""
     x = q.float() if upcast else q
-    if style == "rotate_half":
+    if style in ("rotate_half", "reversed"):
         a, b = x.chunk(2, dim=-1)
     elif style in ("even_odd_to_halves", "rotate_every_two"):
         a, b = x[..., 0::2], x[..., 1::2]
     else:
         return NotImplemented
     members = [a * cos - b * sin, b * cos + a * sin]
+    if style == "reversed":
+        members = [a * cos + b * sin, b * cos - a * sin]
     y = torch.stack(members, dim=-1).flatten(-2) if style == "rotate_every_two" else torch.cat(members, dim=-1)
     return y.to(q.dtype) if out == "input" else y
 
@@ -188,11 +202,11 @@ _PAIRS = {"style": "rotate_every_two", "out": "input", "upcast": False}
 FUSION = Fusion(
     name="rope",
     pattern=rotated,
-    spellings=(rotated_by_halves,),
+    spellings=(rotated_by_halves, rotated_back),
     inputs={"q": "b h s d", "cos": "b|1 h|1 s|1 c|1", "sin": "b|1 h|1 s|1 c|1"},
     variants=tuple(
         {"style": style, "out": out, "upcast": upcast}
-        for style in ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed")
+        for style in ("rotate_half", "rotate_every_two", "even_odd_to_halves", "reversed", "swap_halves")
         for out, upcast in (("input", False), ("promoted", False), ("input", True))
     ),
     guard=guard,

@@ -2,9 +2,10 @@
 
 A match walks the pattern and the graph together, root first, both through the canonical view. A parameter of the
 pattern binds a node by name, the same name is the same node, a literal must be equal; the operands of ``add`` and
-``mul`` are tried in both orders, so bindings are *generated* and the caller takes the first that is legal. Casts are
-transparent here and recorded; at the end they are compared with the pattern's dtype policy, and the shapes of views with
-those that the pattern makes of the match's inputs.
+``mul`` are tried in both orders, so bindings are *generated* and the caller takes the first that is legal. Where one side
+has a sum and the other a difference, the sign of a negative operand moves. Casts are transparent here and recorded; at the
+end they are compared with the pattern's dtype policy, and the shapes of views with those that the pattern makes of the
+match's inputs.
 
 What comes close and fails leaves a near miss: how far it got and the first thing that differed.
 """
@@ -21,6 +22,7 @@ from torch import fx
 from fx_fusion.fusion.dims import mismatch
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.pattern import DtypePolicy, Pattern
+from fx_fusion.graph.arithmetic_forms import with_a_sign_moved
 from fx_fusion.graph.dtypes import name as dtype_name
 from fx_fusion.graph.dtypes import roundings
 from fx_fusion.graph.terms import Edge, Term, described, example, is_scalar, is_tensor, same_shape, symmetric
@@ -65,6 +67,8 @@ class Attempt:
                 self._fail(state, term.nodes[0], f"{known.nodes[0].name} is used where {term.nodes[0].name} is here")
             return
         pattern = self.pattern.terms[wanted]
+        if {pattern.op, term.op} == {"add", "sub"}:
+            term = with_a_sign_moved(self.view, term) or term
         if pattern.op != term.op or len(pattern.operands) != len(term.operands):
             ops = described(pattern), described(term)
             hint = self.pattern.fusion.hints.get(ops) or f"expected {ops[0]}, found {ops[1]}"

@@ -108,6 +108,40 @@ def _add(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     return Term(name, (bound["input"], bound["other"]), (), (node,))
 
 
+@RULES.of("addcmul")
+def _addcmul(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    ops = {1: "add", -1: "sub"}
+    value = bound["value"]
+    if not isinstance(value, (int, float)) or value not in ops:
+        return None
+    product = Term("mul", (bound["tensor1"], bound["tensor2"]), (), (node,))
+    return Term(ops[int(value)], (bound["input"], product), (), (node,))
+
+
+def with_a_sign_moved(view: Reader, term: Term) -> Term | None:
+    """Return ``a + (-b)`` as ``a - b`` and ``a - (-b)`` as ``a + b``, the same numbers; None if no operand is negative."""
+    if term.op not in ("add", "sub"):
+        return None
+    a, b = term.operands
+    if (opposite := _opposite(view, b)) is not None:
+        return Term("sub" if term.op == "add" else "add", (a, opposite[0]), (), (*term.nodes, *opposite[1]))
+    if term.op == "add" and (opposite := _opposite(view, a)) is not None:
+        return Term("sub", (b, opposite[0]), (), (*term.nodes, *opposite[1]))
+    return None
+
+
+def _opposite(view: Reader, operand: object) -> tuple[object, tuple[fx.Node, ...]] | None:
+    """Return the positive form of ``-b``, ``(-b) * c`` or ``b * (-c)``, and the ``neg`` nodes above it; else None."""
+    if (negative := inner_term(view, operand, "neg")) is not None:
+        return negative.operands[0], negative.nodes
+    product = inner_term(view, operand, "mul")
+    for i, factor in enumerate(() if product is None else product.operands):
+        if product is not None and (negative := inner_term(view, factor, "neg")) is not None:
+            factors = (*product.operands[:i], negative.operands[0], *product.operands[i + 1 :])
+            return Term("mul", factors, (), (*product.nodes, *negative.nodes)), ()
+    return None
+
+
 def _mean_of_squares(view: Reader, node: fx.Node, spread: fx.Node, level: fx.Node) -> Term | None:
     """``var(x) + mean(x)²``, the variance of all that is there (correction 0)."""
     var, square = inner_term(view, spread, "var"), inner_term(view, level, "square")

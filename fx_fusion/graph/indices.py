@@ -37,6 +37,16 @@ class Index:
         return [(dim, item) for dim, item in enumerate(self.dims) if isinstance(item, slice) and item != WHOLE]
 
     @property
+    def picks(self) -> list[tuple[int, int]]:
+        """Return the dims that an integer indexes, and the integers."""
+        return [(dim, item) for dim, item in enumerate(self.dims) if _is_number(item)]
+
+    @property
+    def is_view(self) -> bool:
+        """Return True if every item is a slice, an integer or a new axis."""
+        return all(item is None or isinstance(item, slice) or _is_number(item) for item in self.items)
+
+    @property
     def only_slices(self) -> bool:
         """Whether every item is a slice or a new axis: then the result is a view, and no dim goes."""
         return all(item is None or isinstance(item, slice) for item in self.items)
@@ -45,6 +55,10 @@ class Index:
     def tensors(self) -> list[fx.Node]:
         """The items that are nodes."""
         return [item for item in self.items if isinstance(item, fx.Node)]
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)  # x[True] is a new axis
 
 
 def index_of(index: Any, rank: int) -> Index | None:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx
 
 from fx_fusion.graph import arithmetic_forms, norm_forms
-from fx_fusion.graph.forms import Bound, Rules, inner_term
-from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.forms import Bound, Rules, inner_term, plain
+from fx_fusion.graph.indices import Index, index_of
 from fx_fusion.graph.terms import Reader, Term, example, is_tensor, negative_dim, same_sizes
 
 RULES = Rules()
@@ -33,7 +33,28 @@ def _cat(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     tensors, dim, name = bound["tensors"], bound["dim"], view.name(node)
     if not isinstance(tensors, tuple) or not isinstance(dim, int) or name is None:
         return None
-    return Term(name, tensors, (negative_dim(dim, example(node).dim()),), (node,))
+    dim = negative_dim(dim, example(node).dim())
+    return (_swapped(view, node, tensors, dim) if name == "cat" else None) or Term(name, tensors, (dim,), (node,))
+
+
+def _swapped(view: Reader, node: fx.Node, tensors: tuple[Any, ...], dim: int) -> Term | None:
+    """Return the term of a tensor's second half and its first one: the tensor is rolled by half."""
+    halves = [half for t in tensors if (half := inner_term(view, t, "part")) is not None]
+    if len(tensors) != 2 or [half.attrs for half in halves] != [(dim, 1, 2), (dim, 0, 2)]:
+        return None
+    second, first = halves
+    same = view.same_source(first.operands[0], second.operands[0])
+    return Term("roll", first.operands, (dim, "half"), (node, *second.nodes, *first.nodes)) if same else None
+
+
+@RULES.of("roll")
+def _roll(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    x = bound["input"]
+    shift, dim = (b[0] if isinstance(b, tuple) and len(b) == 1 else b for b in (bound["shifts"], bound["dims"]))
+    size = example(x).shape[dim] if isinstance(shift, int) and isinstance(dim, int) else None
+    if not isinstance(size, int) or size == 0 or 2 * (shift % size) != size:
+        return plain("roll", node, bound)
+    return Term("roll", (x,), (negative_dim(dim, example(x).dim()), "half"), (node,))
 
 
 @RULES.of("flatten")
@@ -85,27 +106,76 @@ def _narrow(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 def _getitem(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
     x, index = bound["input"], bound["index"]
     if is_tensor(x):
-        return _index(view, node, x, index)
+        # Folding makes a tuple of a list, and `x[[0, 1]]` is not `x[0, 1]`.
+        unfolded = (view.arguments(node) or {}).get("index")
+        return None if isinstance(unfolded, list) else _index(view, node, x, index)
     if isinstance(x, fx.Node) and isinstance(index, int):
         return _piece_of_tuple(view, node, x, index)
     return None
 
 
 def _index(view: Reader, node: fx.Node, x: fx.Node, index: Any) -> Term | None:
-    """``x[index]`` with one slice that cuts, or one new axis; other slices by literal."""
+    """Return the term of ``x[index]``. A single slice, integer or new axis has a term of its own; several are literals."""
     rank = example(x).dim()
     read = index_of(index, rank)
-    if read is None or not read.only_slices:
+    if read is None or not read.is_view:
         return None
-    new_axes, cuts = read.new_axes, read.cuts
-    if len(new_axes) == 1 and not cuts:
-        return _unsqueeze(view, node, {"input": x, "dim": new_axes[0]})
-    if len(cuts) == 1 and not new_axes:
+    new_axes, cuts, picks = read.new_axes, read.cuts, read.picks
+    if len(new_axes) + len(cuts) + len(picks) == 1:
+        if new_axes:
+            return _unsqueeze(view, node, {"input": x, "dim": new_axes[0]})
+        if picks:
+            return _member(view, x, *picks[0], (node,))
         dim, cut = cuts[0]
         rolled = _of_rolled(view, node, x, dim, cut)
         return rolled or _piece(x, dim, cut.start, cut.stop, cut.step or 1, (node,))
-    literal = tuple((i.start, i.stop, i.step) if isinstance(i, slice) else i for i in read.items)
-    return None if any(isinstance(b, fx.Node) for i in literal if i for b in i) else Term("index", (x,), literal, (node,))
+    return _literal_index(node, x, read)
+
+
+def _literal_index(node: fx.Node, x: fx.Node, index: Index) -> Term | None:
+    if any(_from_the_front(x, dim, i) is None for dim, i in index.picks):
+        return None
+    literal: list[Any] = []
+    dim = 0
+    for item in index.items:
+        cut = (item.start, item.stop, item.step) if isinstance(item, slice) else ()
+        if any(isinstance(bound, fx.Node) for bound in cut):
+            return None
+        literal.append(None if item is None else cut or _from_the_front(x, dim, item))
+        dim += item is not None
+    return Term("index", (x,), tuple(literal), (node,))
+
+
+@RULES.of("select")
+def _select(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    dim, index = bound["dim"], bound["index"]
+    return _member(view, bound["input"], dim, index, (node,)) if isinstance(dim, int) and isinstance(index, int) else None
+
+
+@RULES.of("squeeze")
+def _squeeze(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
+    """Read ``x.narrow(dim, i, 1).squeeze(dim)`` as ``x.select(dim, i)``."""
+    x, dim = bound["input"], bound["dim"]
+    piece = inner_term(view, x, "part") if isinstance(dim, int) else None
+    if piece is None or piece.attrs[0] != negative_dim(dim, example(x).dim()) or example(x).shape[dim] != 1:
+        return plain("squeeze", node, bound)
+    return _member(view, piece.operands[0], dim, piece.attrs[1], (node, *piece.nodes))
+
+
+def _member(view: Reader, x: fx.Node, dim: int, index: int, nodes: tuple[fx.Node, ...]) -> Term | None:
+    """Return the term of one index along a dim, without that dim; None if the index is out of range."""
+    dim, counted = negative_dim(dim, example(x).dim()), _from_the_front(x, dim, index)
+    if counted is None:
+        return None
+    return _of_split_columns(view, x, dim, counted, nodes) or Term("select", (x,), (dim, counted), nodes)
+
+
+def _from_the_front(x: fx.Node, dim: int, index: int) -> int | None:
+    """Return an index counted from the front, unchanged along a dim of symbolic size; None if it is out of range."""
+    size = example(x).shape[dim]
+    if not isinstance(size, int):
+        return index
+    return index % size if -size <= index < size else None
 
 
 def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term | None:
@@ -124,8 +194,7 @@ def _piece_of_tuple(view: Reader, node: fx.Node, x: fx.Node, index: int) -> Term
     if not isinstance(size, int) or not isinstance(dim, int):
         return None
     if name == "unbind":
-        dim = negative_dim(dim, example(tensor).dim())
-        return _of_split_columns(view, tensor, dim, index, (node, x)) or Term("select", (tensor,), (dim, index), (node, x))
+        return _member(view, tensor, dim, index, (node, x))
     if name == "chunk":
         if not isinstance(chunks := view.folded(bound["chunks"]), int):
             return None

@@ -8,6 +8,7 @@ thing are one term::
     x / y.sqrt()                                         mul(x, rsqrt(y))
     x * torch.sigmoid(x)   F.silu(x)                     silu(x)
     x[..., :d // 2]   x.chunk(2, -1)[0]                  part(x) [dim=-1, 0 of 2]
+    x[..., 2]   x.unbind(-1)[2]   x.select(-1, 2)        select(x) [dim=-1, 2]
     x.mean(-1).unsqueeze(-1)                             mean(x) [dim=-1, keepdim]
 
 ``View.edge(node)`` follows an operand down through nodes that change no value: casts, ``contiguous``, views and slices
@@ -193,7 +194,9 @@ class View:
             return False
         if not all(self.same_value(x, y) for x, y in zip(one.operands, other.operands, strict=True)):
             return False
-        first, last = sorted((self.order[a], self.order[b]))
+        # Start at the first node that either term stands for, because in 1 / x.sqrt() the square root reads x.
+        read_at = [self.order[n] for n in (*one.nodes, *other.nodes)]
+        first, last = min(read_at), max(read_at)
         used = {n for n in (a, b, *one.operands, *other.operands) if isinstance(n, fx.Node)}
         if self.effects.writes_between(first, last, used) is not None:
             return False

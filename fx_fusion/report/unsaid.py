@@ -21,6 +21,7 @@ _TELLING = {
 }
 _PICKED = {"log", "gather", "take_along_dim"}  # what a loss does with the result of a softmax, and attention does not
 _CHOSEN = {"topk"}  # what a router does with it, or before it
+_SUMS = {"add", "sub", "addcmul"}
 _A_ROOT = "a root"
 _ROOT = re.compile(r"pow\(.*, -?0\.5\)")
 _ROOTS = {"rsqrt", "sqrt"}
@@ -94,6 +95,7 @@ class _Graph:
                 self._readers.setdefault(name, []).append(row.name)
             inside = map(self._waves_in, row.operands)
             self._waves[row.name] = own.union(*inside) if self.ops[row.name] in _VIEWS else own
+        self._sums = {row.name: self._sum_of_products(row) for row in rows if self.ops[row.name] in _SUMS}
 
     def above(self, site: Site, steps: int = _FAR) -> Iterator[str]:
         """What a site that names its root alone may be about: what that is made of, in the same module."""
@@ -121,7 +123,7 @@ class _Graph:
             return _A_ROOT, "rms_norm"
         if op == "log" and self._is(row, "sum") and self._is(self._first(row), "exp"):
             return "log of a sum of exponentials", "cross_entropy"
-        if op in ("add", "sub", "addcmul") and {"cos", "sin"} <= self._times_waves(row):
+        if op in _SUMS and ({"cos", "sin"} <= self._times_waves(row) or self._is_half_of_a_rotation(row)):
             return "a rotation", "rope"
         if op in ("div", "truediv") and self._is_divided_by_its_size(row):
             return "a division by a mean of magnitudes", "rms_norm"
@@ -151,11 +153,42 @@ class _Graph:
 
     def _times_waves(self, row: Row) -> frozenset[str]:
         """Of two products that are added: whether a cosine or a sine is a factor."""
-        products = [self.rows[name].operands for name in row.operands if self.ops.get(name) == "mul"]
-        if self.ops[row.name] == "addcmul":
-            products = [*products[:1], row.operands[1:]]
-        factors = [frozenset().union(*map(self._waves_in, operands)) for operands in products]
+        factors = [frozenset().union(*map(self._waves_in, operands)) for _, operands in self._products(row)]
         return factors[0] ^ factors[1] if len(factors) == 2 else frozenset()
+
+    def _products(self, row: Row) -> list[tuple[int, Sequence[str]]]:
+        """Return the products that a sum or difference is of: the sign of each, and its factors."""
+        by_addcmul = self.ops[row.name] == "addcmul"
+        signs = 1, -1 if self.ops[row.name] == "sub" else 1
+        summands = zip(signs, row.operands[: 1 if by_addcmul else 2], strict=False)
+        found: list[tuple[int, Sequence[str]]] = [
+            (sign, self.rows[name].operands) for sign, name in summands if self.ops.get(name) == "mul"
+        ]
+        return [*found, (1, row.operands[1:])] if by_addcmul else found
+
+    def _sum_of_products(self, row: Row) -> tuple[bool, frozenset[frozenset[str]]]:
+        """Return whether two products have the same sign, and the factors of each."""
+        signs, pairs = [], set()
+        for sign, operands in self._products(row):
+            factors = [self._below(name, {"neg"}) for name in operands]
+            signs.append(sign * (-1) ** sum(name != factor for name, factor in zip(operands, factors, strict=True)))
+            pairs.add(frozenset(map(self._value, factors)))
+        return len(set(signs)) == 1, frozenset(pairs)
+
+    def _value(self, name: str) -> str:
+        """Return what a node is, the same for an index that is written twice."""
+        return self.rows[name].text.partition(" = ")[2] if self.ops.get(name) in ("getitem", "select") else name
+
+    def _is_half_of_a_rotation(self, row: Row) -> bool:
+        """Return True for ``a * c - b * s`` beside ``b * c + a * s``, whatever the tables are called."""
+        same_sign, pairs = self._sums[row.name]
+        if len(pairs) != 2 or len(frozenset().union(*pairs)) != 4:
+            return False
+        return any(
+            same_sign != other_sign and pairs != other and frozenset().union(*pairs) == frozenset().union(*other)
+            for other_sign, other in self._sums.values()
+            if len(other) == 2
+        )
 
     def _goes_to(self, ops: set[str], name: str, steps: int = 4) -> bool:
         """Whether probabilities go on to one of these ops within some steps."""

@@ -130,3 +130,10 @@ def symbolic_float(hint):
     env, source = ShapeEnv(), ConstantSource("number")
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return env.create_symfloatnode(symbol, hint=hint, source=source)
+
+
+def symbolic_int(hint):
+    """An int that changes between calls, ``hint`` at the first."""
+    env, source = ShapeEnv(), ConstantSource("count")
+    symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=hint, source=source)

@@ -67,3 +67,12 @@ def test_a_scalar_has_no_dims():
     assert index_of(Ellipsis, 0).items == ()
     assert index_of(None, 0).items == (None,)
     assert index_of(0, 0) is None
+
+
+def test_index_of_integers_returns_picks():
+    read = index_of((None, -1, Ellipsis, 0), 3)
+    assert read.picks == [(0, -1), (2, 0)]
+    assert read.is_view
+    assert not index_of((True, Ellipsis), 3).is_view
+    assert index_of((True, Ellipsis), 3).picks == []
+    assert not index_of((NODE, 0), 3).is_view

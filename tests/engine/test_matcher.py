@@ -57,6 +57,35 @@ def test_operands_are_tried_in_both_orders(function):
     assert match.nodes | match.crossed == {n for n in graph.graph.nodes if n.op not in ("placeholder", "output")}
 
 
+def difference(x, w, b):
+    return torch.tanh(x - w * b)
+
+
+SIGNS = {
+    "difference": (lambda x, w, b: torch.tanh(x - w * b), 1),
+    "negative factor": (lambda x, w, b: torch.tanh(x + w * (-b)), 1),
+    "negative factor in front": (lambda x, w, b: torch.tanh((-w) * b + x), 1),
+    "negative product": (lambda x, w, b: torch.tanh(x + torch.neg(w * b)), 1),
+    "sum": (lambda x, w, b: torch.tanh(x + w * b), 0),
+    "two negative factors": (lambda x, w, b: torch.tanh(x + (-w) * (-b)), 0),
+    "negative of the other": (lambda x, w, b: torch.tanh(w * b - x), 0),
+    "negative sum": (lambda x, w, b: torch.tanh((-x) + w * b), 0),
+    "rounded product": (lambda x, w, b: torch.tanh(x + (w * (-b)).bfloat16().float()), 0),
+    "rounded factor": (lambda x, w, b: torch.tanh(x + w * (-b).bfloat16()), 0),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_match_sum_of_a_negative_is_a_difference(name):
+    function, expected = SIGNS[name]
+    fusion = reading(difference, {"x": "... n", "w": "n", "b": "n"})
+    found = [m for m in matches(fusion, function) if m.differs is None and bound(m) == {"x": "x", "w": "w", "b": "b"}]
+    assert bool(found) == bool(expected)
+    graph = capture(function, **INPUTS)
+    for match in attempt(fusion, graph)[0][:expected]:
+        assert match.nodes | match.crossed == {n for n in graph.graph.nodes if n.op not in ("placeholder", "output")}
+
+
 def test_a_sum_of_two_tensors_binds_both_ways():
     def plus(x, alpha, weight, bias):
         return weight + bias + torch.tanh(alpha * x)

@@ -399,7 +399,7 @@ class Mixed(torch.nn.Module):
         gated = F.relu(self.gate(y)).square() * self.up(y)
         mish = F.mish(self.gate(y)) * self.up(y)
         angles = torch.arange(8.0)
-        turned = gated * angles.cos() + gated.roll(4, -1) * angles.sin()
+        turned = gated * angles.cos() + gated.roll(2, -1) * angles.sin()
         weights = torch.softmax(turned, 0)
         return torch.log(torch.exp(weights).sum(-1)), mish, mish * mish.pow(2).sum(-1, keepdim=True).pow(-0.5)
 
@@ -441,6 +441,18 @@ def turned_by_an_index(x, angles):
     return a * cos - b * sin
 
 
+def turned_by_columns(x, table):
+    """Index all operands where they are used; nothing is named cos or sin."""
+    pairs, t = x.view(4, 8, 2), torch.stack([table, table + 1], -1)
+    return pairs[..., 0] * t[..., 0] - pairs[..., 1] * t[..., 1], pairs[..., 1] * t[..., 0] + pairs[..., 0] * t[..., 1]
+
+
+def turned_by_selected_columns(x, table):
+    pairs, t = x.view(4, 8, 2), torch.stack([table, table + 1], -1)
+    a, b, c = pairs.select(-1, 0), pairs.select(-1, 1), t[..., 0]
+    return torch.addcmul(a * c, b, t.select(-1, 1)), a * (-t.select(-1, 1)) + b * c
+
+
 def by_powers_of_two(x, weight):
     scores = x @ weight
     powers = torch.exp2(scores - scores.amax(-1, keepdim=True))
@@ -455,7 +467,8 @@ SILENT_ONCE = {
     by_powers_of_two: ("a softmax", "attention"), by_glu: ("glu", "swiglu"),
     halves: ("a gated activation", "swiglu"), sliced: ("a gated activation", "swiglu"),
     silu_by_exponentials: ("a gated activation", "swiglu"), turned_by_addcmul: ("a rotation", "rope"),
-    turned_by_an_index: ("a rotation", "rope"),
+    turned_by_an_index: ("a rotation", "rope"), turned_by_columns: ("a rotation", "rope"),
+    turned_by_selected_columns: ("a rotation", "rope"),
 }  # fmt: skip
 
 
@@ -471,6 +484,19 @@ def test_indices_and_other_ops_hide_nothing(function):
     _, report = rewritten(function, torch.randn(4, 16), other)
     found = re.findall(r"not recognised: \d x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report))
     assert set(found) == {SILENT_ONCE[function]}, str(report)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b, c, s: (a * c + b * s, b * c + a * s), lambda a, b, c, s: (a * c - b * s, b * c - a * s),
+        lambda a, b, c, s: (a * c + b * s, a * c - b * s), lambda a, b, c, s: (a * c - b * s, b * c + a * (s + 1)),
+        lambda a, b, c, s: (a * c - b * s, b * c + a * c),
+    ],
+)  # fmt: skip
+def test_report_other_sums_of_products_are_no_rotation(function):
+    _, report = rewritten(function, *torch.randn(4, 4, 8))
+    assert "a rotation" not in str(report)
 
 
 def test_losses_and_divisions_are_named():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fx_fusion.graph.dtypes import roundings
 from fx_fusion.graph.terms import Term
-from tests.engine.graphs import BF16, F16, F32, F64, capture, no_grad, tensor
+from tests.engine.graphs import BF16, F16, F32, F64, capture, no_grad, symbolic_int, tensor
 from tests.helpers import rewritten
 
 
@@ -51,12 +51,23 @@ ONE_TERM = {
         lambda x: x.var(-1, unbiased=False), lambda x: x.var(1, correction=0), lambda x: torch.var(x, -1, False)]),
     "variance of all": (X, ("var", ("x",), ((-2, -1), False, 1)), [lambda x: x.var(), lambda x: torch.var(x, True), lambda x: x.var((0, 1))]),
     "swapped": (X, ("transpose", ("x",), (-2, -1)), [lambda x: x.transpose(0, 1), lambda x: x.transpose(-1, -2), lambda x: x.swapaxes(1, 0)]),
-    "one of the last": (X, ("select", ("x",), (-1, 2)), [lambda x: x.unbind(-1)[2], lambda x: x.unbind(1)[-6]]),
+    "one of the last": (X, ("select", ("x",), (-1, 2)), [
+        lambda x: x.unbind(-1)[2], lambda x: x.unbind(1)[-6], lambda x: x[..., 2], lambda x: x[:, 2], lambda x: x[:, -6], lambda x: x.select(-1, 2),
+        lambda x: torch.select(x, dim=1, index=-6), lambda x: x.narrow(-1, 2, 1).squeeze(-1), lambda x: x[:, 2:3].squeeze(1), lambda x: x.split(1, 1)[2].squeeze(-1)]),
+    "one row": (X, ("select", ("x",), (-2, 1)), [lambda x: x[1], lambda x: x[-3], lambda x: x[1, ...], lambda x: x.select(0, 1), lambda x: x.unbind()[1]]),
+    "even columns": (X, ("slice", ("x",), (-1, 0, "end", 2)), [
+        lambda x: x[..., 0::2], lambda x: x.view(4, 4, 2)[..., 0], lambda x: x.reshape(4, -1, 2).unbind(-1)[0], lambda x: x.unflatten(-1, (-1, 2)).select(2, -2)]),
+    "one of both dims": (X, ("index", ("x",), (1, 2)), [lambda x: x[1, 2], lambda x: x[-3, -6], lambda x: x[1, ..., 2]]),
+    "halves swapped": (X, ("roll", ("x",), (-1, "half")), [
+        lambda x: x.roll(4, -1), lambda x: x.roll(-4, 1), lambda x: torch.roll(x, shifts=(12,), dims=(-1,)), lambda x: torch.cat([x[..., 4:], x[..., :4]], -1),
+        lambda x: torch.cat([x.chunk(2, -1)[1], x.chunk(2, -1)[0]], 1)]),
     "side by side": (XY, ("cat", ("x", "y"), (-1,)), [lambda x, y: torch.cat((x, y), -1), lambda x, y: torch.cat([x, y], dim=1)]),
     "softmax": (X, ("softmax", ("x",), (-1,)), [lambda x: x.softmax(1), lambda x: F.softmax(x, -1), lambda x: F.softmax(x, dim=-1, dtype=F64)]),
     "reshape": (X, ("view", ("x",), ("shape",)), [lambda x: x.view(4, 2, 4), lambda x: x.reshape(4, 2, -1), lambda x: x.unflatten(-1, (2, 4))]),
     "interleaved": (XY, ("flatten", ("stack",), (-2, -1)), [
         lambda x, y: torch.stack((x, y), -1).flatten(-2), lambda x, y: torch.stack((x, y), -1).view(4, 16), lambda x, y: torch.stack([x, y], 2).reshape(4, -1)]),
+    "addcmul": (XY, ("add", ("x", ("mul", ("x", "y"), ())), ()), [lambda x, y: torch.addcmul(x, x, y), lambda x, y: x.addcmul(x, y, value=1.0)]),
+    "addcmul of the opposite": (XY, ("sub", ("x", ("mul", ("x", "y"), ())), ()), [lambda x, y: torch.addcmul(x, x, y, value=-1)]),
     "norm squared": (X, ("mean", (("square", ("x",), ()),), ((-1,), True)), [lambda x: x.norm(2, -1, True) ** 2 / 8, lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / 8]),
 }  # fmt: skip
 
@@ -93,11 +104,21 @@ OTHER = {
     "narrower softmax": (X, lambda x: F.softmax(x, -1, dtype=F16), "opaque"),
     "other mean": (X, lambda x: x.mean(-1).unsqueeze(0), "unsqueeze"),
     "mean in f64": (X, lambda x: x.mean(-1, dtype=F64), "opaque"),
-    "index": (X, lambda x: x[:, 0], "opaque"),
     "two cuts": (X, lambda x: x[1:, :4], "index"),
+    "index and cut": (X, lambda x: x[1, :4], "index"),
+    "index and new axis": (X, lambda x: x[None, 1], "index"),
+    "index by a list": (X, lambda x: x[[0, 1]], "opaque"),
+    "index by a list beside a number": (X, lambda x: x[[0, 1], 0], "opaque"),
+    "index by a truth": (X, lambda x: x[True], "opaque"),
+    "squeeze of more than one": (X, lambda x: x[:, 2:4].squeeze(-1), "squeeze"),
+    "squeeze of another dim": (X, lambda x: x[:, 2:3].squeeze(0), "squeeze"),
     "rounded root": (X, lambda x: 1 / x.sqrt().half(), "div"),
     "rounded gate": (X, lambda x: x * x.sigmoid().half(), "mul"),
     "unknown": (X, lambda x: torch.sin(x), "opaque"),
+    "scaled addcmul": (XY, lambda x, y: torch.addcmul(x, x, y, value=2), "opaque"),
+    "roll by another number": (X, lambda x: x.roll(3, -1), "roll"),
+    "halves in order": (X, lambda x: torch.cat([x.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1), "cat"),
+    "halves of two": (XY, lambda x, y: torch.cat([x[..., 4:], y[..., :4]], -1), "cat"),
     "norm of order 1": (X, lambda x: x.norm(1, -1), "opaque"),
     "layer norm of two dims": (X, lambda x: F.layer_norm(x, (4, 8)), "opaque"),
 }
@@ -201,6 +222,9 @@ def same(function, **inputs):
         (lambda x, y: (x.sum(-1), x.sum(0)), False), (lambda x, y: (x.clone(), x), True),
         (lambda x, y: ((x + y)[:, :4], (x + y).chunk(2, -1)[0]), True), (lambda x, y: (x.mean(-1), x.mean(-1, True)), False),
         (lambda x, y: (torch.stack((x, y)), torch.stack((y, x))), False),
+        (lambda x, y: (x[..., 0], x[..., 0]), True), (lambda x, y: (x[..., 0], x.select(1, -8)), True), (lambda x, y: (x[..., 0], x[..., 1]), False),
+        (lambda x, y: (x[..., 0], y[..., 0]), False), (lambda x, y: (x[0, :4], x[0, :4]), True), (lambda x, y: (x[0, :4], x[1, :4]), False),
+        (lambda x, y: (x[:, :, None, None][0], x[:, :, None, None][0]), True), (lambda x, y: (x[0, 0], x[[0, 0]][0]), False),
     ],
 )  # fmt: skip
 def test_one_value_written_twice(function, expected):
@@ -221,6 +245,10 @@ WRITES = {
     "another tensor": (lambda x, y: (x + x, y.mul_(2), x + x), True),
     "an inner value": (lambda x, y: ((h := x * y).sin() + 1, h.mul_(2), (x * y).sin() + 1), False),
     "one of both": (lambda x, y: ((a := x + y), a.mul_(2), x + y), False),
+    "what is indexed": (lambda x, y: (x[..., 0], x.mul_(2), x[..., 0]), False),
+    "what is copied and indexed": (
+        lambda x, y: ((c := x.t().reshape(4, 4, 2), w := x.mul_(2), d := x.t().reshape(4, 4, 2)) and (c[..., 0], w, d[..., 0])), False),
+    "what two terms are of": (lambda x, y: ((a := x.sqrt(), w := x.mul_(2), b := x.sqrt()) and (1 / a, w, 1 / b)), False),
     "a copy": (lambda x, y: (x, (c := x.clone()).mul_(2), c), False),
     "the source of a copy": (lambda x, y: (x.clone(), x.mul_(2), x + 0), False),
 }
@@ -232,6 +260,31 @@ def test_writes_in_between_make_two_values(name):
     graph = capture(function, x=(4, 8), y=(4, 8))
     assert graph.view.same_value(graph.results[0], graph.results[2]) == expected
     assert graph.view.effects.writes
+
+
+def test_same_value_symbolic_index_is_another_value():
+    """The number of one call says nothing of the next."""
+    symbol = symbolic_int(0)
+    graph = capture(lambda x, n: (x[..., 0], x[..., n], x[..., n + 0]), x=(4, 8), n=symbol)
+    zero, n, _ = graph.results
+    assert not graph.view.same_value(zero, n)
+    assert graph.view.term(n).op == "opaque"
+
+
+def test_term_index_of_symbolic_dim_counts_from_its_end():
+    graph = capture(lambda x: (x[0], x[-1], x[-1], x[1]), dynamic=True, x=(4, 8))
+    assert [read(graph, graph.view.term(r)) for r in graph.results[:2]] == [("select", ("x",), (-2, 0)), ("select", ("x",), (-2, -1))]
+    first, last, again, second = graph.results
+    assert graph.view.same_value(last, again)
+    assert not graph.view.same_value(first, last)
+    assert not graph.view.same_value(second, last)
+
+
+@pytest.mark.parametrize("index", [-9, 8])
+def test_term_index_out_of_range_is_opaque(index):
+    graph = capture(lambda x: x[:, 0], x=(4, 8))
+    graph.result.args = (graph["x"], (slice(None), index))
+    assert graph.term.op == "opaque"
 
 
 # -- gradients and names -------------------------------------------------------------------------------------------
