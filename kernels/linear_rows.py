@@ -5,8 +5,8 @@
     dx = dz · W,  dW = Σ dzᵀ · x,  db = Σ_rows dz        dz: the vjp of the body
 
 With ``cotangents`` of the seams the forward computes the gradients beside them, while a chunk of logits exists: three
-products. The upstream gradients of the seams are then one factor times the cotangents. Without, the backward makes the logits
-again: four products.
+products. The upstream gradients of the seams are then one factor times the cotangents. Without, the backward makes the
+logits again: four products.
 
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); inputs: (m, ..) or any, as the program says; seams: (m, ..).
 Dtypes     x, lm_head, bias alike: bf16 | fp32; inputs and seams any. Gradients of inputs that have no rows are added up in
@@ -43,11 +43,8 @@ def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks):
         start = int(index[0])  # on the CPU
         part = slice(start, start + len(index))
         z, given = logits[:, :v], [i[part] if of.per_row else i for i, of in zip(inputs, rows.inputs, strict=True)]
-        if not wanted:
-            found, gradients = rows.values(z, *given), ()
-        else:
-            results = in_an_op(rows, z, *(c[part] for c in cotangents), *given)
-            found, gradients = results[: len(seams)], iter(results[len(seams) :])
+        results = in_an_op(rows, z, *(c[part] for c in cotangents), *given) if wanted else rows.values(z, *given)
+        found, gradients = results[: len(seams)], iter(results[len(seams) :])
         for whole, some in zip(seams, found, strict=True):
             whole[part] = some
         for d, of in zip(d_inputs, rows.inputs, strict=True):

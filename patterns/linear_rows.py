@@ -1,11 +1,12 @@
 """lm_head and any loss that treats tokens one by one -> kernels/linear_rows.py, in chunks of logits.
 
-The part of the graph that treats rows one by one is found by its dims, not by its spelling (``graph/rows``). It runs on one
-chunk of logits at a time. What follows reads one number a row and stays in the graph.
+The part of the graph that treats rows one by one is found by its dims, not by its spelling (``graph/rows_of_logits``). It
+runs on one chunk of logits at a time. What follows reads one number a row and stays in the graph.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.rows import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam, region_of
+from fx_fusion.graph.rows_of_logits.finder import region_of
+from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam
 from fx_fusion.graph.size_hints import elements, expected
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
@@ -122,7 +124,7 @@ def emit(editor: Editor, match: Match) -> None:
         call = editor.call(op, arguments, like=match.root)
         for i, seam in enumerate(region.seams):
             flat = editor.item(call, i, like=match.root)
-            builder.seams[seam] = editor.method("view", (flat, *seam.tensor.shape), like=match.root)
+            builder.seams[seam] = editor.method("view", (flat, *_shape_of(seam)), like=match.root)
         made = {node: builder.seams[seam] for node, seam in region.ends.items()}
         made |= {node: builder.again(how) for node, how in region.rest.items()}
         editor.check(list(made), made.values())
@@ -141,7 +143,10 @@ class _Builder:
     def operands(self, linear: Linear) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         """Return x (m, h), the weight and the bias (v), in the dtype of the logits."""
         editor, dtype, width = self.editor, example(self.region.root).dtype, example(linear.weight).shape[1]
-        x = editor.method("reshape", (linear.x, -1, width), like=self.like)
+        x = linear.x
+        if (selected := self.region.selected) is not None:
+            x = editor.call(operator.getitem, (x, selected.args[1]), like=self.like)
+        x = editor.method("reshape", (x, -1, width), like=self.like)
         x, weight = (editor.cast(n, dtype, like=self.like) for n in (x, linear.weight))
         bias = linear.bias
         if bias is not None:
@@ -201,7 +206,8 @@ class _Builder:
         """Return the program of the region's body."""
         logits = example(self.region.root)
         classes, device = logits.shape[-1], logits.device
-        of_logits = Operand((classes,), logits.dtype, device, True, padded_classes(classes, logits.dtype, device.type == "cuda"))
+        stride = padded_classes(classes, logits.dtype, device.type == "cuda")
+        of_logits = Operand((classes,), logits.dtype, device, per_row=True, stride=stride)
         described, wants = [], []
         for given, node in zip(self.region.inputs, inputs, strict=True):
             tensor = example(node)
@@ -209,6 +215,15 @@ class _Builder:
             wants.append(bool(tensor.requires_grad))
         seams = [(_of_a_row(seam), seam.tensor.dtype) for seam in self.region.seams]
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
+
+
+def _shape_of(seam: Seam) -> list[Any]:
+    """Return the shape of a seam in the graph, with -1 for its last symbolic size: that may be no single symbol."""
+    shape = list(seam.tensor.shape)
+    symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
+    if symbolic:
+        shape[symbolic[-1]] = -1
+    return shape
 
 
 def _of_a_row(seam: Seam) -> tuple[int, ...]:

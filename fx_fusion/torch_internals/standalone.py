@@ -52,7 +52,7 @@ def traced_for_rows(function: Callable[..., Any], operands: Sequence[Operand]) -
 
 def _fake(operand: Operand, rows: Any) -> torch.Tensor:
     sizes = (rows, *operand.shape) if operand.per_row else operand.shape
-    strides = []
+    strides: list[int] = []
     step = 1
     for size in reversed(operand.shape):
         strides.insert(0, step)

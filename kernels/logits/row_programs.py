@@ -8,7 +8,8 @@ key, so compile caches find graphs that call it. On a CPU the body runs uncompil
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -37,7 +38,8 @@ class RowProgram:
         self.body, self.logits, self.inputs, self.wants, self.seams = body, logits, tuple(inputs), tuple(wants), tuple(seams)
         described = (body.code, logits, self.inputs, self.wants, self.seams)
         self.key = hashlib.sha256(repr(described).encode()).hexdigest()[:32]
-        self._values = self._gradients = None
+        self._values: Callable[..., Any] | None = None
+        self._gradients: Callable[..., Any] | None = None
 
     def values(self, z: Tensor, *inputs: Tensor) -> Sequence[Tensor]:
         """Return the seams of a chunk."""

@@ -1,8 +1,8 @@
 """The gradient of a graph's number with respect to the seams of a region, where it is known before they are computed.
 
 The *tail* is the graph from the seams to the one number that is differentiated: a mean, a sum over a mask. Its gradient is
-traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The upstream gradient
-of the number is then one factor of all of them.
+traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The upstream
+gradient of the number is then one factor of all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.fusion.match import Match
-from fx_fusion.graph.rows import Made, Region, Seam
+from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map
@@ -30,7 +30,7 @@ def cotangents_of(
 ) -> list[fx.Node] | None:  # fmt: skip
     """Return a cotangent for each seam, for a gradient of 1 of the graph's number, inserted at the insertion point.
 
-    Returns None where there is no such number, or where the gradient reads values that the region or the graph compute later.
+    Returns None where there is no such number, or where its gradient reads values that are computed later.
 
     Args:
         shaped: returns a new tensor without values of a seam's shape in the body: (rows, ..).
@@ -63,7 +63,9 @@ def cotangents_of(
             return made[how] if how.item is None else made[how][how.item]
 
         def operand(item: Any) -> Any:
-            return again(item if isinstance(item, Seam) else region.made_by(item)) if isinstance(item, (Seam, Tensor)) else item
+            if isinstance(item, Tensor):
+                item = region.made_by(item)
+            return again(item) if isinstance(item, (Seam, Made, fx.Node)) else item
 
         for node, how in {**region.ends, **region.rest}.items():
             values[node] = again(how)
@@ -97,7 +99,7 @@ def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[f
     nodes = [n for n in editor.graph.nodes if n in wanted and n not in match.outputs]
     mode = view.effects.region[region.root]
     plain = all(view.is_pure(n) and view.effects.region[n] == mode for n in nodes)
-    hidden = any(n.name and view.effects.region[n] != mode for n in match.outputs)
+    hidden = any(view.effects.region[n] != mode for n in match.outputs)
     return (number, nodes) if plain and not hidden else None
 
 

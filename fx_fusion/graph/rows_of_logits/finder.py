@@ -1,0 +1,230 @@
+"""Follow the logits of a linear layer along the graph, up to the first ops that mix rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.graph.effects import entered, storages
+from fx_fusion.graph.indices import WHOLE, index_of
+from fx_fusion.graph.rows_of_logits.reader import Reader
+from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
+from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
+from fx_fusion.torch_internals.fakes import fake_mode_of, without_guards, without_tracing_context
+
+
+def region_of(view: View, root: fx.Node) -> Region:
+    """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided."""
+    return _Finder(view, root).region
+
+
+class _Finder:
+    """Runs the nodes that read the logits, on fake tensors, and sorts them: inside, at the seam, behind it."""
+
+    def __init__(self, view: View, root: fx.Node):
+        self.view = view
+        selected = _selection(view, root)
+        logits = example(root) if selected is None else _rows_of(example(root), selected)
+        self.reader = Reader(logits)
+        rows = tuple(logits.shape[:-1])
+        self.region = Region(root, rows, self.reader.body, selected, made_by=self.reader.made_by)
+        self.values: dict[fx.Node, Any] = {root: logits}  # of nodes inside
+        self.after: set[fx.Node] = set()  # nodes that are computed from seams
+        self.classes = logits.shape[-1]
+        for node in list(view.graph.nodes):
+            if node is root or node.op in ("output", "get_attr"):
+                continue
+            if selected is not None and node is selected:  # the logits are those of the rows that it takes
+                self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+                self.region.nodes.add(node)
+                continue
+            reads_logits = any(n in self.values and self._is_reached(n) for n in node.all_input_nodes)
+            try:
+                if node.op == "placeholder" or not reads_logits:
+                    self._feed(node)
+                else:
+                    self._follow(node)
+            except Opaque as opaque:
+                opaque.node = opaque.node or node
+                raise
+        self._close()
+
+    def _is_reached(self, node: fx.Node) -> bool:
+        return any(typed.reached for typed in self._typed(self.values[node]))
+
+    def _typed(self, value: Any) -> Iterator[Typed]:
+        found = (self.reader.typed.get(id(t)) for t in tree_leaves(value) if isinstance(t, Tensor))
+        return (typed for typed in found if typed is not None)
+
+    def _feed(self, node: fx.Node) -> None:
+        """Take in a node that the logits do not reach, if it makes a tensor as large as they are, or reads one."""
+        tensor = example(node)
+        if any(n in self.after for n in node.all_input_nodes):
+            self.after.add(node)
+            return
+        if not self._is_large(tensor) and not any(n in self.values for n in node.all_input_nodes):
+            return
+        value = None
+        if node.op != "placeholder" and self.view.is_pure(node):
+            try:
+                value = self._run(node)
+            except Opaque:
+                value = None
+        known = [] if value is None else list(self._typed(value))
+        if known and len(known) == len([t for t in tree_leaves(value) if isinstance(t, Tensor)]):
+            self.values[node] = value
+        elif self._is_large(tensor):
+            labels = self.reader.labels_like_logits(tensor)
+            if labels is not None:
+                made = self.reader.outside.get(id(value)) if isinstance(value, Tensor) else None
+                self.values[node] = self.reader.take(tensor, labels, made or node)
+
+    def _is_large(self, tensor: Any) -> bool:
+        large = isinstance(tensor, Tensor) and tensor.dim() >= 2
+        return large and statically_known_true(tensor.shape[-1] == self.classes)
+
+    def _follow(self, node: fx.Node) -> None:
+        """Run a node that reads values of the region."""
+        has_classes = any(t.has_classes for n in node.all_input_nodes for t in self._typed(self.values.get(n)))
+        if any(n in self.after for n in node.all_input_nodes) and not has_classes:
+            self.after.add(node)
+            return
+        if any(n in self.after for n in node.all_input_nodes):
+            raise Opaque("a value with classes meets a number that was made of all rows")
+        before = len(self.region.seams)
+        try:
+            value = self._run(node)
+        except Opaque:
+            if has_classes:
+                raise
+            del self.region.seams[before:]
+            self.after.add(node)
+            return
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        typed = list(self._typed(value))
+        if not tensors:
+            return  # a size: it needs no values
+        if len(typed) == len(tensors):
+            self.values[node] = self.reader.detached(value) if self._drops_gradients(node) else value
+            self.region.nodes.add(node)
+        elif not typed and len(tensors) == 1 and isinstance(value, Tensor):
+            self.region.rest[node] = self.reader.made(value)
+            self.region.nodes.add(node)
+            self.after.add(node)
+        elif not has_classes:
+            self.after.add(node)
+        else:
+            raise Opaque("only some of its results treat rows one by one")
+
+    def _drops_gradients(self, node: fx.Node) -> bool:
+        region = self.view.effects.region
+        return not region[node][0] and region[self.region.root][0]
+
+    def _run(self, node: fx.Node) -> Any:
+        reader = self.reader
+
+        def operand(n: fx.Node) -> Any:
+            if n in self.values:
+                return self.values[n]
+            known = example(n)
+            if isinstance(known, Tensor):
+                reader.sources[id(known)] = n
+            return known
+
+        args, kwargs = map_nodes(operand, (node.args, node.kwargs))
+        target: Callable[..., Any] = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target  # type: ignore[assignment]
+        mode = fake_mode_of(example(self.region.root))
+        if mode is None or node.op not in ("call_method", "call_function"):
+            raise Opaque(f"{node.name} is no call of a function")
+        around = self.view.effects.region[node]
+        reader.region = self.region
+        try:
+            with entered((False, *around[1:])), mode, without_guards(mode), without_tracing_context(), reader:
+                return target(*args, **kwargs)
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise Opaque(f"{node.name} could not be run on tensors without values: {str(error).splitlines()[0]}") from error
+
+    def _close(self) -> None:
+        """Every value that is read outside is a seam."""
+        region = self.region
+        if not region.nodes:
+            raise Opaque("nothing that treats rows one by one reads the logits")
+        for node in [region.root, *region.nodes]:
+            if node in region.rest or not self._is_reached(node):
+                continue
+            if all(user in region.nodes for user in node.users):
+                continue
+            value = self.values[node]
+            if any(t.has_classes for t in self._typed(value)):
+                outside = next(user for user in node.users if user not in region.nodes)
+                what = "is returned by the graph" if outside.op == "output" else f"is read by {outside.name}"
+                if not _asks_for_a_size(outside):
+                    opaque = Opaque(f"{node.name} {what}, as a whole")
+                    opaque.node = node
+                    raise opaque
+                continue
+            if isinstance(value, Tensor):
+                region.ends[node] = self.reader.seam(value)
+            elif any(user not in region.nodes for user in node.users):
+                raise Opaque(f"{node.name} has several results that are read outside")
+        self.reader.body.output(tuple(seam.typed.node for seam in region.seams))
+        used = {n for n in self.reader.body.nodes if n.users}
+        region.inputs = [given for given in self.reader.inputs if given.typed.node in used]
+        for given in self.reader.inputs:
+            if given not in region.inputs:
+                self.reader.body.erase_node(given.typed.node)
+        _remove_dead(self.reader.body)
+        self._check_writes()
+
+    def _check_writes(self) -> None:
+        effects = self.view.effects
+        read = {given.source for given in self.region.inputs if isinstance(given.source, fx.Node)}
+        involved = {*self.values, *read, self.region.root}
+        memory = {storage for node in involved for storage in storages(node)}
+        for write in effects.writes:
+            written = effects.mutated(write)
+            if any(n in involved or memory.intersection(storages(n)) for n in written):
+                opaque = Opaque(f"{write.name} changes a value in place")
+                opaque.node = write
+                raise opaque
+
+
+def _selection(view: View, root: fx.Node) -> fx.Node | None:
+    """Return the call through which alone the logits are read, if it takes some of their rows. Casts may come before."""
+    node = root
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = view.name(user)
+        if name == "getitem" and user.args[0] is node:
+            index = index_of(user.args[1], example(node).dim())
+            plain = index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
+            return user if plain else None
+        if name not in ("to", "float", "contiguous") or user.args[0] is not node:
+            break
+        node = user
+    return None
+
+
+def _rows_of(logits: Tensor, selected: fx.Node) -> Tensor:
+    """Return logits without values, of the rows that a call takes."""
+    mode = fake_mode_of(logits)
+    if mode is None:
+        raise Opaque("the logits have values")
+    with mode, without_guards(mode), torch.no_grad():
+        return logits.new_empty(example(selected).shape)
+
+
+def _asks_for_a_size(node: fx.Node) -> bool:
+    return not is_tensor(node) and isinstance(example(node), (int, torch.SymInt, torch.Size))
+
+
+def _remove_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
