@@ -4,6 +4,8 @@ It stands for the GPU that CI does not have. Two blocks of a model at its real w
 the launches. Bytes are those of everything but products, convolutions, attention and ops that are calls.
 """
 
+import importlib.util
+import json
 import shutil
 
 import pytest
@@ -39,3 +41,19 @@ def test_what_is_launched(case):
     assert [name for name in ours["stored twice"] if "cos" not in name] == []
     if case == "llama":  # lm_head's gradient is as the forward saved it, unless the loss has another gradient than 1
         assert ours["ours"]["scale_kernel"] == 1
+
+
+# Their norms stand beside AdaLN's modulation or RoPE. What the backward computes again, for memory, is left out.
+BESIDE = {"sd3": "diffusers", "flux": "diffusers", "wan": "diffusers", "qwen3": "transformers"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", slow_but(("qwen3",), BESIDE))
+def test_norms_beside_pointwise_ops_move_no_more_bytes(case):
+    if importlib.util.find_spec(BESIDE[case]) is None:
+        pytest.skip(f"no {BESIDE[case]}")
+    found = printed_without_interpreter("tests.code_for_gpu", case, json.dumps({"memory": "speed"}))
+    assert found["fallbacks"] == [], found["report"]
+    assert found["fx_fusion"]["moved"] <= found["inductor"]["moved"], found["report"]
+    assert "rope" not in found["fused"], found["report"]
+    assert found["fx_fusion"]["kernels"] <= found["inductor"]["kernels"], found["report"]
