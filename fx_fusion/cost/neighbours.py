@@ -106,14 +106,22 @@ def _border(value: fx.Node, sites: Sequence[Match], view: View, owner: Mapping[f
         return None
     stored = len(beside) < len(readers)
     passes = 1 if stored else 2
-    sums = all(user not in owner and view.name(user) in _SUMS for user, _ in beside)
-    sums = sums or (not stored and maker is None and view.name(value) in _SUMS)
     with entered(view.effects.region[value]):
-        backward = trained(example(value)) and not sums
-    if backward:
-        passes += 1 if any(_has_several_inputs(sites[owner[user]]) for user, _ in beside if user in owner) else 2
+        backward = _gradient_passes(value, stored, [user for user, _ in beside], sites, view, owner)
     size = min(bytes_of(example(value)), sum(size for _, size in beside))
-    return Border(passes * size, 1 + backward, ends, example(value).device)
+    return Border((passes + backward) * size, 1 + (backward > 0), ends, example(value).device)
+
+
+def _gradient_passes(
+    value: fx.Node, stored: bool, beside: Sequence[fx.Node], sites: Sequence[Match], view: View, owner: Mapping[fx.Node, int]
+) -> int:
+    """Return how often the gradient of a value is written and read besides what Inductor's kernels do."""
+    if not trained(example(value)) or all(user not in owner and view.name(user) in _SUMS for user in beside):
+        return 0
+    if value not in owner and not stored and view.name(value) in _SUMS:  # it is that of the addends too, thus written anyway
+        addends = (_below(node, view, {}) for node in value.all_input_nodes if is_tensor(node) and trained(example(node)))
+        return int(any(view.name(addend) in _IN_REGISTERS - _SUMS for addend in addends))
+    return 1 if any(_has_several_inputs(sites[owner[user]]) for user in beside if user in owner) else 2
 
 
 def _name(node: fx.Node, sites: Sequence[Match], view: View, owner: Mapping[fx.Node, int]) -> str:

@@ -72,18 +72,16 @@ def choose_together(
     """
     found = borders([match for _, match, _ in sites], view)
     costs = [b.bytes / bytes_a_microsecond(b.device) + 1e6 * LAUNCH * b.launches for b in found]
-    gains = [
-        known.gain if known is not None and _is_asked_for(fusion, options) else math.inf for fusion, _, known in sites
-    ]
+    gains = [known.gain if known is not None and _is_asked_for(fusion, options) else math.inf for fusion, _, known in sites]
     left = kept(gains, costs, [border.ends for border in found])
     choices: list[tuple[Reason, Estimate | None]] = []
     for i, (_, _, known) in enumerate(sites):
-        own = [(border, cost) for border, cost in zip(found, costs, strict=True) if i in border.ends]
+        own = [number for number, border in enumerate(found) if i in border.ends]
         # Two fused sites share what their border costs.
-        shares = [1 if i in left else 1 / sum(end not in left for end in border.ends) for border, _ in own]
-        cost = sum(share * cost for share, (_, cost) in zip(shares, own, strict=True))
-        moved = sum(share * border.bytes for share, (border, _) in zip(shares, own, strict=True))
-        ops = " and ".join(dict.fromkeys(border.ends[i] for border, _ in own))
+        shares = [1 if i in left else 1 / sum(end not in left for end in found[number].ends) for number in own]
+        cost = sum(share * costs[number] for share, number in zip(shares, own, strict=True))
+        moved = sum(share * found[number].bytes for share, number in zip(shares, own, strict=True))
+        ops = " and ".join(dict.fromkeys(found[number].ends[i] for number in own))
         reason = f"Inductor's kernel computes the {ops} beside it too, saving {short(cost)} us" if i in left else None
         choices.append((reason, known if known is None else known.with_borders(cost, moved)))
     return choices
