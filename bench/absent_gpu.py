@@ -166,6 +166,7 @@ def _tell_torch() -> None:
     inductor_config.compile_threads = 1
     triton.runtime.driver.set_active(_Driver())
     torch.version.cuda = "13.0"
+    torch._C._cuda_getCurrentRawStream = lambda _: 0  # type: ignore[attr-defined]  # bitsandbytes reads it when imported
     answers = {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
         "get_device_properties": _PROPERTIES, "get_device_capability": (9, 0), "get_device_name": _PROPERTIES.name,

@@ -25,7 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     families.DEVICE = "cpu"
     for name in given.models:
-        model, inputs, mode = _built(name)
+        model, inputs, mode = built(name)
         for variant in given.variants.split(","):
             backend, _, memory = variant.partition(":")
             with mode, fx_fusion.recording():
@@ -37,7 +37,8 @@ def main() -> None:
                         file.write(code.text)
 
 
-def _built(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], FakeTensorMode]:
+def built(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], FakeTensorMode]:
+    """Return the model of a family, the inputs of a step and the mode that their tensors are in."""
     from transformers.initialization import TORCH_INIT_FUNCTIONS
 
     TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda tensor, **_: tensor  # draws until it has all values

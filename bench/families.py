@@ -137,6 +137,64 @@ def _unet(batch: int, length: int) -> tuple[nn.Module, Step, int]:
     return model, step, batch
 
 
+def _sd3(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+    """Three of the 24 layers of Stable Diffusion 3 medium, on latents of length x length."""
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device(DEVICE):
+        model = SD3Transformer2DModel(
+            sample_size=length, num_layers=3, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096,
+            caption_projection_dim=1536, pooled_projection_dim=2048, pos_embed_max_size=192,
+        )  # fmt: skip
+    latents = torch.randn(4, batch, 16, length, length, device=DEVICE, dtype=torch.bfloat16)
+    text = torch.randn(4, batch, 154, 4096, device=DEVICE, dtype=torch.bfloat16)
+    pooled = torch.randn(4, batch, 2048, device=DEVICE, dtype=torch.bfloat16)
+    times = torch.randint(0, 1000, (4, batch), device=DEVICE)
+
+    def step(i: int) -> dict[str, Any]:
+        given = {"hidden_states": latents, "encoder_hidden_states": text, "pooled_projections": pooled, "timestep": times}
+        return {name: values[i % 4] for name, values in given.items()}
+
+    return model, step, batch
+
+
+def _flux(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+    """One of the 19 double blocks of Flux and two of its 38 single blocks, on length x length patches of latents."""
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device(DEVICE):
+        model = FluxTransformer2DModel(num_layers=1, num_single_layers=2, pooled_projection_dim=768)
+        rows, columns = torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij")
+        places = torch.stack((torch.zeros_like(rows), rows, columns), -1).flatten(0, 1).float()
+    patches = torch.randn(4, batch, length * length, 64, device=DEVICE, dtype=torch.bfloat16)
+    text = torch.randn(4, batch, 512, 4096, device=DEVICE, dtype=torch.bfloat16)
+    pooled = torch.randn(4, batch, 768, device=DEVICE, dtype=torch.bfloat16)
+    times = torch.rand(4, batch, device=DEVICE, dtype=torch.bfloat16)
+
+    def step(i: int) -> dict[str, Any]:
+        given = {"hidden_states": patches, "encoder_hidden_states": text, "pooled_projections": pooled, "timestep": times}
+        ids = {"img_ids": places, "txt_ids": torch.zeros(512, 3, device=DEVICE)}
+        return {**{name: values[i % 4] for name, values in given.items()}, **ids}
+
+    return model, step, batch
+
+
+def _wan(batch: int, length: int) -> tuple[nn.Module, Step, int]:
+    """Two of the 30 layers of Wan 2.1 1.3B, on latents of ``length`` frames of 40 x 64."""
+    from diffusers import WanTransformer3DModel
+
+    with torch.device(DEVICE):
+        model = WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=2)
+    latents = torch.randn(4, batch, 16, length, 40, 64, device=DEVICE, dtype=torch.bfloat16)
+    text = torch.randn(4, batch, 512, 4096, device=DEVICE, dtype=torch.bfloat16)
+    times = torch.randint(0, 1000, (4, batch), device=DEVICE)
+
+    def step(i: int) -> dict[str, Any]:
+        return {"hidden_states": latents[i % 4], "encoder_hidden_states": text[i % 4], "timestep": times[i % 4]}
+
+    return model, step, batch
+
+
 def _timm(name: str, **changes: Any) -> Callable[[int, int], tuple[nn.Module, Step, int]]:
     def build(batch: int, length: int) -> tuple[nn.Module, Step, int]:
         import timm
@@ -153,7 +211,7 @@ def _class_loss(out: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _noise_loss(out: Any, given: dict[str, Any]) -> Tensor:
-    return F.mse_loss(out.sample.float(), given["sample"].float())
+    return F.mse_loss(out.sample.float(), given["sample" if "sample" in given else "hidden_states"].float())
 
 
 _LLAMA = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "use_cache": False, "vocab_size": 128256}
@@ -235,6 +293,9 @@ FAMILIES = {
     "t5": Family(_t5, 32, 512),
     "vit-l": Family(_timm("vit_large_patch16_224"), 64, 224, unit="images", loss_of=_class_loss),
     "unet": Family(_unet, 16, 64, unit="images", loss_of=_noise_loss),
+    "sd3": Family(_sd3, 4, 128, unit="images", loss_of=_noise_loss),
+    "flux": Family(_flux, 2, 64, unit="images", loss_of=_noise_loss),
+    "wan": Family(_wan, 1, 13, unit="clips", loss_of=_noise_loss),
     "resnet-evonorm": Family(_timm("resnetv2_50d_evos"), 128, 224, unit="images", loss_of=_class_loss),
     "cohere2": Family(_transformers("Cohere2ForCausalLM", "Cohere2Config", **_COHERE2), 1, 8192),
     "exaone4": Family(_transformers("Exaone4ForCausalLM", "Exaone4Config", **_EXAONE4), 4, 2048),

@@ -1,5 +1,5 @@
-"""``python -m tests.code_for_gpu CASE``: what default options make of a model on an H200, and what Inductor makes of it, without
-a GPU, as JSON. In a process of its own: see ``bench.absent_gpu``."""
+"""``python -m tests.code_for_gpu CASE [OPTIONS]``: what fx_fusion makes of a model on an H200, and what Inductor makes of it,
+without a GPU, as JSON. In a process of its own: see ``bench.absent_gpu``."""
 
 from bench.absent_gpu import Code, code_of, on_gpu  # isort: skip  before torch
 
@@ -13,6 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fx_fusion
+from bench import code, families
+
+OF_FAMILIES = ("sd3", "flux", "wan")  # their few layers are those of ``bench.models``
 
 
 class ConvNeXtBlocks(nn.Module):
@@ -51,6 +54,14 @@ def llama():
     return LlamaForCausalLM(config), tokens(8, 2048)
 
 
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = Qwen3Config(num_hidden_layers=2, vocab_size=32768, use_cache=False, head_dim=128, **sizes)
+    return Qwen3ForCausalLM(config), tokens(8, 2048)
+
+
 def bert():
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -76,16 +87,25 @@ def stored_twice(code: Code) -> list[str]:
     return found
 
 
-def compiled(case: str) -> dict[str, object]:
-    found: dict[str, object] = {}
+def built(case: str) -> tuple[nn.Module, dict[str, torch.Tensor], FakeTensorMode]:
+    """Return a model and its inputs on the GPU that is not there."""
+    if case in OF_FAMILIES:
+        families.DEVICE = "cpu"
+        return code.built(case)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         model, given = globals()[case]()
     on_gpu(model.bfloat16().train(), mode)
-    given = {name: on_gpu(value, mode) for name, value in given.items()}
+    return model, {name: on_gpu(value, mode) for name, value in given.items()}, mode
+
+
+def compiled(case: str, options: dict[str, object]) -> dict[str, object]:
+    """Return what both backends make of a case; ``options`` are those of fx_fusion."""
+    found: dict[str, object] = {}
+    model, given, mode = built(case)
     for backend in ("inductor", "fx_fusion"):
         with mode, fx_fusion.recording() as report:
-            codes = code_of(model, given, backend)
+            codes = code_of(model, given, backend, options if backend == "fx_fusion" else None)
         found[backend] = {
             "graphs": len(codes),
             "moved": sum(kernel.bytes for code in codes for kernel in code.kernels if kernel.kind != "library"),
@@ -100,4 +120,4 @@ def compiled(case: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(sys.argv[1])))
+    print(json.dumps(compiled(sys.argv[1], json.loads(sys.argv[2]) if sys.argv[2:] else {})))
