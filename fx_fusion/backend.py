@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fx_fusion import pipeline
+from fx_fusion.cost.estimate import gained
 from fx_fusion.errors import OptionError
 from fx_fusion.fallback import Rest, as_dynamo_wrote_it, tell
 from fx_fusion.float8.linears import Linears
@@ -193,6 +195,8 @@ def rewrite(
         return rewrite(snapshot(untouched), untouched, given, options.for_inputs(inputs), rest, version, unmet)
     sites = [site for found in sites_of.values() for site in found]
     report.deferred, report.computed = deferred.waiting, deferred.computed
+    if any(isinstance(given, torch.Tensor) and given.is_cuda for given in example_inputs):  # estimates are of GPUs
+        report.memory.gained = gained(site.estimate for site in sites if site.status == "fused")
     report.assumes = (report.assumes or assumptions.sentences()) if checks else ()
     report.unassumed = tuple(s for s in unmet.sentences if s not in report.assumes) if unmet is not None else ()
     listening = [weakref.ref(recorded) for recorded in recordings()]

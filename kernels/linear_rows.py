@@ -144,7 +144,8 @@ def _backward(ctx, upstream):
     if all(u is None for u in upstream):
         return None, None, None, [None] * ctx.count, *no_grads
     if ctx.now:
-        cotangents, gradients = ctx.saved_tensors[: len(seams)], ctx.saved_tensors[len(seams) :]
+        saved = ctx.saved_tensors
+        cotangents, gradients = saved[: len(seams)], saved[len(seams) :]
         known = [(u.float(), c.float()) for u, c in zip(upstream, cotangents, strict=True) if u is not None]
         factor = factor_behind(*zip(*known, strict=True))
         dx, dw, db, *d_inputs = gradients

@@ -32,6 +32,7 @@ from fx_fusion.patterns.sites.row_tail import cotangents_of
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.rewrite.replace import insertion_point
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map
+from fx_fusion.torch_internals.fakes import constant
 from fx_fusion.torch_internals.standalone import Operand
 
 _FEWEST_CLASSES = 4096
@@ -101,17 +102,23 @@ def _leaves(region: Region) -> list[fx.Node]:
     while waiting:
         item = waiting.pop()
         if isinstance(item, fx.Node):
-            found[item] = None
+            if not _is_number_of_the_cpu(example(item), region):
+                found[item] = None
         elif isinstance(item, Made):
             waiting += [region.made_by(t) for t in tree_leaves((item.args, item.kwargs)) if isinstance(t, Tensor)]
     return list(found)
+
+
+def _is_number_of_the_cpu(tensor: Tensor, region: Region) -> bool:
+    """Return True for a tensor without dims that a GPU's ops read from the CPU (``torch.tensor(0.5)``)."""
+    return tensor.dim() == 0 and tensor.device.type == "cpu" and example(region.root).device.type != "cpu"
 
 
 def emit(editor: Editor, match: Match) -> None:
     region, linear = match.reading
     point = insertion_point(match, editor)
     with editor.graph.inserting_before(point):
-        builder = _Builder(editor, match.root, region)
+        builder = _Builder(editor, match.root, region, point)
         x, lm_head, bias = builder.operands(linear)
         inputs = [builder.flat(given) for given in region.inputs]
         program = builder.program(x, inputs)
@@ -135,8 +142,8 @@ def emit(editor: Editor, match: Match) -> None:
 class _Builder:
     """Inserts what a region reads, and what follows its seams."""
 
-    def __init__(self, editor: Editor, like: fx.Node, region: Region):
-        self.editor, self.like, self.region = editor, like, region
+    def __init__(self, editor: Editor, like: fx.Node, region: Region, at: fx.Node):
+        self.editor, self.like, self.region, self.at = editor, like, region, at
         self.seams: dict[Seam, fx.Node] = {}
         self._known: dict[Made, fx.Node] = {}
 
@@ -179,20 +186,25 @@ class _Builder:
     def flat(self, given: Input) -> fx.Node:
         """Return an input of the body for rows in one dim."""
         node, labels, rows = self.again(given.source), given.typed.labels, self.region.rows
+        if _is_number_of_the_cpu(example(node), self.region):
+            order = self.editor.view.order
+            if isinstance(given.source, fx.Node) and order.get(given.source, 0) > order[self.at]:
+                raise Mismatch(f"{given.source.name} does not exist yet")
+            node = self.editor.method("to", (node, example(self.region.root).device), like=self.like)
         at = [i for i, label in enumerate(labels) if isinstance(label, Rows)]
         inner = [i for i, label in enumerate(labels) if label in (CLASS, FEW)]
-        sizes = [example(node).shape[i] for i in inner]
+        sizes = [constant(example(node).shape[i]) for i in inner]
         if not all(isinstance(n, int) for n in sizes):
             raise Mismatch(f"{node.name} has a size that changes beside its rows")
-        order = [*at, *inner, *(i for i in range(len(labels)) if i not in at and i not in inner)]
-        if order != sorted(order):
-            node = self.editor.method("permute", (node, order), like=self.like)
+        dims = [*at, *inner, *(i for i in range(len(labels)) if i not in at and i not in inner)]
+        if dims != sorted(dims):
+            node = self.editor.method("permute", (node, dims), like=self.like)
         if not at:
             return self.editor.method("reshape", (node, sizes), like=self.like)
-        axes = [axis for i in at for axis in range(labels[i].first, labels[i].last)]  # type: ignore[union-attr]
-        missing = [i for i, n in enumerate(rows) if i not in axes and not (isinstance(n, int) and n == 1)]
+        covered = [axis for i in at for axis in range(labels[i].first, labels[i].last)]  # type: ignore[union-attr]
+        missing = [i for i, n in enumerate(rows) if i not in covered and not (isinstance(n, int) and n == 1)]
         if missing:
-            shape = [n if i in axes else 1 for i, n in enumerate(rows)]
+            shape = [n if i in covered else 1 for i, n in enumerate(rows)]
             node = self.editor.method("reshape", (node, (*shape, *sizes)), like=self.like)
             node = self.editor.method("expand", (node, (*rows, *sizes)), like=self.like)
         return self.editor.method("reshape", (node, (-1, *sizes)), like=self.like)
@@ -211,7 +223,8 @@ class _Builder:
         described, wants = [], []
         for given, node in zip(self.region.inputs, inputs, strict=True):
             tensor = example(node)
-            described.append(Operand(tuple(tensor.shape[int(given.per_row) :]), tensor.dtype, tensor.device, given.per_row))
+            shape = tuple(map(constant, tensor.shape[int(given.per_row) :]))
+            described.append(Operand(shape, tensor.dtype, tensor.device, given.per_row))
             wants.append(bool(tensor.requires_grad))
         seams = [(_of_a_row(seam), seam.tensor.dtype) for seam in self.region.seams]
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
@@ -227,7 +240,7 @@ def _shape_of(seam: Seam) -> list[Any]:
 
 
 def _of_a_row(seam: Seam) -> tuple[int, ...]:
-    return tuple(n for n, label in zip(seam.tensor.shape, seam.typed.labels, strict=True) if label == FEW)
+    return tuple(constant(n) for n, label in zip(seam.tensor.shape, seam.typed.labels, strict=True) if label == FEW)
 
 
 def guard(x, lm_head, bias, values, kind):

@@ -147,6 +147,14 @@ def total(sites: Iterable[dict[str, Any]]) -> str:
     return f"about {saved} ms a step less than Inductor's kernels, by {sources} for {len(timed)} of {len(facts)} sites"
 
 
+def gained(sites: Iterable[dict[str, Any]]) -> float | None:
+    """Return the seconds that fused sites gain together, from the facts of each; None where the time of one is unknown."""
+    facts = list(sites)
+    if any("ours" not in f for f in facts):
+        return None
+    return max(0.0, 1e-6 * sum(f["inductor"] - f["ours"] for f in facts))
+
+
 def sentence(facts: dict[str, Any]) -> str:
     """``1.9 times Inductor's speed (table): 31 us instead of 59``; empty where nothing is known."""
     if not facts:

@@ -1,8 +1,9 @@
 """What the backward computes again: chosen by bytes saved against time lost, before AOTAutograd's partitioner decides.
 
-``speed``: nothing of ours. ``auto``: what frees most bytes a second first, up to half a percent of a step in all. ``min``:
-everything that is cheap. Attention, products, losses and random numbers are never computed twice; under a budget of the user
-(``activation_memory_budget``) the partitioner is told so, as it does not know ours.
+``speed``: nothing of ours. ``auto``: what frees most bytes a second first, up to half a percent of a step in all, and no
+more time than the fusions of the graph gain. ``min``: everything that is cheap. Attention, products, losses and random
+numbers are never computed twice; under a budget of the user (``activation_memory_budget``) the partitioner is told so, as it
+does not know ours.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Decisions:
     parameters: tuple[int, ...] = ()
     rows: dict[int, int] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
+    gained: float | None = None  # seconds of a step, by the estimates of all fused sites; None where one has no estimate
     asked: bool = False
     made: bool = False
     values: list[Value] = field(default_factory=list)
@@ -123,7 +125,10 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
         save(node)  # torch 2.13 computes it again from what the input holds by then: a gradient of other numbers
     decisions.step = seconds_of_step(joint)
     found = sorted(((c, seconds_again(c)) for c in candidates(joint)), key=lambda item: item[1] / item[0].saved)
-    left = {"speed": 0.0, "auto": _SHARE * decisions.step, "min": float("inf")}[memory]
+    share = _SHARE * decisions.step
+    if decisions.gained is not None:
+        share = min(share, decisions.gained)  # or the step could be slower than Inductor's
+    left = {"speed": 0.0, "auto": share, "min": float("inf")}[memory]
     moved, sources = set[fx.Node](), set[fx.Node]()
     for candidate, seconds in found:
         # What is made again of a norm's result reads that of the forward: it is saved then.

@@ -93,6 +93,12 @@ def lower_bound(number: torch.SymInt | torch.SymFloat, symbol: Any) -> Any:
     return -math.inf if bounds is None else bounds(symbol).lower
 
 
+def constant(size: Any) -> Any:
+    """Return a symbolic size that only one value is left for as that value, any other size as it is. Gone: as it is."""
+    expression = getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
+    return int(expression) if expression is not None and expression.is_number else size
+
+
 def expression_of(number: torch.SymInt | torch.SymFloat) -> Any:
     """The sympy expression of a symbolic number. Gone: raises AttributeError, and the mask that reads it is not proved."""
     return number.node.expr

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fx_fusion.torch_internals.dispatch import autograd_inside_an_op
+from fx_fusion.torch_internals.dispatch import autograd_inside_an_op, without_saved_tensor_hooks
 from fx_fusion.torch_internals.standalone import Operand, compiled_for_rows
 
 _PROGRAMS: dict[str, "RowProgram"] = {}
@@ -93,6 +93,6 @@ def program(key: str) -> RowProgram:
 
 
 def in_an_op(program: RowProgram, z: Tensor, *operands: Tensor) -> Sequence[Tensor]:
-    """``program.gradients`` below the dispatcher, where autograd is off."""
-    with autograd_inside_an_op():
+    """``program.gradients`` below the dispatcher, where autograd is off. Hooks of a checkpoint around it see nothing."""
+    with autograd_inside_an_op(), without_saved_tensor_hooks():
         return program.gradients(z, *operands)

@@ -7,6 +7,7 @@ gradient of the number is then one factor of all of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +41,8 @@ def cotangents_of(
     if tail is None:
         return None
     number, nodes = tail
-    operands = _operands(region, match, nodes)
-    view = editor.view
-    late = [n for n in operands if view.order.get(n, -1) >= view.order[at] or _is_written(editor, n)]
-    if late or any(not is_tensor(n) for n in operands):
+    nodes, operands = _with_what_comes_later(editor, match, region, nodes, at)
+    if any(not is_tensor(n) or _is_written(editor, n) for n in operands):
         return None
     known = {n: i for i, n in enumerate(operands)}
 
@@ -98,9 +97,22 @@ def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[f
             wanted.update(n for n in node.all_input_nodes if n in reached)
     nodes = [n for n in editor.graph.nodes if n in wanted and n not in match.outputs]
     mode = view.effects.region[region.root]
-    plain = all(view.is_pure(n) and view.effects.region[n] == mode for n in nodes)
+    plain = all(not view.effects.mutated(n) and view.effects.region[n] == mode for n in nodes)
     hidden = any(view.effects.region[n] != mode for n in match.outputs)
     return (number, nodes) if plain and not hidden else None
+
+
+def _with_what_comes_later(
+    editor: Editor, match: Match, region: Region, nodes: list[fx.Node], at: fx.Node
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the tail and what it reads, with what is computed behind ``at`` (a number of rows) as a part of the tail."""
+    order = editor.view.order
+    while True:
+        operands = _operands(region, match, nodes)
+        late = [n for n in operands if order.get(n, -1) >= order[at] and n.op in ("call_function", "call_method")]
+        if not late:
+            return nodes, operands
+        nodes = sorted({*nodes, *late}, key=order.__getitem__)
 
 
 def _operands(region: Region, match: Match, nodes: list[fx.Node]) -> list[fx.Node]:
@@ -128,6 +140,13 @@ def _flat(seam: Seam) -> Tensor:
     return seam.tensor.detach().reshape(-1, *few)
 
 
+def _is_plain(op: Any) -> bool:
+    """Return True for an op that neither draws random numbers, nor writes, nor waits for other ranks."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return op is operator.getitem or getattr(op, "__module__", "") in ("_operator", "math")
+    return op.namespace == "aten" and not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
+
+
 def _inserted(
     editor: Editor, match: Match, region: Region, gradient: fx.Graph, operands: list[fx.Node],
     shaped: Callable[[Seam], fx.Node],
@@ -136,6 +155,8 @@ def _inserted(
     placeholders = gradient.find_nodes(op="placeholder")
     seams, given = placeholders[: len(region.seams)], placeholders[len(region.seams) :]
     if any(user.target not in _SHAPES for seam in seams for user in seam.users):
+        return None
+    if any(not _is_plain(node.target) for node in gradient.nodes if node.op == "call_function"):
         return None
     values: dict[fx.Node, Any] = {
         **{p: editor.method("detach", (n,), like=match.root) for p, n in zip(given, operands, strict=True) if p.users},

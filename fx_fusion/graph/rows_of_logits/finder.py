@@ -30,17 +30,18 @@ class _Finder:
     def __init__(self, view: View, root: fx.Node):
         self.view = view
         selected = _selection(view, root)
-        logits = example(root) if selected is None else _rows_of(example(root), selected)
+        logits = _rows_of(example(root), selected[0]) if selected else example(root)
         self.reader = Reader(logits)
         rows = tuple(logits.shape[:-1])
-        self.region = Region(root, rows, self.reader.body, selected, made_by=self.reader.made_by)
+        of = selected[0] if selected else None
+        self.region = Region(root, rows, self.reader.body, of, made_by=self.reader.made_by)
         self.values: dict[fx.Node, Any] = {root: logits}  # of nodes inside
         self.after: set[fx.Node] = set()  # nodes that are computed from seams
         self.classes = logits.shape[-1]
         for node in list(view.graph.nodes):
             if node is root or node.op in ("output", "get_attr"):
                 continue
-            if selected is not None and node is selected:  # the logits are those of the rows that it takes
+            if node in selected:  # the logits are those of the rows that it takes
                 self.values[node] = self.values[node.args[0]]  # type: ignore[index]
                 self.region.nodes.add(node)
                 continue
@@ -195,20 +196,17 @@ class _Finder:
                 raise opaque
 
 
-def _selection(view: View, root: fx.Node) -> fx.Node | None:
-    """Return the call through which alone the logits are read, if it takes some of their rows. Casts may come before."""
+def _selection(view: View, root: fx.Node) -> list[fx.Node]:
+    """Return the calls through which alone the logits are read, if all take the same rows. Casts may come before."""
     node = root
-    while len(node.users) == 1:
-        (user,) = node.users
-        name = view.name(user)
-        if name == "getitem" and user.args[0] is node:
-            index = index_of(user.args[1], example(node).dim())
-            plain = index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
-            return user if plain else None
-        if name not in ("to", "float", "contiguous") or user.args[0] is not node:
-            break
-        node = user
-    return None
+    while len(node.users) == 1 and view.name(next(iter(node.users))) in ("to", "float", "contiguous"):
+        node = next(iter(node.users))
+    users = [user for user in node.users if not _asks_for_a_size(user)]
+    if not users or any(view.name(user) != "getitem" or user.args[0] is not node for user in users):
+        return []
+    index = index_of(users[0].args[1], example(node).dim())
+    plain = index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
+    return users if plain and all(user.args[1] == users[0].args[1] for user in users) else []
 
 
 def _rows_of(logits: Tensor, selected: fx.Node) -> Tensor:

@@ -220,7 +220,8 @@ class Reader(DispatchMode):
         recorded, words = tree_map(read, (args, kwargs))
         result = op(*args, **kwargs)
         for i, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-            if isinstance(tensor, Tensor) and id(tensor) not in self.sources:
+            known = id(tensor) in self.sources or id(tensor) in self.outside or id(tensor) in self.typed
+            if isinstance(tensor, Tensor) and not known:
                 self.outside[id(tensor)] = Made(op, recorded, words, i if isinstance(result, (tuple, list)) else None)
                 self._alive.append(tensor)
         return result

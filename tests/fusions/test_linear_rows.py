@@ -1,0 +1,273 @@
+"""Losses that treat rows one by one: found by their dims, run in chunks of logits."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fx_fusion
+from fx_fusion.kernels.logits import logit_chunks, row_programs
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import reasons
+
+B, T, H, V = 3, 8, 16, 4100
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of 8 rows, so that 24 rows take three."""
+    monkeypatch.setattr(logit_chunks, "_CHUNK_BYTES", dict.fromkeys(("cpu", "cuda"), (8 * V * 4, 8 * V * 4)))
+    monkeypatch.setattr(logit_chunks, "_ROW_MULTIPLE", 8)
+
+
+def log_p(z):
+    return z.float().log_softmax(-1)
+
+
+def of_labels(z, y):
+    return log_p(z).gather(-1, y[..., None]).squeeze(-1)
+
+
+def jensen_shannon(z, t):
+    """As TRL's GKD trainer has it: a mixture by logsumexp of a stack."""
+    p, q, half = log_p(z), log_p(t), torch.tensor(0.5, device=z.device).log()
+    mixture = torch.logsumexp(torch.stack([p + half, q + half]), dim=0)
+    both = (F.kl_div(mixture, of, reduction="none", log_target=True) for of in (q, p))
+    return sum(each.sum(-1) for each in both).mean() / 2
+
+
+def ppo(z, t, y):
+    ratio = (of_labels(z, y) - t[..., 0]).exp()
+    gain = torch.min(ratio * t[..., 1], ratio.clamp(0.8, 1.2) * t[..., 1])
+    return -(gain - 1e-3 * z.float().logsumexp(-1).square() - 1e-3 * z.square().mean(-1)).mean()
+
+
+def top_k(z, t, y):
+    values, index = t.topk(5, -1)
+    return F.kl_div(log_p(z).gather(-1, index), values.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+def of_sequences(z, t, y):
+    """Per-sequence means of a masked distance."""
+    mask = (y > 1000).float()
+    each = (z.softmax(-1) - t.softmax(-1)).abs().sum(-1)
+    return ((each * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+# Losses of logits z (B, T, V), numbers t (B, T, V) and classes y (B, T); whether the gradient is computed in the forward.
+LOSSES = {
+    "reverse KL": (lambda z, t, y: (z.softmax(-1) * (log_p(z) - log_p(t))).sum(-1).mean(), True),
+    "total variation": (lambda z, t, y: (z.softmax(-1) - t.softmax(-1)).abs().sum(-1).mean() / 2, True),
+    "Jensen-Shannon": (lambda z, t, y: jensen_shannon(z, t), True),
+    "PPO": (ppo, True),
+    "top-k": (top_k, True),
+    "squared error": (lambda z, t, y: F.mse_loss(z, t), True),
+    "sequences": (of_sequences, True),
+    "weighted by rows": (lambda z, t, y: -(of_labels(z, y) * t[:, 0, :1] * log_p(z).square().mean(-1)).sum() / 7, True),
+    "shifted": (lambda z, t, y: (z[:, :-1].softmax(-1) * (log_p(z[:, :-1]) - log_p(t[:, 1:]))).sum(-1).mean(), True),
+    "in one dim": (lambda z, t, y: (lambda z, t: (z - t).abs().sum(-1).mean())(z.view(-1, V), t.view(-1, V)), True),
+    "mean of logits": (lambda z, t, y: z.float().square().mean(), True),
+    "hardest tokens": (lambda z, t, y: (z - t).square().mean(-1).flatten().topk(6)[0].mean(), False),
+    "squared mean": (lambda z, t, y: (z - t).square().mean(-1).mean().square(), False),
+    "of whole sequences": (lambda z, t, y: -F.logsigmoid((z - t).abs().mean(-1).sum(1)).mean(), False),
+    "two of them": (lambda z, t, y: ((z - t).abs().mean(), z.exp().sum(-1).log1p().mean()), False),
+    "tokens returned": (lambda z, t, y: (lambda each: (each.mean(), each))((z - t).square().mean(-1)), False),
+    "tokens logged": (lambda z, t, y: (lambda each: (each.mean(), each.detach()))((z - t).square().mean(-1)), True),
+    "accuracy": (lambda z, t, y: (F.cross_entropy(z.view(-1, V), y.view(-1)), (z.argmax(-1) == y).float().mean()), True),
+}
+
+
+def operands(dtype, rows=B):
+    torch.manual_seed(0)
+    head = nn.Linear(H, V).to(dtype)
+    x = torch.randn(rows, T, H, dtype=dtype, requires_grad=True)
+    return head, x, torch.randn(rows, T, V, dtype=dtype), torch.randint(0, V, (rows, T))
+
+
+def results_of(call, head, x, t, y, factor=3.0):
+    """Values and gradients, for an upstream gradient of ``factor``."""
+    head.zero_grad()
+    found = call(head, x, t, y)
+    found = found if isinstance(found, tuple) else (found,)
+    sum(out.double().sum() * factor for out in found if out.requires_grad).backward()
+    gradients = [x.grad, head.weight.grad, head.bias.grad, *([t.grad] if t.requires_grad else [])]
+    x.grad = t.grad = None
+    return [out.detach() for out in found] + [g.clone() for g in gradients]
+
+
+def of(loss):
+    return lambda head, x, t, y: loss(head(x), t, y)
+
+
+def assert_as_eager(call, compiled, dtype=torch.float32, rows=B, teacher_is_trained=False):
+    head, x, t, y = operands(dtype, rows)
+    t.requires_grad_(teacher_is_trained)
+    found, expected = results_of(compiled, head, x, t, y), results_of(call, head, x, t, y)
+    wide = [o.double() if o.is_floating_point() else o for o in (x, t)]
+    exact = results_of(call, head.double(), *(o.detach().requires_grad_(o.requires_grad) for o in wide), y)
+    for ours, eager, true in zip(found, expected, exact, strict=True):
+        allowed = 2 * (eager.double() - true).norm() + (1e-6 if dtype == torch.float32 else 4e-3) * true.norm()
+        assert (ours.double() - true).norm() <= allowed
+
+
+def made_in_the_forward(report):
+    """Whether the op of the rewritten graph is given cotangents."""
+    (line,) = (line for line in report.graphs[0].after.splitlines() if "linear_rows(" in line)
+    return "cotangents=[]" not in line
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_of_rows(name, dynamic):
+    loss, in_the_forward = LOSSES[name]
+    compiled = torch.compile(of(loss), backend=rewriting_backend(select="always"), dynamic=dynamic)
+    with fx_fusion.recording() as report:
+        assert_as_eager(of(loss), compiled)
+        if dynamic:
+            assert_as_eager(of(loss), compiled, rows=5)
+    assert report.count("linear_rows") == len(report.graphs) == 1, str(report)
+    assert dynamic or made_in_the_forward(report) == in_the_forward
+
+
+@pytest.mark.parametrize("name", ["reverse KL", "PPO", "of whole sequences"])
+def test_loss_of_rows_in_bfloat16(name):
+    compiled = torch.compile(of(LOSSES[name][0]), backend=rewriting_backend(select="always"))
+    with fx_fusion.recording() as report:
+        assert_as_eager(of(LOSSES[name][0]), compiled, torch.bfloat16)
+    assert report.count("linear_rows") == 1, str(report)
+
+
+@pytest.mark.parametrize("name", ["reverse KL", "of whole sequences"])
+def test_teacher_and_class_weights_have_gradients(name):
+    """Inputs with rows get their rows' gradients, inputs without rows the sum over all chunks."""
+    weights = torch.linspace(0.5, 1.5, V).requires_grad_()
+
+    def call(head, x, t, y):
+        return LOSSES[name][0](head(x) * weights.to(x.dtype), t, y)
+
+    compiled = torch.compile(call, backend=rewriting_backend(select="always"))
+    sums = []
+    for function in (compiled, call):
+        head, x, t, y = operands(torch.float32)
+        results_of(function, head, x, t.requires_grad_(), y)
+        sums.append(weights.grad)
+        weights.grad = None
+    torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-6)
+    with fx_fusion.recording() as report:
+        torch._dynamo.reset()
+        assert_as_eager(call, torch.compile(call, backend=rewriting_backend(select="always")), teacher_is_trained=True)
+    assert report.count("linear_rows") == 1, str(report)
+
+
+@pytest.mark.parametrize("around", ["no_grad teacher", "checkpoint", "autocast"])
+def test_loss_of_rows_inside_of(around):
+    loss = LOSSES["reverse KL"][0]
+
+    def call(head, x, t, y):
+        if around == "no_grad teacher":
+            with torch.no_grad():
+                t = t / 2
+            return loss(head(x), t, y)
+        if around == "checkpoint":
+            return checkpoint(lambda x, t: loss(head(x), t, y), x, t, use_reentrant=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(head(x), t, y)
+
+    head, x, t, y = operands(torch.float32)
+    compiled = torch.compile(call, backend=rewriting_backend(select="always"))
+    with fx_fusion.recording() as report:
+        found = results_of(compiled, head, x, t, y)
+    assert report.count("linear_rows") == 1, str(report)
+    rounded = 2e-2 if around == "autocast" else 1e-4
+    for ours, eager in zip(found, results_of(call, head, x, t, y), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=rounded, atol=rounded * eager.abs().max().item())
+
+
+LEFT = {  # what is no loss of rows, and the reason in the report
+    "mean over rows": (lambda z, t, y: z.mean((0, 1)).softmax(-1).max(), "mixes rows while there are classes"),
+    "product of logits": (lambda z, t, y: (z.flatten(0, 1).T @ z.flatten(0, 1)).abs().mean(), ""),
+    "dropout": (lambda z, t, y: F.dropout(z, 0.5).square().mean(), "changes a value in place|draws random numbers"),
+    "in place": (lambda z, t, y: z.mul_(2).square().mean(), "changes a value in place"),
+    "softmax over rows": (lambda z, t, y: z.softmax(1).square().mean(), "goes along the rows"),
+    "largest of all": (lambda z, t, y: z.max(), ""),
+    "logits returned": (lambda z, t, y: ((z - t).abs().mean(), z), ""),
+    "float64": (lambda z, t, y: z.double().square().mean(), "float64"),
+    "mixed with a number of all rows": (lambda z, t, y: (z - z.logsumexp(-1).mean()).abs().mean(), "made of all rows"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_mixes_rows_is_left(name):
+    loss, why = LEFT[name]
+    head, x, t, y = operands(torch.float32)
+    with fx_fusion.recording() as report:
+        torch.manual_seed(1)
+        found = results_of(torch.compile(of(loss), backend=rewriting_backend(select="always")), head, x, t, y)
+    assert report.count("linear_rows") == 0, str(report)
+    assert any(part in reasons(report, "linear_rows") for part in why.split("|")), str(report)
+    torch.manual_seed(1)
+    for ours, eager in zip(found, results_of(of(loss), head, x, t, y), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_once_more_and_frozen_heads():
+    """``retain_graph``; a head without a gradient; no gradient at all."""
+    loss, call = LOSSES["reverse KL"][0], None
+    head, x, t, y = operands(torch.float32)
+    call = torch.compile(of(loss), backend=rewriting_backend(select="always"))
+    number = call(head, x, t, y)
+    number.backward(retain_graph=True)
+    once = x.grad.clone()
+    number.backward()
+    torch.testing.assert_close(x.grad, 2 * once)
+    head.requires_grad_(False)
+    x.grad = None
+    call(head, x, t, y).backward()
+    torch.testing.assert_close(x.grad, once)
+    with torch.no_grad():
+        torch.testing.assert_close(call(head, x, t, y), number.detach())
+
+
+def test_saved_tensors_have_no_logits():
+    """Neither way keeps a tensor (rows, classes) but the teacher's logits."""
+    saved = []
+    for name in ("squared error", "of whole sequences"):
+        head, x, t, y = operands(torch.float32)
+        call = torch.compile(of(LOSSES[name][0]), backend=rewriting_backend(select="always"))
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+            call(head, x, t, y)
+        assert all(s.numel() < B * T * V or s.untyped_storage().data_ptr() == t.data_ptr() for s in saved)
+
+
+def test_unknown_program_raises():
+    with pytest.raises(RuntimeError, match="unknown program 0123"):
+        row_programs.program("0123")
+
+
+@pytest.mark.slow
+def test_compiled_graph_is_found_by_a_second_process(tmp_path):
+    """Inductor's caches hold graphs that call a program; each process registers it when it rewrites."""
+    script = textwrap.dedent(f"""
+        import torch, fx_fusion
+        from torch._dynamo.utils import counters
+        torch.manual_seed(0)
+        head, x, t = torch.nn.Linear({H}, {V}), torch.randn({B * T}, {H}, requires_grad=True), torch.randn({B * T}, {V})
+        f = lambda x: (head(x).softmax(-1) - t.softmax(-1)).abs().sum(-1).mean()
+        with fx_fusion.recording() as report:
+            loss = torch.compile(f, backend="fx_fusion", options={{"select": "always"}})(x)
+        loss.backward()
+        assert report.count("linear_rows") == 1, str(report)
+        torch.testing.assert_close(loss, f(x))
+        print("hits", counters["aot_autograd"]["autograd_cache_hit"])
+    """)
+    for hits in (0, 1):
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=1200, check=False,
+            env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )  # fmt: skip
+        assert f"hits {hits}" in done.stdout, done.stdout + done.stderr
