@@ -49,10 +49,10 @@ def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks):
             whole[part] = some
         for d, of in zip(d_inputs, rows.inputs, strict=True):
             if d is not None:
-                gradient = next(gradients)
-                d[part] = gradient if of.per_row else d[part]
-                if not of.per_row:
-                    d += gradient
+                if of.per_row:
+                    d[part] = next(gradients)
+                else:
+                    d += next(gradients)
 
     index, nothing = torch.arange(m), torch.empty(m, 0)
     needs = needs if wanted else [False] * 3

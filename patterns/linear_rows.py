@@ -7,7 +7,7 @@ runs on one chunk of logits at a time. What follows reads one number a row and s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,8 @@ def emit(editor: Editor, match: Match) -> None:
         x, lm_head, bias = builder.operands(linear)
         inputs = [builder.flat(given) for given in region.inputs]
         program = builder.program(x, inputs)
-        grad = editor.view.effects.region[region.root][0]
+        logits = next(iter(region.body.find_nodes(op="placeholder")))
+        grad = editor.view.effects.region[region.root][0] and logits in differentiated(region.body)
         needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
         cotangents = None
         if any(needs) or any(program.wants):
@@ -131,9 +132,12 @@ def emit(editor: Editor, match: Match) -> None:
         call = editor.call(op, arguments, like=match.root)
         for i, seam in enumerate(region.seams):
             flat = editor.item(call, i, like=match.root)
-            builder.seams[seam] = editor.method("view", (flat, *_shape_of(seam)), like=match.root)
+            builder.seams[seam] = editor.method("view", (flat, *without_symbols(seam.tensor.shape)), like=match.root)
         made = {node: builder.seams[seam] for node, seam in region.ends.items()}
         made |= {node: builder.again(how) for node, how in region.rest.items()}
+        for node, new in made.items():
+            if example(new).requires_grad and not example(node).requires_grad:  # detached, or of classes
+                made[node] = editor.method("detach", (new,), like=match.root)
         editor.check(list(made), made.values())
     for old, new in made.items():
         editor.replace(old, new)
@@ -169,6 +173,8 @@ class _Builder:
             return self.seams[how]
         if how not in self._known:
             args, kwargs = tree_map(self._operand, (how.args, how.kwargs))
+            if how.op in _RESHAPES:
+                args = (args[0], without_symbols(args[1]), *args[2:])
             node = self.editor.call(how.op, args, kwargs, like=self.like)
             self._known[how] = node if how.item is None else self.editor.item(node, how.item, like=self.like)
         return self._known[how]
@@ -199,8 +205,8 @@ class _Builder:
         dims = [*at, *inner, *(i for i in range(len(labels)) if i not in at and i not in inner)]
         if dims != sorted(dims):
             node = self.editor.method("permute", (node, dims), like=self.like)
-        if not at:
-            return self.editor.method("reshape", (node, sizes), like=self.like)
+        if not at:  # a tensor with dims keeps one: by type promotion a tensor without dims is a number
+            return self.editor.method("reshape", (node, sizes or [1] * min(len(labels), 1)), like=self.like)
         covered = [axis for i in at for axis in range(labels[i].first, labels[i].last)]  # type: ignore[union-attr]
         missing = [i for i, n in enumerate(rows) if i not in covered and not (isinstance(n, int) and n == 1)]
         if missing:
@@ -220,19 +226,39 @@ class _Builder:
         classes, device = logits.shape[-1], logits.device
         stride = padded_classes(classes, logits.dtype, device.type == "cuda")
         of_logits = Operand((classes,), logits.dtype, device, per_row=True, stride=stride)
-        described, wants = [], []
+        described, wants, trained = [], [], differentiated(self.region.body)
         for given, node in zip(self.region.inputs, inputs, strict=True):
             tensor = example(node)
             shape = tuple(map(constant, tensor.shape[int(given.per_row) :]))
             described.append(Operand(shape, tensor.dtype, tensor.device, given.per_row))
-            wants.append(bool(tensor.requires_grad))
+            wants.append(bool(tensor.requires_grad) and given.typed.node in trained)
         seams = [(_of_a_row(seam), seam.tensor.dtype) for seam in self.region.seams]
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
 
 
-def _shape_of(seam: Seam) -> list[Any]:
-    """Return the shape of a seam in the graph, with -1 for its last symbolic size: that may be no single symbol."""
-    shape = list(seam.tensor.shape)
+_RESHAPES = {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default}
+# Ops without a gradient.
+_CONSTANT = {
+    "detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "any", "all", "sign", "floor", "ceil", "round",
+    "logical_not", "logical_and", "logical_or", "isnan", "isinf", "isfinite", "ones_like", "zeros_like", "full_like",
+}  # fmt: skip
+
+
+def differentiated(body: fx.Graph) -> set[fx.Node]:
+    """Return the nodes of a body through which a gradient of its results may come."""
+    found, waiting = set[fx.Node](), list(body.output_node().all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in found or getattr(node.target, "_opname", "") in _CONSTANT:
+            continue
+        found.add(node)
+        waiting += node.all_input_nodes
+    return found
+
+
+def without_symbols(shape: Sequence[Any]) -> list[Any]:
+    """Return a shape with -1 for its last symbolic size, which may be no single symbol."""
+    shape = list(shape)
     symbolic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
     if symbolic:
         shape[symbolic[-1]] = -1

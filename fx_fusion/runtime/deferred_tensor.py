@@ -62,7 +62,7 @@ class _Link(torch.autograd.Function):
         for hook in ctx.hooks if value is None else ():
             found = hook.function(dy)
             dy = dy if found is None else found
-        if value is not None and (history_of(value) is not history or has_backward_hooks(value)):
+        if value is not None and (history_of(value) is not history or has_backward_hooks(value) or value.retains_grad):
             raise RuntimeError(
                 "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
                 "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the "
@@ -102,7 +102,8 @@ def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTen
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
-    tensor._hooks, tensor._seen, tensor._taken, tensor._given_to = Hooks(), [], None, None
+    tensor._hooks, tensor._seen, tensor._taken, tensor._relatives = Hooks(), [], None, []
+    tensor._is_given = False
     return tensor
 
 
@@ -110,7 +111,7 @@ def _around(value: Tensor, token: Tensor | None = None) -> DeferredTensor:
     """What a compiler sees of a deferred tensor: ``value`` and ``token`` are fake ones."""
     tensor = wrapper(DeferredTensor, value, value.device)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = None, value, None, True, token
-    tensor._hooks, tensor._taken, tensor._given_to = Hooks(), None, None
+    tensor._hooks, tensor._taken = Hooks(), None
     return tensor
 
 
@@ -121,10 +122,11 @@ class DeferredTensor(torch.Tensor):
     _value: Tensor | None
     _inner: Tensor | None  # the value without history
     _given: Tensor | None  # the token: one object, as Dynamo's guards tell inputs apart by identity
-    _given_to: Any  # the node of the custom Function whose result the value became
     _traced: bool  # stands around a fake tensor, for a compiler
     _hooks: Hooks
     _taken: str | None  # the name of the output, if a loss took what it would be computed of before it was read
+    _is_given: bool  # the value has the gradient that a custom Function gave the tensor
+    _relatives: list[weakref.ref[DeferredTensor]]  # all tensors of the recipe
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
     @staticmethod
@@ -142,6 +144,7 @@ class DeferredTensor(torch.Tensor):
             else:
                 tensor = _Link.apply(source, meta, device, *source.sources())
         source.recipe.family.append(weakref.ref(tensor))
+        tensor._relatives = source.recipe.family
         return tensor
 
     @property
@@ -182,13 +185,28 @@ class DeferredTensor(torch.Tensor):
         if self._value is None and source is not None:
             source.recipe.settle()
         assert self._value is not None
-        if not self._traced and torch.is_grad_enabled():
+        if self._traced:
+            return self._value
+        if not self._value.requires_grad and torch.is_grad_enabled():
             with without_torch_function():
-                # A custom Function returned it (a reentrant checkpoint, one that changed it in place): not a link of ours.
-                fn = self.grad_fn
-                if fn is not None and fn is not self._given_to and not isinstance(getattr(fn, "source", None), Source):
-                    self._given_to, self._value = fn, _Given.apply(self, self._value)
+                if self._was_returned():  # as a reentrant checkpoint does
+                    self._value, self._is_given = _Given.apply(self, self._value), True
+        elif any(member._was_returned() and not member._is_given for member in self._family()):
+            raise RuntimeError(
+                "a custom autograd.Function changed a deferred tensor in place (`mark_dirty`). Its views would have another "
+                'gradient than it has: hand the function tensor.clone(), or compile with options={"defer_outputs": False}.'
+            )
         return self._value
+
+    def _was_returned(self) -> bool:
+        """Return True if a custom Function has returned this tensor: its history is no link of ours any more."""
+        with without_torch_function():
+            return self.grad_fn is not None and not isinstance(getattr(self.grad_fn, "source", None), Source)
+
+    def _family(self) -> list[DeferredTensor]:
+        """Return the tensors of one recipe that were computed and are alive."""
+        members = [tensor for reference in self._relatives if (tensor := reference()) is not None]
+        return [tensor for tensor in members if tensor._value is not None and tensor._value.requires_grad]
 
     def as_subclass(self, cls: Any) -> Any:
         return self.materialize().as_subclass(cls)
@@ -293,11 +311,8 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def _of_values(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function on the values."""
-        values, keywords = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
-        result = func(*values, **keywords)
-        # A custom autograd.Function that changes its input in place has to return that input itself.
-        changed = not torch.is_grad_enabled() and args and isinstance(args[0], DeferredTensor) and result is values[0]
-        return args[0] if changed and args[0].requires_grad else result
+        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     @never_captured

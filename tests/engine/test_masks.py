@@ -263,6 +263,15 @@ NOT_HELD = {  # Masks that hide other scores than whole numbers and reals would.
     "a window in float32": lambda: in_window(1.7e9 + torch.arange(N, dtype=torch.float32)),
     "chunks in float32": lambda: in_order(torch.arange(N)) & same(at(2.0**24, torch.float32) // 4),
     "documents in int32": lambda: in_order(torch.arange(N)) & same(torch.arange(N).int() * 2**30 // 2**31),
+    "a number that bfloat16 rounds": lambda: torch.ones(N, N, dtype=torch.bfloat16).tril() > 0.999,
+    "a number that float16 rounds": lambda: earlier(N) | (torch.ones(N, N, dtype=torch.half) != 1.0001),
+    "a sum with a number that bfloat16 rounds": lambda: earlier(N) | (torch.full((N, N), 256.0, dtype=torch.bfloat16) - 256.5 != 0),
+    "a number that overflows float16": lambda: (later_is_hidden().half() + 70000.0) <= float("inf"),
+    "a tensor without dims that float16 rounds": lambda: earlier(N) | (torch.full((N, N), 6e4, dtype=torch.half) * torch.tensor(1e-8) == 0),
+    "chunks in int8": lambda: in_order(torch.arange(N)) & same((torch.arange(N) % 100).to(torch.int8) // 100),
+    "chunks beside a float": lambda: in_order(torch.arange(N)) & same((torch.arange(N) + 2**25) // 4.0 - 2**23),
+    "float8": lambda: later_is_hidden().to(torch.float8_e5m2).float(),
+    "a running sum of one number": lambda: earlier(N) & (torch.tensor(1).cumsum(0) > 0),
     "-inf times 0": lambda: later_is_hidden() * 0,
     "-inf times 0, the other way": lambda: 0.0 * later_is_hidden(),
     "-inf minus -inf": lambda: later_is_hidden() - later_is_hidden(),
@@ -272,6 +281,14 @@ NOT_HELD = {  # Masks that hide other scores than whole numbers and reals would.
     "-inf times a boolean": lambda: torch.full((N, N), float("-inf")) * (torch.arange(N) > torch.arange(N)[:, None]),
     "differences of -inf": lambda: torch.full((N, N + 1), float("-inf")).diff(dim=-1),
     "a running sum of -inf times 0": lambda: (later_is_hidden() * 0).cumsum(0),
+}
+
+
+# One number for each key or document: the tensor itself is read, whatever it holds.
+READ_WHEN_IT_RUNS = {
+    "int32 that wraps around": "keys shown by mul",
+    "products in int64": "keys shown by mul",
+    "documents in int32": "documents of floordiv",
 }
 
 
@@ -304,8 +321,7 @@ def test_mask_beyond_its_dtype_is_not_proved(name):
     wide = torch.randn(1, 1, N, 8, generator=torch.Generator().manual_seed(0))
     found, report = rewritten(attention, wide)
     report.assert_fused(causal_mask=0, block_sparse_attention=0)
-    read_when_it_runs = name in ("int32 that wraps around", "products in int64")  # one number a key, like padding
-    assert ("keys shown by mul" if read_when_it_runs else "the mask is not proved") in str(report)
+    assert READ_WHEN_IT_RUNS.get(name, "the mask is not proved") in str(report)
     torch.testing.assert_close(found, attention(wide), equal_nan=True)
 
 
@@ -370,6 +386,8 @@ OF_A_MASK = {  # a function of a mask that comes in, and what fires under it
     "no infinity": (lambda m: m > float("-inf"), 0),
     "no infinity, of all": (lambda m: ~(m == float("-inf")), 0),
     "scaled away": (lambda m: m * 1e-38, 0),
+    "a number that it swallows": (lambda m: m + 1e30 != LOW, 0),
+    "added to itself": (lambda m: m + m, 1),
     "from itself": (lambda m: m - m, 0),
     "above half of the lowest": (lambda m: m >= LOW / 2, 1),
     "zeros": (lambda m: m == 0, 1),

@@ -188,6 +188,71 @@ def test_loss_of_rows_inside_of(around):
         torch.testing.assert_close(ours, eager, rtol=rounded, atol=rounded * eager.abs().max().item())
 
 
+def with_a_second_head(head, x, t, y):
+    """Log-probabilities of another head, detached: its weight has no gradient at all."""
+    other = t[0, :, :H].T.contiguous().view(H, T).repeat(1, V // T + 1)[:, :V]
+    return ((head(x) - (x @ other).detach()).abs().sum(-1)).mean()
+
+
+def under_no_grad(head, x, t, y):
+    """A teacher with the student's weights, whose products are hidden from autograd."""
+    with torch.no_grad():
+        teacher = torch.tanh(F.linear(x, head.weight))
+    return (head(x).softmax(-1) - teacher.softmax(-1)).abs().sum(-1).mean()
+
+
+def hidden_softmax(head, x, t, y):
+    with torch.no_grad():
+        q = t.softmax(-1)
+    return (q * log_p(head(x))).sum(-1).mean() + t.mean()
+
+
+HARD = {  # what a hostile reader found
+    "teacher of the same weights under no_grad": under_no_grad,
+    "softmax of a trained teacher under no_grad": hidden_softmax,
+    "detached second head": with_a_second_head,
+    "learned number": lambda head, x, t, y: ((head(x) * t.mean()).square().mean(-1)).mean(),
+    "learned number with a dim": lambda head, x, t, y: ((head(x) * t.mean().view(1)).square().mean(-1)).mean(),
+    "the likeliest class": lambda head, x, t, y: (log_p(head(x)).topk(1).values.squeeze(-1) * t[..., 0]).mean(),
+    "sums of one number": lambda head, x, t, y: (lambda hit: (hit + hit + 0.0 * log_p(head(x)).sum(-1)).mean())(
+        (head(x).argmax(-1) == y).unsqueeze(-1).sum(-1)
+    ),
+    "one of several": lambda head, x, t, y: (head(x)[..., 5:6].squeeze(-1) * t[..., 0]).mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", HARD)
+def test_gradients_where_they_are_easily_lost(name, dtype):
+    compiled = torch.compile(HARD[name], backend=rewriting_backend(select="always"))
+    assert_as_eager(HARD[name], compiled, dtype, teacher_is_trained="learned" in name or "trained" in name)
+
+
+def test_results_without_a_gradient_have_none():
+    head, x, t, y = operands(torch.float32)
+
+    def call(x):
+        z = head(x)
+        return (z - t).abs().mean(), z.logsumexp(-1).detach(), (z.argmax(-1) == 3).float()
+
+    with fx_fusion.recording() as report:
+        found = torch.compile(call, backend=rewriting_backend(select="always"))(x)
+    assert report.count("linear_rows") == 1, str(report)
+    assert [out.requires_grad for out in found] == [True, False, False]
+
+
+def test_float32_temperature_beside_bfloat16_logits_keeps_float32():
+    head, x, t, y = operands(torch.bfloat16)
+    temperature = torch.full((1,), 0.7)
+
+    def call(x):
+        return (head(x) / temperature).logsumexp(-1).square()
+
+    found = torch.compile(call, backend=rewriting_backend(select="always"))(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, call(x), rtol=1e-4, atol=1e-4)
+
+
 LEFT = {  # what is no loss of rows, and the reason in the report
     "mean over rows": (lambda z, t, y: z.mean((0, 1)).softmax(-1).max(), "mixes rows while there are classes"),
     "product of logits": (lambda z, t, y: (z.flatten(0, 1).T @ z.flatten(0, 1)).abs().mean(), ""),
@@ -196,6 +261,7 @@ LEFT = {  # what is no loss of rows, and the reason in the report
     "softmax over rows": (lambda z, t, y: z.softmax(1).square().mean(), "goes along the rows"),
     "largest of all": (lambda z, t, y: z.max(), ""),
     "logits returned": (lambda z, t, y: ((z - t).abs().mean(), z), ""),
+    "float16 inside": (lambda z, t, y: z.half().square().mean(), "float16"),
     "float64": (lambda z, t, y: z.double().square().mean(), "float64"),
     "mixed with a number of all rows": (lambda z, t, y: (z - z.logsumexp(-1).mean()).abs().mean(), "made of all rows"),
 }

@@ -56,6 +56,8 @@ def held(prover: Interpreter, expression: sympy.Basic, dtype: torch.dtype, node:
     fraction is rounded."""
     if dtype == torch.bool or is_predicate(expression):
         return expression
+    if dtype.is_floating_point and dtype not in HIDDEN:
+        raise Opaque(node, f"{node.name} counts in {name(dtype)}")
     if expression.has(sympy.Piecewise):
         expression = sympy.piecewise_fold(expression)  # 1 - Piecewise((1, shown), (0, True)) has two values
     if not isinstance(expression, sympy.Piecewise):

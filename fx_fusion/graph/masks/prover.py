@@ -93,6 +93,8 @@ class MaskProver:
         if key not in self._proofs:
             try:
                 self._proofs[key] = self._prove(mask, hides)
+            except RecursionError:
+                self._proofs[key] = MaskProof("unknown", f"{mask.name} is made in too many steps to be proved", mask)
             except Opaque as opaque:
                 is_input = opaque.node is not None and opaque.node.op == "placeholder"
                 given = is_input and not example(opaque.node).requires_grad
@@ -191,7 +193,7 @@ class MaskProver:
             raise Opaque(node, f"{node.name} is given {', '.join(sorted(unread))} by keyword")
         try:
             return held(self, rule(self, node, bound), example(node).dtype, node)
-        except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:  # an unusual call: not proved
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # an unusual call: not proved
             raise Opaque(node, f"{node.name} is called in an unusual way ({error})") from error
 
     def name(self, node: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from fx_fusion.graph.masks.expressions import (
     condition_for,
     parts_of,
 )
-from fx_fusion.graph.masks.held import held, hidden_in, may_be_hidden, numbers_of
+from fx_fusion.graph.masks.held import HIDDEN, held, hidden_in, may_be_hidden, numbers_of
 from fx_fusion.graph.terms import example, is_tensor
 
 Bound = Mapping[str, Any]
@@ -77,9 +78,12 @@ def _as_read(prover: Interpreter, operand: Any, dtype: torch.dtype, node: fx.Nod
     expression = prover.numbers(operand, node)
     if is_tensor(operand):
         _check_that_values_are_kept(expression, example(operand).dtype, dtype, node)
-    elif dtype in (torch.float16, torch.bfloat16):
-        dtype = torch.float32  # PyTorch computes there, and does not round a Python number before
-    return held(prover, expression, dtype, node)
+    read = held(prover, expression, dtype, node)
+    # Some ops and devices round a number to 16 bits first, others compute with it in float32.
+    is_number = not is_tensor(operand) or (example(operand).dim() == 0 and example(operand).dtype != dtype)
+    if is_number and dtype in (torch.float16, torch.bfloat16) and read != expression:
+        raise Opaque(node, f"{node.name} rounds {expression} to {dtype}, or computes with it in float32")
+    return read
 
 
 def _check_that_values_are_kept(expression: sympy.Basic, before: torch.dtype, after: torch.dtype, node: fx.Node) -> None:
@@ -110,11 +114,21 @@ def _arithmetic(function: Callable[[Any, Any], Any], *, hidden: bool = False) ->
         a, b = (_as_read(prover, operand, dtype, node) for operand in (bound["input"], bound["other"]))
         if not hidden:
             a, b = _visible_number(a, node), _visible_number(b, node)
-        result = combined(function, a, b, node)
+        hides = may_be_hidden(a) or may_be_hidden(b)
+        result = combined(functools.partial(_sum_of_hidden, dtype, node) if hides else function, a, b, node)
         # A sum of booleans is one of them or both, no 2.
         return as_predicate(result, node) if dtype == torch.bool else result
 
     return rule
+
+
+def _sum_of_hidden(dtype: torch.dtype, node: fx.Node, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
+    """Return the sum of two values, of which one may be what a mask that comes in hides by: -inf, or the lowest number."""
+    if a.is_zero or b.is_zero or not (may_be_hidden(a) or may_be_hidden(b)):
+        return a + b
+    if all(value in (HIDDEN.get(dtype), -sympy.oo) for value in (a, b)):
+        return -sympy.oo  # Twice the lowest number overflows.
+    raise Opaque(node, f"{node.name} calculates with what hides in a mask that comes in")
 
 
 RULES["add"] = _arithmetic(operator.add, hidden=True)
@@ -184,7 +198,8 @@ def _abs(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
 
 @rule_of("floor_divide")
 def _floor_divide(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    a, b = (_visible_numbers(prover, operand, node) for operand in bound.values())
+    dtype = example(node).dtype
+    a, b = (_visible_number(_as_read(prover, operand, dtype, node), node) for operand in bound.values())
     if not (a.is_integer and b.is_Integer and b > 0):
         raise Opaque(node, f"{node.name} divides by {b}")
     return sympy.floor(a / b)
@@ -213,8 +228,8 @@ def _diff(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     x, dim, prepend = bound["input"], bound["dim"], bound["prepend"]
     if bound["n"] != 1 or bound["append"] is not None:
         raise Opaque(node, f"{node.name} is not a first difference")
-    if example(x).dtype != example(node).dtype:
-        raise Opaque(node, f"{node.name} prepends another dtype")
+    if example(x).dtype != example(node).dtype or example(x).dtype == torch.bool:
+        raise Opaque(node, f"{node.name} prepends another dtype, or is of booleans")
     i = DIMS[dim % example(x).dim()]
     inner = _visible_number(as_number(prover.anywhere(x, node)), node)
     if prepend is None:

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.effects import entered, storages
 from fx_fusion.graph.indices import WHOLE, index_of
-from fx_fusion.graph.rows_of_logits.reader import Reader
+from fx_fusion.graph.rows_of_logits.reader import Reader, is_elementwise
 from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
@@ -78,13 +78,14 @@ class _Finder:
             except Opaque:
                 value = None
         known = [] if value is None else list(self._typed(value))
+        hidden = self._drops_gradients(node)
         if known and len(known) == len([t for t in tree_leaves(value) if isinstance(t, Tensor)]):
-            self.values[node] = value
+            self.values[node] = self.reader.detached(value) if hidden else value
         elif self._is_large(tensor):
             labels = self.reader.labels_like_logits(tensor)
             if labels is not None:
-                made = self.reader.outside.get(id(value)) if isinstance(value, Tensor) else None
-                self.values[node] = self.reader.take(tensor, labels, made or node)
+                made = self.reader.outside.get(id(value)) if isinstance(value, Tensor) and not hidden else None
+                self.values[node] = self.reader.take(tensor, labels, made if is_elementwise(made) else node)
 
     def _is_large(self, tensor: Any) -> bool:
         large = isinstance(tensor, Tensor) and tensor.dim() >= 2

@@ -51,6 +51,11 @@ _FILLS = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.defaul
 _WITHOUT_A_PLACE = ("memory_format", "layout", "device", "pin_memory")
 
 
+def is_elementwise(made: Any) -> bool:
+    """Return True for what an elementwise op makes."""
+    return isinstance(made, Made) and (torch.Tag.pointwise in made.op.tags or made.op is aten._to_copy.default)
+
+
 class Reader(DispatchMode):
     """Labels what ops make of labeled values, and writes the body."""
 
@@ -87,7 +92,9 @@ class Reader(DispatchMode):
         return (*labels, CLASS)
 
     def made(self, tensor: Tensor) -> Made | Seam:
-        """Return how a tensor outside of the region is made."""
+        """Return how a tensor outside of the region is made. Raises Opaque where that is not known (``torch.vmap``)."""
+        if id(tensor) not in self.outside:
+            raise Opaque("a number is made in a way that is not known")
         return self.outside[id(tensor)]
 
     def made_by(self, tensor: Tensor) -> fx.Node | Made | None:
@@ -130,6 +137,8 @@ class Reader(DispatchMode):
         return self.region.seams[-1]
 
     def _note(self, tensor: Tensor, labels: Sequence[Label], node: fx.Node, reached: bool) -> Tensor:
+        if tensor.dtype == torch.float16:
+            raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
         self.typed[id(tensor)] = Typed(tuple(labels), node, reached)
         self._alive.append(tensor)
         return tensor
@@ -154,6 +163,8 @@ class Reader(DispatchMode):
                     self._taken[key] = inside
                     self._alive.append(tensor)
                     return inside
+            if tensor.dtype == torch.float16:
+                raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
             typed = Typed(labels, self.body.placeholder(f"input_{len(self.inputs)}"), reached=False)
             self._alive.append(tensor)
             self.inputs.append(Input(source, typed, tensor))
@@ -164,7 +175,7 @@ class Reader(DispatchMode):
         """Return a tensor (rows, classes) that an elementwise op makes, computed in the body; None for another one."""
         if CLASS not in labels or not any(isinstance(label, Rows) for label in labels) or made.item is not None:
             return None
-        if torch.Tag.pointwise not in made.op.tags and made.op is not aten._to_copy.default:
+        if not is_elementwise(made):
             return None
         nodes: dict[int, fx.Node] = {}
         for operand in tree_leaves((made.args, made.kwargs)):
@@ -192,7 +203,7 @@ class Reader(DispatchMode):
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise Opaque(f"{op.name()} draws random numbers")
         if any(t.dtype == torch.float64 for t in known):
-            raise Opaque("float64 is Inductor's")
+            raise Opaque("float64 is left to Inductor")
         try:
             return self._rule(op, args, kwargs)
         except NoRule:
@@ -450,6 +461,8 @@ class Reader(DispatchMode):
         for size, label in zip(before.shape, typed.labels, strict=True):
             if label == ONE and not statically_known_true(size == 1):
                 raise Opaque("a view of what was expanded")
+            if label in (CLASS, FEW) and statically_known_true(size == 1):
+                raise Opaque("a view of one class") if typed.has_classes else NoRule
         labels: list[Label] = [ONE] * after.dim()
         for old, new in groups_of(before.shape, after.shape):
             found = [typed.labels[i] for i in old]
