@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -195,21 +196,8 @@ def select(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates to replace, no node in two of them; and those whose nodes another one has."""
     chosen: list[Candidate] = []
-    while True:
-        more, candidates = _select_alone(candidates, taken, view, options, channels_last)
-        chosen += more
-        # What Inductor keeps for its neighbours gives its nodes back, and who waited for them is asked again.
-        if not (kept := _keep_together(chosen, view, options)):
-            return chosen, list(candidates)
-        taken.difference_update(*(candidate.nodes for candidate in kept))
-        chosen = [candidate for candidate in chosen if candidate not in kept]
-
-
-def _select_alone(
-    candidates: Sequence[Candidate], taken: set[fx.Node], view: View, options: Options, channels_last: bool
-) -> tuple[list[Candidate], list[Candidate]]:
-    chosen: list[Candidate] = []
     waiting: list[Candidate] = []
+    claimed = Counter(node for c in candidates if c.status == "legal" and c.match is not None for node in c.match.nodes)
     for candidate in candidates:
         match = candidate.match
         assert match is not None
@@ -222,29 +210,17 @@ def _select_alone(
         if channels_last:
             match = dataclasses.replace(match, channels_last=laid_out_of(candidate.fusion, match))
         with entered(view.effects.region[match.root]):
-            choice = cost.choose(candidate.fusion, match, view, options)
+            choice = cost.choose(candidate.fusion, match, view, options, claimed)
         candidate.estimate = choice.estimate
         note = "; ".join(part for part in (match.note, choice.note) if part)
         candidate.match = dataclasses.replace(match, note=note)
         if choice.keep is not None:
             candidate.decide("kept", choice.keep, refused=True)
+            claimed.subtract(match.nodes)
             continue
         taken.update(match.nodes)
         chosen.append(candidate)
     return chosen, waiting
-
-
-def _keep_together(chosen: Sequence[Candidate], view: View, options: Options) -> list[Candidate]:
-    """Keep the candidates that do not pay for the borders to their neighbours; returns them."""
-    sites = [(c.fusion, c.match, c.estimate) for c in chosen if c.match is not None]
-    choices = cost.choose_together(sites, view, options)
-    kept = [candidate for candidate, (reason, _) in zip(chosen, choices, strict=True) if reason is not None]
-    for candidate, (reason, estimate) in zip(chosen, choices, strict=True):
-        if reason is not None:
-            candidate.decide("kept", reason, refused=True)
-        if reason is not None or not kept:  # those that stay are asked again where one is kept
-            candidate.estimate = estimate
-    return kept
 
 
 # -- replace -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fx_fusion.cost import measure, table
+from fx_fusion.cost.neighbours import Beside
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.devices import device_type, gpu_name, planned_gpu
@@ -44,18 +45,13 @@ class Estimate:
     inductor_bytes: float | None = None
     beside: float | None = None
 
-    @property
-    def gain(self) -> float:
-        """The microseconds that a site gains; infinity where no time is known."""
-        return math.inf if self.ours is None or self.inductor is None else self.inductor - self.ours
-
-    def with_borders(self, microseconds: float, moved: float) -> Estimate:
-        """The same with what the borders of the site cost, where times are known."""
-        if not moved or self.ours is None or self.inductor is None:
+    def with_neighbours(self, neighbours: Beside) -> Estimate:
+        """The same with what pointwise neighbours cost, where times are known."""
+        if not neighbours.bytes or self.ours is None or self.inductor is None:
             return self
-        ours = self.ours + microseconds
-        total = None if self.bytes is None else self.bytes + moved
-        return replace(self, speed=self.inductor / ours, ours=ours, bytes=total, beside=microseconds)
+        more = neighbours.bytes / _bytes_a_microsecond(neighbours.device)
+        moved = None if self.bytes is None else self.bytes + neighbours.bytes
+        return replace(self, speed=self.inductor / (self.ours + more), ours=self.ours + more, bytes=moved, beside=more)
 
     def facts(self) -> dict[str, Any]:
         """What is known, by name."""
@@ -85,7 +81,7 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
         return None
     if ours is None or theirs is None:
         return Estimate("formula", moved[1] / moved[0])
-    a_microsecond = bytes_a_microsecond(floating[0].device)
+    a_microsecond = _bytes_a_microsecond(floating[0].device)
     return Estimate("formula", theirs / ours, ours / a_microsecond, theirs / a_microsecond, ours, theirs)
 
 
@@ -94,10 +90,10 @@ def _source(cell: table.Cell, tensor: torch.Tensor) -> tuple[str, float]:
     that was measured."""
     if cell.gpu == gpu_name(tensor):
         return "table", 1.0
-    return f"table of an {cell.gpu}", table.rates_of_tables()[cell.gpu] / (1e6 * bytes_a_microsecond(tensor.device))
+    return f"table of an {cell.gpu}", table.rates_of_tables()[cell.gpu] / (1e6 * _bytes_a_microsecond(tensor.device))
 
 
-def bytes_a_microsecond(device: torch.device) -> float:
+def _bytes_a_microsecond(device: torch.device) -> float:
     """How much a GPU reads and writes; a device that nothing is known of stands for one that is not here."""
     return bytes_per_second(torch.device("meta") if planned_gpu() else device) / 1e6
 

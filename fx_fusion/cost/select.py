@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.cost import measure, table
-from fx_fusion.cost.estimate import Estimate, bytes_a_microsecond, estimate, short
-from fx_fusion.cost.neighbours import borders, kept
+from fx_fusion.cost.estimate import Estimate, estimate, short
+from fx_fusion.cost.neighbours import beside
 from fx_fusion.float8.choice import without_support
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.legality import asked
@@ -21,7 +21,6 @@ from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.channels_last import images_of
-from fx_fusion.memory.cost import LAUNCH
 from fx_fusion.ops.layouts import is_channels_last
 from fx_fusion.options import Options
 
@@ -45,46 +44,21 @@ class Choice:
     estimate: Estimate | None = None
 
 
-def choose(fusion: Fusion, match: Match, view: View, options: Options) -> Choice:
-    """Return what becomes of a legal match as far as it is looked at alone."""
-    asked_for = _is_asked_for(fusion, options)
+def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: Mapping[fx.Node, int]) -> Choice:
+    """What becomes of a legal match; ``claimed``: of how many legal matches a node is part."""
+    asked_for = fusion.name in options.fusions and options.select not in ("always", "never")
     keep, note = _by_cost(fusion, match, view, options) if asked_for else (None, "")  # it measures, then all is known
-    found = estimate(fusion, match, options)
+    found, ops = estimate(fusion, match, options), ""
+    if found is not None:
+        neighbours = beside(match, view, claimed)
+        found, ops = found.with_neighbours(neighbours), neighbours.ops
     if fusion.name not in options.fusions:
         return Choice("switched off by options", estimate=found)
     if not asked_for:
         return Choice('options={"select": "never"}' if options.select == "never" else None, estimate=found)
+    if keep is None and found is not None and found.beside is not None and found.speed <= 1:
+        keep = f"Inductor's kernel computes the {ops} beside it too, saving {short(found.beside)} us"
     return Choice(keep, note, found)
-
-
-def _is_asked_for(fusion: Fusion, options: Options) -> bool:
-    """Return True if costs decide about a fusion."""
-    return fusion.name in options.fusions and options.select not in ("always", "never")
-
-
-def choose_together(
-    sites: Sequence[tuple[Fusion, Match, Estimate | None]], view: View, options: Options
-) -> list[tuple[Reason, Estimate | None]]:
-    """Return for sites that pay alone why Inductor keeps them for what lies beside them, or None, and what they take then.
-
-    Args:
-        sites: no node is in two of them.
-    """
-    found = borders([match for _, match, _ in sites], view)
-    costs = [b.bytes / bytes_a_microsecond(b.device) + 1e6 * LAUNCH * b.launches for b in found]
-    gains = [known.gain if known is not None and _is_asked_for(fusion, options) else math.inf for fusion, _, known in sites]
-    left = kept(gains, costs, [border.ends for border in found])
-    choices: list[tuple[Reason, Estimate | None]] = []
-    for i, (_, _, known) in enumerate(sites):
-        own = [number for number, border in enumerate(found) if i in border.ends]
-        # Two fused sites share what their border costs.
-        shares = [1 if i in left else 1 / sum(end not in left for end in found[number].ends) for number in own]
-        cost = sum(share * costs[number] for share, number in zip(shares, own, strict=True))
-        moved = sum(share * found[number].bytes for share, number in zip(shares, own, strict=True))
-        ops = " and ".join(dict.fromkeys(found[number].ends[i] for number in own))
-        reason = f"Inductor's kernel computes the {ops} beside it too, saving {short(cost)} us" if i in left else None
-        choices.append((reason, known if known is None else known.with_borders(cost, moved)))
-    return choices
 
 
 def _by_cost(fusion: Fusion, match: Match, view: View, options: Options) -> tuple[Reason, str]:

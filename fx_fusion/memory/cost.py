@@ -21,7 +21,7 @@ from fx_fusion.memory.joint_graph import JointGraph, base, bytes_of, users
 from fx_fusion.torch_internals.inductor import bytes_per_second
 from fx_fusion.torch_internals.partitioner import is_empty, is_fusible, is_view
 
-LAUNCH = 3e-6  # seconds between two kernels
+_LAUNCH = 3e-6  # seconds between two kernels
 _REACHED = 0.6  # of the peak: what the products of a step of a Llama reach on an H200, all of its time counted
 # FLOPs a second of one multiprocessor: dense products in 16 bits by compute capability, float32 without tensor cores.
 _PEAKS = {(7, 0): 1.5e12, (8, 0): 2.9e12, (9, 0): 7.4e12, (10, 0): 15e12, (10, 3): 15e12}
@@ -31,7 +31,7 @@ _PEAK_OF_A_CORE = 5e10  # of a CPU
 
 def seconds_again(candidate: Candidate) -> float:
     """The time for one value: its traffic at the speed of the memory, and its launches."""
-    return candidate.traffic / bytes_per_second(_device(candidate.node)) + candidate.launches * LAUNCH
+    return candidate.traffic / bytes_per_second(_device(candidate.node)) + candidate.launches * _LAUNCH
 
 
 def seconds_of_step(joint: JointGraph) -> float:

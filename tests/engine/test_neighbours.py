@@ -7,9 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fx_fusion
-from fx_fusion.cost.neighbours import kept
 from fx_fusion.graph.devices import planning_for
-from fx_fusion.memory.cost import LAUNCH
 
 N = 1024
 
@@ -46,10 +44,10 @@ def norm_of(report):
     return site
 
 
-def passes(report, launches=0):
-    """How often neighbours read and write a tensor, beside the kernels that are launched for it."""
-    microseconds = norm_of(report).estimate.get("beside", 0) - 1e6 * LAUNCH * launches
-    return round(microseconds * 4e12 / 1e6 / (2 * 16384 * N), 1)
+def passes(report):
+    """How often neighbours read and write a tensor."""
+    microseconds = norm_of(report).estimate.get("beside", 0)
+    return round(microseconds * 4e12 / 1e6 / (2 * 16384 * N))
 
 
 def layer_scale(x, scale):
@@ -65,25 +63,25 @@ def dropped(x, scale):
 
 
 @pytest.mark.parametrize(
-    ("block", "grad", "count", "launches"),
+    ("block", "grad", "count"),
     [
-        (lambda: Block(), True, 0, 0),
-        (lambda: Block(front=layer_scale), True, 3, 2),  # written, read; the sum's gradient read once more
-        (lambda: Block(front=layer_scale), False, 2, 1),
-        (lambda: Block(front=dropped), True, 3, 2),
-        (lambda: Block(behind=modulate), True, 4, 2),  # written, read; its gradient written, read
-        (lambda: Block(behind=modulate), False, 2, 1),
-        (lambda: Block(behind=lambda y, scale: modulate(y, scale) + F.linear(y, torch.ones(N, N).bfloat16())), True, 3, 2),
-        (lambda: Block(front=layer_scale, behind=modulate), True, 7, 4),
-        (lambda: Block(behind=lambda y, scale: y + scale), True, 2, 1),  # a sum's gradient is the one that comes in
-        (lambda: Block(front=lambda x, scale: x.view(-1, N).view_as(x)), True, 0, 0),
-        (lambda: Block(front=lambda x, scale: torch.reshape(input=x * scale, shape=x.shape)), True, 3, 2),
-        (lambda: Block(behind=lambda y, scale: torch.flatten(input=y, end_dim=1).mul(scale)), True, 4, 2),
-        (lambda: Block(behind=lambda y, scale: y[..., ::2].mul(2).repeat(1, 1, 2)), True, 2, 2),  # half of it is read
+        (lambda: Block(), True, 0),
+        (lambda: Block(front=layer_scale), True, 3),  # written, read; the sum's gradient read once more
+        (lambda: Block(front=layer_scale), False, 2),
+        (lambda: Block(front=dropped), True, 3),
+        (lambda: Block(behind=modulate), True, 4),  # written, read; its gradient written, read
+        (lambda: Block(behind=modulate), False, 2),
+        (lambda: Block(behind=lambda y, scale: modulate(y, scale) + F.linear(y, torch.ones(N, N).bfloat16())), True, 3),
+        (lambda: Block(front=layer_scale, behind=modulate), True, 7),
+        (lambda: Block(behind=lambda y, scale: y + scale), True, 2),  # a sum's gradient is the one that comes in
+        (lambda: Block(front=lambda x, scale: x.view(-1, N).view_as(x)), True, 0),
+        (lambda: Block(front=lambda x, scale: torch.reshape(input=x * scale, shape=x.shape)), True, 3),
+        (lambda: Block(behind=lambda y, scale: torch.flatten(input=y, end_dim=1).mul(scale)), True, 4),
+        (lambda: Block(behind=lambda y, scale: y[..., ::2].mul(2).repeat(1, 1, 2)), True, 0),  # another size
     ],
 )  # fmt: skip
-def test_how_often_they_read_and_write(block, grad, count, launches):
-    assert passes(explained(block, grad=grad, select="always"), launches) == pytest.approx(count, abs=0.3)
+def test_how_often_they_read_and_write(block, grad, count):
+    assert passes(explained(block, grad=grad, select="always")) == count
 
 
 @pytest.mark.parametrize(("front", "behind", "op"), [(layer_scale, None, "mul"), (None, modulate, "mul")])
@@ -146,59 +144,10 @@ class Sandwich(nn.Module):
         return self.b(self.second(h)), h
 
 
-def test_two_sites_pay_for_one_border():
-    """Inductor computes both norms of a sandwich in one kernel; fused, each would be one."""
-    sites = explained(Sandwich).sites
-    assert [(s.fusion, s.status) for s in sites] == [("add_rms_norm", "kept"), ("rms_norm", "kept")]
-    fused = explained(Sandwich, select="always").sites
-    assert len({s.estimate["beside"] for s in fused}) == 1  # half of the border each
-
-
-@pytest.mark.parametrize(
-    ("gains", "costs", "ends", "expected"),
-    [
-        ([1.0], [2.0], [{0: ""}], {0}),
-        ([2.0, 2.0], [3.0], [{0: "", 1: ""}], set()),  # together they pay for what neither pays for alone
-        ([1.0, 1.0], [3.0], [{0: "", 1: ""}], {0, 1}),
-        ([4.0, 1.0], [3.0], [{0: "", 1: ""}], set()),  # it is paid for: the second costs nothing more
-        ([4.0, 1.0], [3.0, 2.0], [{0: "", 1: ""}, {1: ""}], {1}),
-        ([float("inf"), 1.0], [3.0], [{0: "", 1: ""}], set()),
-        ([1.0, -1.0], [], [], set()),  # without borders it is not asked
-        ([2.0], [2.0], [{0: ""}], {0}),  # on equal terms it is Inductor's
-    ],
-)
-def test_which_sites_are_kept(gains, costs, ends, expected):
-    assert kept(gains, costs, ends) == expected
-
-
-class NormsOfHeads(nn.Module):
-    """Norms of queries and keys, and RoPE behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.out = (nn.Linear(N, N) for _ in range(3))
-        self.norm_q, self.norm_k = nn.RMSNorm(128), nn.RMSNorm(128)
-
-    def forward(self, x, _):
-        q = self.norm_q(self.q(x).unflatten(-1, (-1, 128))).transpose(1, 2)
-        k = self.norm_k(self.k(x).unflatten(-1, (-1, 128))).transpose(1, 2)
-        angles = torch.arange(q.shape[2], device=q.device)[:, None] * torch.ones(128, device=q.device)
-        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        return self.out(F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
-
-
-def rotated(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
-
-
-def test_norms_of_heads_in_front_of_rope():
-    report = explained(NormsOfHeads)
-    sites = report.sites
-    assert [s.status for s in sites if s.fusion in ("rms_norm", "rope")] == ["kept"] * 3, str(report)
-    (rope,) = [s for s in sites if s.fusion == "rope"]
-    assert "computes the rms_norm beside it too" in rope.reason
+def test_ops_of_other_sites_are_no_neighbours():
+    report = explained(Sandwich)
+    assert (report.count("rms_norm"), report.count("add_rms_norm")) == (1, 1), str(report)
+    assert all("beside" not in s.estimate for s in report.sites)
 
 
 class AfterConvolution(nn.Module):
@@ -213,13 +162,12 @@ class AfterConvolution(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("bias", "grad", "count", "launches"),  # the bias added; the gradient laid out anew
-    [(True, True, 3, 2), (True, False, 1, 1), (False, True, 2, 1), (False, False, 0, 0)],
+    ("bias", "grad", "count"),
+    [(True, True, 3), (True, False, 1), (False, True, 2), (False, False, 0)],  # the bias added; the gradient laid out anew
 )
-def test_a_convolution_in_front(bias, grad, count, launches):
+def test_a_convolution_in_front(bias, grad, count):
     """Inductor adds its bias, and lays its gradient out, in the norm's kernels."""
-    report = explained(lambda: AfterConvolution(bias), grad=grad, select="always")
-    assert passes(report, launches) == pytest.approx(count, abs=0.3)
+    assert passes(explained(lambda: AfterConvolution(bias), grad=grad, select="always")) == count
 
 
 def test_a_norm_behind_a_convolution_is_kept():
