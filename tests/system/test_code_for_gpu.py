@@ -45,7 +45,7 @@ def test_what_is_launched(case):
 
 # Their norms stand beside AdaLN's modulation or RoPE, which Inductor computes in the kernel of a norm. The bounds are what was
 # measured: norms and RoPE of queries and keys move more bytes apart than together, but Qwen3's take less time.
-BESIDE = {"sd3": 1.001, "flux": 1.04, "wan": 1.04, "qwen3": 0.60}
+BESIDE = {"sd3": 1.002, "flux": 1.04, "wan": 1.04, "qwen3": 0.60}
 
 
 @pytest.mark.slow
