@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint docs fuzz soak test-gpu sanitize bench coverage clean
+.PHONY: help demo test test-slow test-torch test-all lint docs fuzz soak test-gpu sanitize bench coverage clean
 
 help: ## list these commands
 	@echo "make TORCH=torch==2.13.0 COMMAND picks a build of torch for .venv; PYTHON=python3.12 the Python that makes it."
@@ -23,6 +23,12 @@ MINUTES ?= 600
 ORDER ?= $(shell date +%s)
 test-slow: $(VENV)/ready ## the slow tests, hours on two cores: MINUTES=40 begins none after that; CI runs them after make test
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m slow --minutes $(MINUTES) --shuffle $(ORDER)
+
+# What the package asks of torch's private names, and a model through Inductor.
+test-torch: $(VENV)/ready-demo ## a short test on another torch: TORCH=torch==2.15.0 VENV=.venv-2.15.0
+	$(BIN)/python -m pip install -q "$(TORCH)" "pytest>=9" "pytest-xdist>=3.8" hypothesis
+	$(BIN)/python -m pytest tests/engine/test_torch_contract.py tests/fusions/test_linear_rows.py -n 2 -m "not slow"
+	$(BIN)/python -m fx_fusion demo --layers 1 --steps 3 --device cpu
 
 test-all: test test-slow ## all tests
 

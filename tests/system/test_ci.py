@@ -17,7 +17,7 @@ def run_ci(tmp_path, *, works=True, **there):
     """The commands that .ci/run calls, and what it says. ``there``: whether a command exists."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("bash", "dirname"):
+    for name in ("bash", "dirname", "rm"):
         (folder / name).symlink_to(shutil.which(name))
     for name in ["make", *(name.replace("_", "-") for name, exists in there.items() if exists)]:
         status = 0 if works or name == "make" else 1
@@ -31,9 +31,12 @@ def run_ci(tmp_path, *, works=True, **there):
 
 
 def checks(calls):
-    """The tests, the linters, and the slow tests for as long as there is time."""
+    """The tests, the linters, other builds of torch, and the slow tests for as long as there is time."""
     assert calls[:2] == ["make test", "make lint"]
-    assert re.fullmatch(r"make test-slow MINUTES=\d+", *calls[2:])
+    other = [f"make TORCH=torch=={version} VENV=.venv-{version}" for version in ("2.11.0", "2.15.0")]
+    ready = (f"{make} .venv-{make.rpartition('-')[2]}/ready-demo" for make in other)
+    assert calls[2:6] == [call for pair in zip(ready, other, strict=True) for call in (pair[0], f"{pair[1]} test-torch")]
+    assert re.fullmatch(r"make test-slow MINUTES=\d+", *calls[6:])
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -41,7 +44,7 @@ def test_chromium_is_installed_where_it_is_missing_and_all_runs_without(tmp_path
     calls, said = run_ci(tmp_path, works=works, apt_get=True)
     assert calls[0] == "apt-get update"
     assert any(call.endswith(" chromium") for call in calls) == works
-    checks(calls[-3:])
+    checks(calls[-7:])
     assert ("will skip" in said) == (not works)
 
 
