@@ -31,7 +31,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_of_times_is_eagers(name):
-    q, k, v = (torch.randn(2, 2, S, 64, device="cuda", requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 2, S, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     padding = torch.ones(2, S, dtype=torch.long, device="cuda")
     padding[0, 400:] = 0
 
@@ -42,7 +42,7 @@ def test_mask_of_times_is_eagers(name):
     with fx_fusion.recording() as report:
         found = torch.compile(attend, backend="fx_fusion", options={"select": "always"})(q, k, v, padding)
     expected = attend(q, k, v, padding)
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
     gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(*gradients, rtol=1e-1, atol=1e-1)
     assert report.count("block_sparse_attention") == (name == "window in int64"), str(report)
