@@ -15,7 +15,7 @@ from bench.grid_file import read
 from fx_fusion.fusion.registry import all_fusions
 
 # It is there for the memory; 0.98 to 1.31 of Inductor's speed wherever it applies.
-_NOT_BY_CELL = ("linear_cross_entropy", "linear_soft_cross_entropy")
+_NOT_BY_CELL = ("linear_cross_entropy", "linear_soft_cross_entropy", "linear_rows")
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -18,19 +18,22 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.devices import device_type
+from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam
 from fx_fusion.graph.size_hints import elements, expected
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_rows import linear_rows as op
-from fx_fusion.kernels.logits.logit_chunks import padded_classes
+from fx_fusion.kernels.logits.logit_chunks import again_takes_longer, padded_classes
 from fx_fusion.kernels.logits.row_programs import RowProgram, registered
 from fx_fusion.patterns.sites.head import why_small
 from fx_fusion.patterns.sites.linear import Linear, linear_of
 from fx_fusion.patterns.sites.row_tail import cotangents_of
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.rewrite.replace import insertion_point
+from fx_fusion.torch_internals.aten import RESHAPES
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map
 from fx_fusion.torch_internals.fakes import constant
 from fx_fusion.torch_internals.standalone import Operand
@@ -45,6 +48,8 @@ def linear_then_rows(x, lm_head, bias, values, kind):
     log_p, log_q = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
     if kind == "reverse_kl":
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    if kind == "squared_mean":  # Its gradient depends on the losses of all rows: the backward makes the logits again.
+        return (log_p - log_q).square().mean(-1).mean().square()
     if kind == "total_variation":
         return (log_p.exp() - log_q.exp()).abs().sum(-1).mean() / 2
     mixture = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
@@ -109,6 +114,10 @@ def _leaves(region: Region) -> list[fx.Node]:
     return list(found)
 
 
+def _makes_them_slowly_again(x: Tensor) -> bool:
+    return again_takes_longer(expected(x.shape[-1]), computed_in(x), device_type(x))
+
+
 def _is_number_of_the_cpu(tensor: Tensor, region: Region) -> bool:
     """Return True for a tensor without dims that a GPU's ops read from the CPU (``torch.tensor(0.5)``)."""
     return tensor.dim() == 0 and tensor.device.type == "cpu" and example(region.root).device.type != "cpu"
@@ -128,6 +137,11 @@ def emit(editor: Editor, match: Match) -> None:
         cotangents = None
         if any(needs) or any(program.wants):
             cotangents = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
+            if cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x)):
+                raise Mismatch(
+                    "the gradient of a row is not known before its loss: the backward would make the logits again, which "
+                    'takes longer than keeping them (options={"memory": "min"} does it)'
+                )
         arguments = (x, lm_head, bias, inputs, cotangents or [], registered(program), needs, editor.saves_memory)
         call = editor.call(op, arguments, like=match.root)
         for i, seam in enumerate(region.seams):
@@ -173,7 +187,7 @@ class _Builder:
             return self.seams[how]
         if how not in self._known:
             args, kwargs = tree_map(self._operand, (how.args, how.kwargs))
-            if how.op in _RESHAPES:
+            if how.op in RESHAPES:
                 args = (args[0], without_symbols(args[1]), *args[2:])
             node = self.editor.call(how.op, args, kwargs, like=self.like)
             self._known[how] = node if how.item is None else self.editor.item(node, how.item, like=self.like)
@@ -236,7 +250,6 @@ class _Builder:
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
 
 
-_RESHAPES = {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default}
 # Ops without a gradient.
 _CONSTANT = {
     "detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "any", "all", "sign", "floor", "ceil", "round",
@@ -287,7 +300,12 @@ FUSION = Fusion(
     frozen=("values",),
     variants=tuple(
         {"kind": kind, **rest}
-        for kind, rest in (("reverse_kl", {"bias": None}), ("total_variation", {}), ("jensen_shannon", {"bias": None}))
+        for kind, rest in (
+            ("reverse_kl", {"bias": None}),
+            ("total_variation", {}),
+            ("jensen_shannon", {"bias": None}),
+            ("squared_mean", {}),
+        )
     ),
     find=find,
     emit=emit,

@@ -18,6 +18,7 @@ from fx_fusion.fusion.match import Match
 from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.editor import Editor
+from fx_fusion.torch_internals.aten import draws, is_overload, mutates
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map
 from fx_fusion.torch_internals.standalone import traced_gradient
 
@@ -142,9 +143,9 @@ def _flat(seam: Seam) -> Tensor:
 
 def _is_plain(op: Any) -> bool:
     """Return True for an op that neither draws random numbers, nor writes, nor waits for other ranks."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not is_overload(op):
         return op is operator.getitem or getattr(op, "__module__", "") in ("_operator", "math")
-    return op.namespace == "aten" and not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
+    return op.namespace == "aten" and not mutates(op) and not draws(op)
 
 
 def _inserted(

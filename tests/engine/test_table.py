@@ -23,7 +23,9 @@ from fx_fusion.torch_internals.fakes import FakeTensorMode
 
 ROOT = Path(__file__).parents[2]
 # Their why_keep decides, by sizes.
-WHY_KEEP_ALONE = ("linear_cross_entropy", "linear_soft_cross_entropy", "flex_attention", "biased_attention")
+WHY_KEEP_ALONE = (
+    "linear_cross_entropy", "linear_soft_cross_entropy", "linear_rows", "flex_attention", "biased_attention",
+)  # fmt: skip
 
 
 @pytest.fixture

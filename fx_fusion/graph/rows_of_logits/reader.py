@@ -26,14 +26,13 @@ from fx_fusion.graph.rows_of_logits.values import (
     Seam,
     Typed,
 )
+from fx_fusion.torch_internals.aten import RESHAPES, SOFTMAXES, TO_COPY, draws, mutates
+from fx_fusion.torch_internals.aten import is_elementwise as of_elements
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map
 from fx_fusion.torch_internals.dispatch import DispatchMode, decomposed
 
 aten = torch.ops.aten
-_VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.squeeze.default, aten.unsqueeze.default,
-}  # fmt: skip
+_VIEWS = RESHAPES | {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default}
 _SAME = {aten.alias.default, aten.clone.default, aten.lift_fresh.default, aten.contiguous.default}
 # Reductions: the place of their dim among the arguments. ``keepdim`` follows.
 _REDUCTIONS = {
@@ -43,9 +42,8 @@ _REDUCTIONS = {
 }  # fmt: skip
 _OF_ALL = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
 # Ops along one dim that keep it: the place of the dim.
-_ALONG = {
-    aten._log_softmax.default: 1, aten._softmax.default: 1, aten.cumsum.default: 1, aten.logcumsumexp.default: 1,
-    aten.sort.default: 1, aten.topk.default: 2, aten.flip.default: 1,
+_ALONG = SOFTMAXES | {
+    aten.cumsum.default: 1, aten.logcumsumexp.default: 1, aten.sort.default: 1, aten.topk.default: 2, aten.flip.default: 1,
 }  # fmt: skip
 _FILLS = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default}
 _WITHOUT_A_PLACE = ("memory_format", "layout", "device", "pin_memory")
@@ -53,7 +51,7 @@ _WITHOUT_A_PLACE = ("memory_format", "layout", "device", "pin_memory")
 
 def is_elementwise(made: Any) -> bool:
     """Return True for what an elementwise op makes."""
-    return isinstance(made, Made) and (torch.Tag.pointwise in made.op.tags or made.op is aten._to_copy.default)
+    return isinstance(made, Made) and of_elements(made.op)
 
 
 class Reader(DispatchMode):
@@ -198,9 +196,9 @@ class Reader(DispatchMode):
         known = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in self.typed]
         if not known:
             return self._outside(op, args, kwargs)
-        if op._schema.is_mutable:
+        if mutates(op):
             raise Opaque(f"{op.name()} changes a value in place")
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        if draws(op):
             raise Opaque(f"{op.name()} draws random numbers")
         if any(t.dtype == torch.float64 for t in known):
             raise Opaque("float64 is left to Inductor")
@@ -224,9 +222,9 @@ class Reader(DispatchMode):
                 raise Opaque(f"{op.name()} reads classes of several rows, or has no rule")
             return self.seam(item)
 
-        if op._schema.is_mutable:
+        if mutates(op):
             raise Opaque(f"{op.name()} changes a value in place")
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        if draws(op):
             raise Opaque(f"{op.name()} draws random numbers")
         recorded, words = tree_map(read, (args, kwargs))
         result = op(*args, **kwargs)
@@ -240,7 +238,7 @@ class Reader(DispatchMode):
     def _rule(self, op: Any, args: Any, kwargs: Any) -> Any:
         if op is aten.stack.default:
             return self._stack(args, kwargs)
-        if torch.Tag.pointwise in op.tags or op is aten._to_copy.default:
+        if of_elements(op):
             return self._pointwise(op, args, kwargs)
         first = args[0] if args else None
         if op in _FILLS:
@@ -320,7 +318,7 @@ class Reader(DispatchMode):
 
     def _emit_with(self, op: Any, args: Any, kwargs: Any, nodes: dict[int, fx.Node]) -> fx.Node:
         args, kwargs = tree_map(lambda item: nodes[id(item)] if isinstance(item, Tensor) else item, (args, kwargs))
-        if op is aten._to_copy.default:
+        if op is TO_COPY:
             kwargs = {name: value for name, value in kwargs.items() if name not in _WITHOUT_A_PLACE}
         return self._emit(op, args, kwargs)
 
