@@ -60,7 +60,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
     view = search.view
     for node in view.graph.nodes:
         linear = linear_of(view, node)
-        if linear is None or not _makes_logits(view, node):
+        if linear is None or not _makes_logits(view, node, example(linear.weight).shape[1]):
             continue
         try:
             region = region_of(view, node)
@@ -84,10 +84,10 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         )
 
 
-def _makes_logits(view: View, node: fx.Node) -> bool:
-    """Return True if a linear layer has many classes, and no other product reads what is made of them."""
+def _makes_logits(view: View, node: fx.Node, width: Any) -> bool:
+    """Return True if a linear layer has many classes, more than columns, and no other product reads what is made of them."""
     classes = example(node).shape[-1]
-    if not isinstance(classes, int) or classes < _FEWEST_CLASSES or example(node).dim() < 2:
+    if not isinstance(classes, int) or classes < max(_FEWEST_CLASSES, expected(width) + 1) or example(node).dim() < 2:
         return False
     seen, waiting = set(), list(node.users)
     while waiting:
