@@ -337,3 +337,18 @@ def test_compiled_graph_is_found_by_a_second_process(tmp_path):
             env={**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
         )  # fmt: skip
         assert f"hits {hits}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_logits_are_kept_where_making_them_again_takes_longer(memory, monkeypatch):
+    """On a GPU from some 1000 columns on, unless the least memory is asked for."""
+    from fx_fusion.patterns import linear_rows
+
+    monkeypatch.setattr(linear_rows, "_makes_them_slowly_again", lambda x: True)
+    for name, fused in (("squared mean", memory == "min"), ("reverse KL", True)):
+        torch._dynamo.reset()
+        head, x, t, y = operands(torch.float32)
+        with fx_fusion.recording() as report:
+            torch.compile(of(LOSSES[name][0]), backend=rewriting_backend(select="always", memory=memory))(head, x, t, y)
+        assert report.count("linear_rows") == fused, str(report)
+        assert fused or "takes longer than keeping them" in reasons(report, "linear_rows")
