@@ -1,4 +1,4 @@
-"""What a command does when the program that reads its output, as ``head``, ends first."""
+"""Decide what a command does when the program that reads its output, as ``head``, ends first."""
 
 from __future__ import annotations
 

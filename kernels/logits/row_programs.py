@@ -1,4 +1,4 @@
-"""What a loss computes of each row of logits, as a program that runs on one chunk of rows at a time.
+"""Programs that compute the part of a loss that treats rows of logits one by one, on one chunk of rows at a time.
 
     seams = body(z, inputs)                  z: (rows, v), the logits of a chunk;  one or a few numbers a row each
     dz, d_inputs = vjp of body, at the cotangents of the seams

@@ -116,7 +116,7 @@ def assert_as_eager(call, compiled, dtype=torch.float32, rows=B, teacher_is_trai
 
 
 def made_in_the_forward(report):
-    """Whether the op of the rewritten graph is given cotangents."""
+    """Return True if the op of the rewritten graph is given cotangents."""
     (line,) = (line for line in report.graphs[0].after.splitlines() if "linear_rows(" in line)
     return "cotangents=[]" not in line
 

@@ -1,4 +1,4 @@
-"""What may be assumed of a mask that comes into a graph as a tensor, and is checked when the graph runs.
+"""Assumptions about a mask that comes into a graph as a tensor. They are checked when the graph runs.
 
 A padding mask (batch, keys) may be all ones. A mask of an attention call, (batch, heads, queries, keys), comes in where
 another graph or eager code built it: behind a graph break, in a layer that is compiled alone, from the user. It may be one
@@ -52,7 +52,7 @@ def in_order(assumed: Iterable[Assumed]) -> tuple[Assumed, ...]:
 
 
 def kind_for(node: fx.Node, wanted: str | None) -> str | None:
-    """What to assume of a mask that comes in: ``wanted``, or a guess; None where nothing can be."""
+    """Return the kind to assume of a mask that comes in: ``wanted``, or a guess; None where nothing can be assumed."""
     mask = example(node)
     if wanted is None or mask.dim() != 4 or mask.requires_grad:
         return None

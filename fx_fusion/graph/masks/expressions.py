@@ -26,7 +26,7 @@ class Opaque(Exception):
 
 
 class Interpreter(Protocol):
-    """What a rule may ask the prover whose node it reads (``MaskProver``)."""
+    """The part of ``MaskProver`` that rules use."""
 
     def name(self, node: fx.Node) -> str: ...
     def at(self, operand: Any, node: fx.Node, dims: list[Any] | None = None) -> sympy.Basic: ...
@@ -36,7 +36,7 @@ class Interpreter(Protocol):
 
 
 def is_predicate(expression: sympy.Basic) -> bool:
-    """Whether an expression is a condition. (A sympy Symbol counts as a Boolean, an index is none.)"""
+    """Return True if an expression is a condition. (A sympy Symbol counts as a Boolean, an index is none.)"""
     return isinstance(expression, Boolean) and not isinstance(expression, sympy.Symbol)
 
 

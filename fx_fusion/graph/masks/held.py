@@ -26,7 +26,7 @@ _LARGEST_NUMBER = 2**61
 
 
 def may_be_hidden(expression: sympy.Basic) -> bool:
-    """Whether an expression contains what a mask that comes in hides by."""
+    """Return True if an expression contains the value by which a mask that comes in hides."""
     return not _LOWEST.keys().isdisjoint(expression.free_symbols)
 
 

@@ -1,4 +1,4 @@
-"""What a mask shows, as a predicate on indices, and what of it holds everywhere."""
+"""Predicates on indices: the positions that a mask shows, without the parts that hold everywhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boole
 
 
 def hides_by_one_number(expression: sympy.Basic, dtype: torch.dtype) -> bool:
-    """Whether an additive mask hides by one number alone that swallows any score it is added to: the lowest of a dtype that
+    """Return True if an additive mask hides by one number alone that swallows any score it is added to: the lowest of a dtype that
     counts as far as float32. Scores of a row that is hidden entirely are this number then, and no other."""
     if dtype not in (torch.bfloat16, torch.float32):
         return False
@@ -46,7 +46,7 @@ def hides_by_one_number(expression: sympy.Basic, dtype: torch.dtype) -> bool:
 
 
 def undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: fx.Node) -> Boolean:
-    """What is left of a conjunction once everything that holds at every index is dropped."""
+    """Drop from a conjunction everything that holds at every index."""
     predicate = sympy.to_nnf(predicate, simplify=False) if not isinstance(predicate, (sympy.And, sympy.Or)) else predicate
     if isinstance(predicate, sympy.And):
         return sympy.And(*(undecided(p, sizes, node) for p in predicate.args))
@@ -65,7 +65,7 @@ def undecided(predicate: Boolean, sizes: dict[sympy.Symbol, sympy.Expr], node: f
 
 
 def _is_zero(side: sympy.Basic, sizes: dict[sympy.Symbol, sympy.Expr]) -> bool:
-    """Whether ``floor(i / n)`` is 0 at every index."""
+    """Return True if ``floor(i / n)`` is 0 at every index."""
     if not isinstance(side, sympy.floor):
         return bool(side.is_zero)
     above, below = side.args[0].as_numer_denom()
@@ -79,7 +79,7 @@ def _negated(expression: sympy.Expr | None) -> sympy.Expr | None:
 
 
 def is_causal(predicate: Boolean, q: sympy.Symbol, k: sympy.Symbol) -> bool:
-    """Whether a predicate is exactly ``k <= q``."""
+    """Return True if a predicate is exactly ``k <= q``."""
     if not isinstance(predicate, sympy.core.relational.Relational):
         return False
     expression = at_most_zero(predicate)

@@ -39,7 +39,7 @@ _LARGEST = 500  # parts of an expression; what is made of it would take sympy se
 
 @dataclass(frozen=True)
 class MaskProof:
-    """What a mask is, what decided (``reason``), and at which ``node``.
+    """The kind of a mask, the ``reason`` for it, and the ``node`` that decided.
 
     ``kind``: ``causal``, ``none`` (hides nothing), ``structured`` (a window, documents, chunks: ``structure``), ``learned``
     (a bias with a gradient), ``input`` (it depends on what the caller gives: padding), or ``unknown``.
@@ -88,7 +88,7 @@ class MaskProver:
         self._runs: dict[Any, Any] = {}  # a label that numbers the runs in which positions rise by one: those positions
 
     def prove(self, mask: fx.Node, *, hides: bool = False) -> MaskProof:
-        """What the mask of an attention call hides; ``hides``: a boolean mask that is true where it hides."""
+        """Return what is proved of the mask of an attention call. ``hides``: a boolean mask is true where it hides."""
         key = mask, hides
         if key not in self._proofs:
             try:
@@ -161,7 +161,7 @@ class MaskProver:
         return self._known[node]
 
     def _read(self, node: fx.Node) -> sympy.Basic:
-        """What ``node`` holds. Whole numbers and booleans that nothing is known of are a function of their indices."""
+        """Return the value of ``node``. Whole numbers and booleans that nothing is known of are a function of their indices."""
         if any(self.view.effects.mutated(w) and self._writes(w, node) for w in self.view.effects.writes):
             raise Opaque(node, f"{node.name} is written to in place")
         try:
@@ -286,12 +286,12 @@ _KEYWORDS = {
 
 
 def has_a_key_for_each_query(mask: fx.Node) -> bool:
-    """Whether a mask (.., queries, keys) has at least as many keys as queries."""
+    """Return True if a mask (.., queries, keys) has at least as many keys as queries."""
     return statically_known_true(example(mask).shape[-2] <= example(mask).shape[-1])
 
 
 def called(node: fx.Node) -> str:
-    """What a node calls, as the user wrote it."""
+    """Return the name of what a node calls, as the user wrote it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return str(name).strip("_") if node.op in ("call_function", "call_method") and name else node.op
 

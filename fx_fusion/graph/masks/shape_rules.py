@@ -30,7 +30,7 @@ def _unsqueeze(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
 
 @rule_of("repeat")
 def _repeat(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    """Of dims of size 1 and of new ones; of others once."""
+    """Repeat dims of size 1 and new dims; other dims once."""
     below, after = bound["input"], example(node).shape
     before = example(below).shape
     new = len(after) - len(before)

@@ -1,4 +1,4 @@
-"""What a proved mask looks like: a band around the diagonal, labels that query and key must share, and padding.
+"""Structures of proved masks: a band around the diagonal, labels that query and key must share, and padding.
 
     visible(q, k)  =  low <= q - k <= high  and  label[q] == label[k] for every label
                       and  shown[k] for all of ``keys``  and  shown[q] for all of ``queries``
@@ -67,11 +67,11 @@ class Structure:
 
     @property
     def shows_every_query_itself(self) -> bool:
-        """Whether no query is without a key, if there are as many keys as queries. Padding may hide all that one sees."""
+        """Return True if no query is without a key, if there are as many keys as queries. Padding may hide all that one sees."""
         return not self.keys and not self.queries
 
     def __and__(self, other: Structure) -> Structure:
-        """What both show."""
+        """Return the structure of positions that both show."""
         low, high = (
             pick((n for n in pair if n is not None), default=None)
             for pick, pair in ((max, (self.low, other.low)), (min, (self.high, other.high)))
@@ -151,7 +151,7 @@ def counted_runs(summand: sympy.Basic, dims: Sequence[sympy.Symbol]) -> Any:
 
 
 def within_runs(predicate: Boolean, runs: Mapping[Any, Any]) -> Boolean:
-    """Where query and key share the number of a run, their positions differ by q - k: said without the positions."""
+    """Rewrite a predicate without positions: within a run of rises by one, positions differ by q - k."""
     if not isinstance(predicate, sympy.And):
         return predicate
     for condition in predicate.args:
@@ -170,7 +170,7 @@ def within_runs(predicate: Boolean, runs: Mapping[Any, Any]) -> Boolean:
 def _label(
     equality: sympy.Eq, b: sympy.Basic, q: sympy.Symbol, k: sympy.Symbol, nodes: Mapping[Any, fx.Node]
 ) -> Label | int | None:  # fmt: skip
-    """What an equality says that query and key must share."""
+    """Return the label that query and key must share by an equality, or None."""
     ours, theirs = (equality.lhs, equality.rhs) if equality.lhs.has(q) else (equality.rhs, equality.lhs)
     if ours.has(k) or sympy.expand(ours.subs(q, k) - theirs) != 0:
         return None
@@ -199,7 +199,7 @@ _COMPARED = {sympy.Ne: "ne", sympy.Eq: "eq", sympy.Gt: "gt", sympy.Ge: "ge", sym
 def _shown(
     condition: Boolean, b: sympy.Basic, position: sympy.Symbol, nodes: Mapping[Any, fx.Node]
 ) -> Shown | None:  # fmt: skip
-    """What a condition says that compares values at one position with a number."""
+    """Return the padding that a condition on one position describes, or None."""
     if not isinstance(condition, sympy.core.relational.Relational):
         return None
     values, number = condition.lhs, condition.rhs

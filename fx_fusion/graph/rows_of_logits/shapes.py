@@ -1,4 +1,4 @@
-"""Which dims of two shapes hold the same elements."""
+"""Group the dims of two shapes that hold the same elements."""
 
 from __future__ import annotations
 
