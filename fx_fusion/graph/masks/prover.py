@@ -161,7 +161,7 @@ class MaskProver:
         return self._known[node]
 
     def _read(self, node: fx.Node) -> sympy.Basic:
-        """Return the value of ``node``. Whole numbers and booleans that nothing is known of are a function of their indices."""
+        """Return the value of ``node``. Integers and booleans that nothing is known of are a function of their indices."""
         if any(self.view.effects.mutated(w) and self._writes(w, node) for w in self.view.effects.writes):
             raise Opaque(node, f"{node.name} is written to in place")
         try:

@@ -67,7 +67,7 @@ class Structure:
 
     @property
     def shows_every_query_itself(self) -> bool:
-        """Return True if no query is without a key, if there are as many keys as queries. Padding may hide all that one sees."""
+        """Return True if every query sees a key, given as many keys as queries. Padding may hide all that a query sees."""
         return not self.keys and not self.queries
 
     def __and__(self, other: Structure) -> Structure:
