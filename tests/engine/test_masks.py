@@ -365,6 +365,44 @@ def test_int_of_the_caller_is_no_size():
     assert report.count("causal_mask") == 0, str(report)
 
 
+def test_int_of_the_caller_in_a_size_is_no_size():
+    """A number of any size in ``n % 8`` or ``min(n, 8)``, which are sizes."""
+
+    def attention(q, n):
+        positions = (torch.arange(n % 8 + 3) + n).float()
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=in_order(positions))
+
+    compiled = torch.compile(attention, backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for n in (16, 2**24 + 8):
+            of = q[:, :, : n % 8 + 3]
+            torch.testing.assert_close(compiled(of, n), attention(of, n))
+    assert report.count("causal_mask") == 0, str(report)
+
+
+def test_an_integer_is_rounded_once():
+    """float32 rounds this one up; by way of float64 it would be rounded down."""
+
+    def attention(q):
+        mask = earlier(S) | (torch.full((S, S), 2**60 + 2**36 + 1).float() != 2.0**60)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    found, report = rewritten(attention, q)
+    report.assert_fused(causal_mask=1)
+    torch.testing.assert_close(found, attention(q))
+
+
+def test_element_of_a_tensor_that_is_rounded():
+    def attention(q, x):
+        positions = torch.tensor(x[0], dtype=torch.float32) + torch.arange(S)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=in_order(positions))
+
+    x = torch.arange(S) + 2**25
+    found, report = rewritten(attention, q, x)
+    report.assert_fused(causal_mask=0)
+    torch.testing.assert_close(found, attention(q, x))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_documents_are_found_by_differences_of_positions(dtype):
 
@@ -394,6 +432,7 @@ OF_A_MASK = {  # a function of a mask that comes in, and what fires under it
     "as a boolean": (lambda m: ~m.bool(), 1),
     "added": (lambda m: m + torch.zeros(S, S), 1),
     "narrower and wider": (lambda m: m.to(torch.bfloat16).float(), 0),  # the lowest bfloat16 is not the lowest float32
+    "lowest of float16 in bfloat16": (lambda m: m.half().bfloat16() != -65536.0, 0),
     "narrower and zeros": (lambda m: m.half() == 0, 1),
     "narrower, unlike the lowest number": (lambda m: m.half() != torch.finfo(torch.half).min, 0),
     "a whole number": (lambda m: m.long() == 0, 0),

@@ -59,9 +59,9 @@ def _with_its_sign(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat) 
 
 
 def symbols_of(shape: Iterable[Any]) -> frozenset[str]:
-    """Return the names of the symbols in a shape."""
-    sizes = [size for size in shape if isinstance(size, torch.SymInt)]
-    return frozenset(symbol.name for size in sizes for symbol in expression_of(size).free_symbols)
+    """Return the names of the symbols that are the size of a dim. In ``n % 16`` the number n may be of any size."""
+    sizes = [expression_of(size) for size in shape if isinstance(size, torch.SymInt)]
+    return frozenset(size.name for size in sizes if isinstance(size, sympy.Symbol))
 
 
 def sympified(number: float) -> sympy.Basic:

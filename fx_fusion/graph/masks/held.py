@@ -30,13 +30,15 @@ def may_be_hidden(expression: sympy.Basic) -> bool:
     return not _LOWEST.keys().isdisjoint(expression.free_symbols)
 
 
-def hidden_in(expression: sympy.Basic, dtype: torch.dtype) -> sympy.Basic:
+def hidden_in(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
     """An expression after a cast, where what hides does in that dtype, too: of the lowest float32 bfloat16 makes -inf."""
     if not dtype.is_floating_point or not may_be_hidden(expression):
         return expression
     lowest = torch.finfo(dtype).min
-    lower = [s for s, number in _LOWEST.items() if torch.tensor(number, dtype=torch.float64).to(dtype).item() <= lowest]
-    return expression.subs(dict.fromkeys(lower, HIDDEN[dtype]))
+    after = {s: torch.tensor(number, dtype=torch.float64).to(dtype).item() for s, number in _LOWEST.items()}
+    if any(after[s] > lowest and after[s] != _LOWEST[s] for s in expression.free_symbols & after.keys()):
+        raise Opaque(node, f"{node.name} rounds what hides in a mask that comes in")
+    return expression.subs(dict.fromkeys((s for s, number in after.items() if number <= lowest), HIDDEN[dtype]))
 
 
 def numbers_of(expression: sympy.Basic) -> list[sympy.Basic] | None:
@@ -104,7 +106,7 @@ def _range_of(prover: Interpreter, atom: sympy.Basic, exact: Range, node: fx.Nod
         position = DIMS.index(atom)
         size = size_of(shape[position]) if position < len(shape) else sympy.Integer(LARGEST_SIZE)
         most = bounds_of(size, lambda symbol: _range_of(prover, symbol, exact, node))
-        return 0, max(0, (LARGEST_SIZE if most is None else most[1]) - 1)
+        return 0, max(0, min(LARGEST_SIZE, LARGEST_SIZE if most is None else most[1]) - 1)
     highest = LARGEST_SIZE if prover.is_size(atom, node) else _LARGEST_NUMBER
     return (1 if atom.is_positive else 0 if atom.is_nonnegative else -highest), highest
 
@@ -118,4 +120,6 @@ def _constant(value: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> sympy.Ba
         if not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
             raise Opaque(node, f"{node.name} holds {value} in {name(dtype)}, which wraps around")
         return sympy.Integer(int(value))
+    if value.is_Integer and abs(value) < 2**63:  # not by way of float64, which would round it once more
+        return sympified(torch.tensor(int(value)).to(dtype).item())
     return sympified(torch.tensor(float(value), dtype=torch.float64).to(dtype).item())

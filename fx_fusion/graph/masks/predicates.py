@@ -38,7 +38,8 @@ def visible(expression: sympy.Basic, dtype: torch.dtype, node: fx.Node) -> Boole
 def hides_by_one_number(expression: sympy.Basic, dtype: torch.dtype) -> bool:
     """Return True if an additive mask hides by one number alone that swallows any score it is added to.
 
-    That is the lowest number of a dtype that counts as far as float32. Scores of a row that is hidden entirely are this number then, and no other."""
+    That is the lowest number of a dtype that counts as far as float32. Scores of a row that is hidden entirely are this
+    number then, and no other."""
     if dtype not in (torch.bfloat16, torch.float32):
         return False
     parts = parts_of(expression)

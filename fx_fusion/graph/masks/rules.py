@@ -48,7 +48,8 @@ def _arange(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
     from_zero = len(bounds) == 1 and "end" not in keywords
     start = 0 if from_zero else bounds[0] if bounds else keywords.get("start", 0)
     step = bounds[2] if len(bounds) > 2 else keywords.get("step", 1)
-    return prover.at(start, node) + prover.at(step, node) * DIMS[0]
+    first, rise = (_as_read(prover, operand, example(node).dtype, node) for operand in (start, step))
+    return first + rise * DIMS[0]
 
 
 @rule_of("ones", "new_ones", "ones_like")
@@ -63,21 +64,32 @@ def _zeros(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
 
 @rule_of("full", "new_full", "full_like")
 def _full(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    fill = prover.at(bound["fill_value"], node)
-    return as_predicate(fill, node) if example(node).dtype == torch.bool else as_number(fill)
+    return _of_its_dtype(prover, bound["fill_value"], node)
 
 
 @rule_of("tensor", "scalar_tensor")
 def _number(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
-    number = prover.at(bound["data" if "data" in bound else "s"], node)
-    return as_predicate(number, node) if example(node).dtype == torch.bool else as_number(number)
+    return _of_its_dtype(prover, bound["data" if "data" in bound else "s"], node)
+
+
+def _of_its_dtype(prover: Interpreter, number: Any, node: fx.Node) -> sympy.Basic:
+    """Return a number in the dtype of the tensor that a factory makes of it."""
+    dtype = example(node).dtype
+    if dtype == torch.bool:
+        return as_predicate(prover.at(number, node), node)
+    return held(prover, _unrounded(prover, number, dtype, node), dtype, node)
+
+
+def _unrounded(prover: Interpreter, operand: Any, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
+    expression = prover.numbers(operand, node)
+    if is_tensor(operand):
+        _check_that_values_are_kept(expression, example(operand).dtype, dtype, node)
+    return expression
 
 
 def _as_read(prover: Interpreter, operand: Any, dtype: torch.dtype, node: fx.Node) -> sympy.Basic:
     """Return an operand as numbers of ``dtype``, to which an op of several operands converts them."""
-    expression = prover.numbers(operand, node)
-    if is_tensor(operand):
-        _check_that_values_are_kept(expression, example(operand).dtype, dtype, node)
+    expression = _unrounded(prover, operand, dtype, node)
     read = held(prover, expression, dtype, node)
     # Some ops and devices round a number to 16 bits first, others compute with it in float32.
     is_number = not is_tensor(operand) or (example(operand).dim() == 0 and example(operand).dtype != dtype)
@@ -220,7 +232,7 @@ def _cast(prover: Interpreter, node: fx.Node, bound: Bound) -> sympy.Basic:
         raise Opaque(node, f"{node.name} truncates")
     inner = as_number(inner)
     _check_that_values_are_kept(inner, before, after, node)
-    return hidden_in(inner, after)
+    return hidden_in(inner, after, node)
 
 
 @rule_of("diff")

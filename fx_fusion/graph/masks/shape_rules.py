@@ -115,7 +115,7 @@ def _gather(prover: Interpreter, node: fx.Node, below: fx.Node, index: Index) ->
         raise Opaque(node, f"{node.name} mixes index tensors and slices")
     rank = example(node).dim()
     lead, kept = list(DIMS[: rank - len(rest)]), list(DIMS[rank - len(rest) : rank])
-    if any(example(i).dtype == torch.bool for i in indices):
+    if any(example(i).dtype in (torch.bool, torch.uint8) for i in indices):
         raise Opaque(node, f"{node.name} is indexed by a boolean tensor")
     chosen = [prover.at(i, node, lead) for i in indices]
     sizes = {dim: size_of(size) for dim, size in zip(DIMS, example(node).shape, strict=False)}
