@@ -63,7 +63,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if linear is None or not _makes_logits(view, node, example(linear.weight).shape[1]):
             continue
         try:
-            region = region_of(view, node)
+            guarded = torch.float16 in (example(linear.x).dtype, example(linear.weight).dtype)
+            region = region_of(view, node, float16=guarded)
         except Opaque as opaque:
             if opaque.node is not None and opaque.node is not node:
                 yield NearMiss("linear_rows", node, opaque.node, opaque.reason)

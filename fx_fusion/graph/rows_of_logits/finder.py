@@ -19,19 +19,22 @@ from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
 from fx_fusion.torch_internals.fakes import fake_mode_of, without_guards, without_tracing_context
 
 
-def region_of(view: View, root: fx.Node) -> Region:
-    """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided."""
-    return _Finder(view, root).region
+def region_of(view: View, root: fx.Node, *, float16: bool = False) -> Region:
+    """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided.
+
+    Args:
+        float16: read values in float16, too, because the caller declines them itself."""
+    return _Finder(view, root, float16).region
 
 
 class _Finder:
     """Runs the nodes that read the logits, on fake tensors, and sorts them: inside, at the seam, behind it."""
 
-    def __init__(self, view: View, root: fx.Node):
+    def __init__(self, view: View, root: fx.Node, float16: bool):
         self.view = view
         selected = _selection(view, root)
         logits = _rows_of(example(root), selected[0]) if selected else example(root)
-        self.reader = Reader(logits)
+        self.reader = Reader(logits, float16=float16)
         rows = tuple(logits.shape[:-1])
         of = selected[0] if selected else None
         self.region = Region(root, rows, self.reader.body, of, made_by=self.reader.made_by)

@@ -57,8 +57,9 @@ def is_elementwise(made: Any) -> bool:
 class Reader(DispatchMode):
     """Labels what ops make of labeled values, and writes the body."""
 
-    def __init__(self, logits: Tensor):
+    def __init__(self, logits: Tensor, *, float16: bool = False):
         super().__init__()
+        self.float16 = float16  # whether values in float16 are read
         self.shape = tuple(logits.shape)
         self.body = fx.Graph()
         self.typed: dict[int, Typed] = {}
@@ -135,7 +136,7 @@ class Reader(DispatchMode):
         return self.region.seams[-1]
 
     def _note(self, tensor: Tensor, labels: Sequence[Label], node: fx.Node, reached: bool) -> Tensor:
-        if tensor.dtype == torch.float16:
+        if tensor.dtype == torch.float16 and not self.float16:
             raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
         self.typed[id(tensor)] = Typed(tuple(labels), node, reached)
         self._alive.append(tensor)
@@ -161,7 +162,7 @@ class Reader(DispatchMode):
                     self._taken[key] = inside
                     self._alive.append(tensor)
                     return inside
-            if tensor.dtype == torch.float16:
+            if tensor.dtype == torch.float16 and not self.float16:
                 raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
             typed = Typed(labels, self.body.placeholder(f"input_{len(self.inputs)}"), reached=False)
             self._alive.append(tensor)
