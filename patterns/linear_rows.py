@@ -34,7 +34,7 @@ from fx_fusion.patterns.sites.row_tail import cotangents_of
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.rewrite.replace import insertion_point
 from fx_fusion.torch_internals.aten import RESHAPES
-from fx_fusion.torch_internals.containers import tree_leaves, tree_map
+from fx_fusion.torch_internals.containers import tree_map
 from fx_fusion.torch_internals.fakes import constant
 from fx_fusion.torch_internals.standalone import Operand
 
@@ -103,16 +103,8 @@ def _makes_logits(view: View, node: fx.Node, width: Any) -> bool:
 
 def _leaves(region: Region) -> list[fx.Node]:
     """Return the nodes of the graph that the body, and what follows a seam, read."""
-    found: dict[fx.Node, None] = {}
-    waiting: list[Any] = [*(given.source for given in region.inputs), *region.rest.values()]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, fx.Node):
-            if not _is_number_of_the_cpu(example(item), region):
-                found[item] = None
-        elif isinstance(item, Made):
-            waiting += [region.made_by(t) for t in tree_leaves((item.args, item.kwargs)) if isinstance(t, Tensor)]
-    return list(found)
+    below = region.nodes_below([*(given.source for given in region.inputs), *region.rest.values()])
+    return [node for node in below if not _is_number_of_the_cpu(example(node), region)]
 
 
 def _makes_them_slowly_again(x: Tensor) -> bool:

@@ -19,7 +19,7 @@ from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.torch_internals.aten import draws, is_overload, mutates
-from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map
+from fx_fusion.torch_internals.containers import map_nodes, tree_map
 from fx_fusion.torch_internals.standalone import traced_gradient
 
 aten = torch.ops.aten
@@ -122,14 +122,7 @@ def _operands(region: Region, match: Match, nodes: list[fx.Node]) -> list[fx.Nod
     inside = {*nodes, *match.outputs}
     for node in nodes:
         found.update(dict.fromkeys(n for n in node.all_input_nodes if n not in inside and is_tensor(n)))
-    waiting: list[Any] = list(region.rest.values())
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, fx.Node):
-            found[item] = None
-        elif isinstance(item, Made):
-            waiting += [region.made_by(t) for t in tree_leaves((item.args, item.kwargs)) if isinstance(t, Tensor)]
-    return list(found)
+    return list(found | region.nodes_below(region.rest.values()))
 
 
 def _is_written(editor: Editor, node: fx.Node) -> bool:

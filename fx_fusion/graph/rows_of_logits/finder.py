@@ -170,9 +170,7 @@ class _Finder:
                 outside = next(user for user in node.users if user not in region.nodes)
                 what = "is returned by the graph" if outside.op == "output" else f"is read by {outside.name}"
                 if not _asks_for_a_size(outside):
-                    opaque = Opaque(f"{node.name} {what}, as a whole")
-                    opaque.node = node
-                    raise opaque
+                    raise Opaque(f"{node.name} {what}, as a whole", node)
                 continue
             if isinstance(value, Tensor):
                 region.ends[node] = self.reader.seam(value)
@@ -195,9 +193,7 @@ class _Finder:
         for write in effects.writes:
             written = effects.mutated(write)
             if any(n in involved or memory.intersection(storages(n)) for n in written):
-                opaque = Opaque(f"{write.name} changes a value in place")
-                opaque.node = write
-                raise opaque
+                raise Opaque(f"{write.name} changes a value in place", write)
 
 
 def _selection(view: View, root: fx.Node) -> list[fx.Node]:

@@ -136,11 +136,19 @@ class Reader(DispatchMode):
         return self.region.seams[-1]
 
     def _note(self, tensor: Tensor, labels: Sequence[Label], node: fx.Node, reached: bool) -> Tensor:
-        if tensor.dtype == torch.float16 and not self.float16:
-            raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
+        self._check_dtype(tensor)
         self.typed[id(tensor)] = Typed(tuple(labels), node, reached)
         self._alive.append(tensor)
         return tensor
+
+    def _note_each(self, results: Sequence[Tensor], labels: Sequence[Label], node: fx.Node, reached: bool) -> Any:
+        """Note the results of an op with several, of which ``node`` is the call."""
+        items = (self._emit(operator.getitem, (node, i)) for i in range(len(results)))
+        return tuple(self._note(result, labels, item, reached) for result, item in zip(results, items, strict=True))
+
+    def _check_dtype(self, tensor: Tensor) -> None:
+        if tensor.dtype == torch.float16 and not self.float16:
+            raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
 
     def _emit(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         if any(isinstance(item, (torch.SymInt, torch.SymFloat)) for item in tree_leaves((args, kwargs))):
@@ -162,8 +170,7 @@ class Reader(DispatchMode):
                     self._taken[key] = inside
                     self._alive.append(tensor)
                     return inside
-            if tensor.dtype == torch.float16 and not self.float16:
-                raise Opaque("a gradient could overflow or underflow in float16; bfloat16 and float32 are fused")
+            self._check_dtype(tensor)
             typed = Typed(labels, self.body.placeholder(f"input_{len(self.inputs)}"), reached=False)
             self._alive.append(tensor)
             self.inputs.append(Input(source, typed, tensor))
@@ -388,9 +395,7 @@ class Reader(DispatchMode):
         node = self._emit(op, (*front, where if listed else where[0]), words)
         if isinstance(result, Tensor):
             return self._note(result, labels, node, typed.reached)
-        return tuple(
-            self._note(r, labels, self._emit(operator.getitem, (node, i)), typed.reached) for i, r in enumerate(result)
-        )
+        return self._note_each(result, labels, node, typed.reached)
 
     def _along(self, op: Any, args: Any, kwargs: Any, tensor: Tensor, typed: Typed) -> Any:
         place = _ALONG[op]
@@ -412,9 +417,7 @@ class Reader(DispatchMode):
             return self._note(result, typed.labels, node, typed.reached)
         changed: Label = FEW if op is aten.topk.default else typed.labels[dim]
         labels = [changed if i == dim else label for i, label in enumerate(typed.labels)]
-        return tuple(
-            self._note(r, labels, self._emit(operator.getitem, (node, i)), typed.reached) for i, r in enumerate(result)
-        )
+        return self._note_each(result, labels, node, typed.reached)
 
     def _gather(self, args: Any, tensor: Tensor, typed: Typed) -> Any:
         dim, index = args[1] % tensor.dim(), args[2]

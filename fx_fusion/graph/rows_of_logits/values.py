@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
+
+from fx_fusion.torch_internals.containers import tree_leaves
 
 CLASS, FEW, ONE = "class", "few", "one"
 
@@ -25,10 +27,9 @@ Label = Rows | str
 class Opaque(Exception):
     """The region can't be cut off: the reason, and the node of the graph, once it is known."""
 
-    def __init__(self, reason: str):
+    def __init__(self, reason: str, node: fx.Node | None = None):
         super().__init__(reason)
-        self.reason = reason
-        self.node: fx.Node | None = None
+        self.reason, self.node = reason, node
 
 
 class NoRule(Exception):
@@ -117,3 +118,15 @@ class Region:
     rest: dict[fx.Node, Made | Seam] = field(default_factory=dict)
     nodes: set[fx.Node] = field(default_factory=set)
     made_by: Callable[[Tensor], fx.Node | Made | None] = field(default=lambda tensor: None, repr=False)
+
+    def nodes_below(self, made: Iterable[fx.Node | Made | Seam]) -> dict[fx.Node, None]:
+        """Return the nodes of the graph that tensors outside of the region are made of, in the order of a walk."""
+        found: dict[fx.Node, None] = {}
+        waiting: list[Any] = list(made)
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, fx.Node):
+                found[item] = None
+            elif isinstance(item, Made):
+                waiting += [self.made_by(t) for t in tree_leaves((item.args, item.kwargs)) if isinstance(t, Tensor)]
+        return found
