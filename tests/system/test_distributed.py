@@ -429,7 +429,7 @@ def test_logits_of_a_head_that_fsdp_has_freed():
     for rank, found in on_ranks(reads).items():
         for (when, freed), result in found.items():
             if when == "after a step":
-                assert "Read logits before what changes them" in result, (when, freed)
+                assert "Read it before what changes them" in result, (when, freed)
             elif when == "on one rank":
                 assert rank or ("gathered from 2 ranks then; 1 of them read it within 3 s" in result), (when, freed, result)
             else:
