@@ -254,6 +254,11 @@ NOT_HELD = {  # Masks that hide other scores than whole numbers and reals would.
     "a fraction, taken back": lambda: (at(10.3, torch.float32) - 10.3)[None] <= torch.arange(N)[:, None],
     "a scale, taken back": lambda: in_order(torch.arange(N) * 0.1 * 10.0),
     "a whole number that float32 rounds": lambda: (torch.full((N, N), 2.0**24) - (2.0**24 + 1)) < 0,
+    "a part of a long table of float32": lambda: (
+        torch.arange(2**24 + N, dtype=torch.float32) < torch.arange(1, 2**24 + N + 1)
+    )[2**24 :].expand(N, N),
+    "a part of a long table of int32": lambda: (torch.arange(2**25, dtype=torch.int32) * 100 >= 0)[-N:].expand(N, N),
+    "a mask of hundreds of comparisons": lambda: _many_comparisons(N),
     "fractions in integers": lambda: in_order((torch.arange(N) * 0.5).long()),
     "int64 that wraps around": lambda: in_order(at(2**63 - 5, torch.int64)),
     "products in int64": lambda: (torch.arange(N) * 2**62)[None].expand(N, N) >= 0,
@@ -289,6 +294,7 @@ READ_WHEN_IT_RUNS = {
     "int32 that wraps around": "keys shown by mul",
     "products in int64": "keys shown by mul",
     "documents in int32": "documents of floordiv",
+    "a part of a long table of int32": "keys shown by getitem",
 }
 
 
@@ -302,6 +308,14 @@ def same(number):
 
 def in_window(time):
     return in_order(time) & (time[None] > time[:, None] - 16)
+
+
+def _many_comparisons(n):
+    q, k = torch.arange(n)[:, None], torch.arange(n)[None]
+    mask = k <= q
+    for i in range(57):
+        mask = mask | ((k + i if i >= 3 else k) == q * 3 - i)
+    return mask
 
 
 def _many_parts(n):

@@ -105,6 +105,8 @@ def _range_of(prover: Interpreter, atom: sympy.Basic, exact: Range, node: fx.Nod
         shape = example(node).shape
         position = DIMS.index(atom)
         size = size_of(shape[position]) if position < len(shape) else sympy.Integer(LARGEST_SIZE)
+        if size.is_Integer:
+            return 0, max(0, int(size) - 1)
         most = bounds_of(size, lambda symbol: _range_of(prover, symbol, exact, node))
         return 0, max(0, min(LARGEST_SIZE, LARGEST_SIZE if most is None else most[1]) - 1)
     highest = LARGEST_SIZE if prover.is_size(atom, node) else _LARGEST_NUMBER

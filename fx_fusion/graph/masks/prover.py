@@ -155,7 +155,7 @@ class MaskProver:
             read = self._read(node)
             if not is_predicate(read) and read.has(sympy.nan):
                 raise Opaque(node, f"{node.name} is not a number")
-            if any(itertools.islice(sympy.preorder_traversal(read), _LARGEST, None)):
+            if next(itertools.islice(sympy.preorder_traversal(read), _LARGEST, None), None) is not None:
                 raise Opaque(node, f"{node.name} is made of too many parts to be proved")
             self._known[node] = read
         return self._known[node]
