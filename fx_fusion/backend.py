@@ -53,6 +53,7 @@ from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
+from fx_fusion.rewrite.written_halves import join_written_halves
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.mask_values import read_anew
 from fx_fusion.runtime.reads import follow
@@ -124,7 +125,9 @@ class Rewritten:
     @property
     def changed(self) -> bool:
         """Whether anything of the graph was replaced."""
-        return bool(self.report.floats or self.report.deferred or any(site.status == "fused" for site in self.sites))
+        report = self.report
+        before = report.floats or report.joined or report.deferred
+        return bool(before or any(site.status == "fused" for site in self.sites))
 
 
 def compile_graph(
@@ -185,6 +188,7 @@ def rewrite(
     example_inputs = read_deferred_examples(gm, example_inputs)
     untaken, writes = only_read(gm, deferred_inputs)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
+    report.joined = join_written_halves(gm)
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
     checks = assumptions.checks()
@@ -233,6 +237,9 @@ def rewrite(
         sentence = "while its deferred outputs are read in call after call"
         return another(Version(report.index, sentence, report.reads), replace(options, outputs_are_read=True))
 
+    captured = untouched
+    if report.joined and options.verify:
+        join_written_halves(captured := snapshot(untouched))  # the sites read it so
     losses = {name for site in sites if site.fusion in LOSSES for name in site.nodes}
 
     def with_lm_head(graph: fx.GraphModule) -> Compiled:
@@ -242,7 +249,7 @@ def rewrite(
         read_anew(gm, replayed=options.cuda_graphs),
         before_writes(report.memory.written, [getattr(untouched, name) for name in report.memory.attributes]),
         hand_masks_on(untouched),
-        verifying(gm, untouched, sites_of, options.verify, report.verified),
+        verifying(gm, captured, sites_of, options.verify, report.verified),
         lambda compiled: deferred.wrap(compiled, report.reads),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, computing) if deferred.can_compute else deferring,

@@ -40,7 +40,7 @@ _SIGNS = {"reversed": (1.0, -1.0), "swap_halves": (1.0, 1.0)}  # of sin, for the
 
 
 @triton.jit
-def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def load_pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Load the members (a, b) of the pairs of ROWS rows at ``at``. Members side by side (PAIRS) are loaded as one row and
     split: loading every other number takes four to seven times as long."""
     if PAIRS:
@@ -55,7 +55,7 @@ def _pairs(at, step, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def _store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Store the members (a, b) of the pairs of ROWS rows at ``at``."""
     dtype = at.dtype.element_ty
     if PAIRS:
@@ -66,6 +66,27 @@ def _store_pairs(at, step, a, b, live, PAIRS: tl.constexpr, HALF: tl.constexpr, 
         lanes = tl.arange(0, LANES)[None, :].to(tl.int64)
         tl.store(at + lanes * step, a.to(dtype), live & (lanes < HALF))
         tl.store(at + (lanes + HALF) * step, b.to(dtype), live & (lanes < HALF))
+
+
+@triton.jit
+def load_tables(
+    cos_ptr, sin_ptr, batch, pos, length, cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
+    SHARED: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Load cos and sin of the first and of the second member of each pair, at the positions ``pos``."""
+    cos = cos_ptr + batch * cos_b + pos * cos_s
+    sin = sin_ptr + batch * sin_b + pos * sin_s
+    if SHARED:
+        lanes = tl.arange(0, LANES)[None, :].to(tl.int64)
+        live = (pos < length) & (lanes < HALF)
+        ca = tl.load(cos + lanes * cos_d, live, 0.0).to(tl.float32)
+        sa = tl.load(sin + lanes * sin_d, live, 0.0).to(tl.float32)
+        cb = ca
+        sb = sa
+    else:
+        ca, cb = load_pairs(cos, cos_d, pos < length, PAIRS, HALF, POSITIONS, LANES)
+        sa, sb = load_pairs(sin, sin_d, pos < length, PAIRS, HALF, POSITIONS, LANES)
+    return ca, cb, sa, sb
 
 
 @triton.jit
@@ -81,14 +102,14 @@ def _rotate(
         live = (head < heads) & (pos < length)
         x = x_ptr + batch * x_b + pos * x_s + head * x_h
         y = y_ptr + batch * y_b + pos * y_s + head * y_h
-        a, b = _pairs(x, x_d, live, IN_PAIRS, HALF, ROWS, LANES)
+        a, b = load_pairs(x, x_d, live, IN_PAIRS, HALF, ROWS, LANES)
         if BACKWARD:
             new_a = a * ca + sign_b * b * sb
             new_b = b * cb + sign_a * a * sa
         else:
             new_a = a * ca + sign_a * b * sa
             new_b = b * cb + sign_b * a * sb
-        _store_pairs(y, y_d, new_a, new_b, live, OUT_PAIRS, HALF, ROWS, LANES)
+        store_pairs(y, y_d, new_a, new_b, live, OUT_PAIRS, HALF, ROWS, LANES)
 
 
 @triton.jit
@@ -107,19 +128,10 @@ def _rope_kernel(
     part = pid % programs
     batch = pid // programs // blocks
     pos = (pid // programs % blocks) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
-    # ca, sa: cos and sin of the first member of each pair, cb, sb: of the second.
-    cos = cos_ptr + batch * cos_b + pos * cos_s
-    sin = sin_ptr + batch * sin_b + pos * sin_s
-    if SHARED:
-        lanes = tl.arange(0, LANES)[None, :].to(tl.int64)
-        live = (pos < length) & (lanes < HALF)
-        ca = tl.load(cos + lanes * cos_d, live, 0.0).to(tl.float32)
-        sa = tl.load(sin + lanes * sin_d, live, 0.0).to(tl.float32)
-        cb = ca
-        sb = sa
-    else:
-        ca, cb = _pairs(cos, cos_d, pos < length, OUT_PAIRS, HALF, POSITIONS, LANES)
-        sa, sb = _pairs(sin, sin_d, pos < length, OUT_PAIRS, HALF, POSITIONS, LANES)
+    ca, cb, sa, sb = load_tables(
+        cos_ptr, sin_ptr, batch, pos, length, cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
+        SHARED, OUT_PAIRS, HALF, POSITIONS, LANES,
+    )  # fmt: skip
     ROWS: tl.constexpr = POSITIONS * HEADS
     if part < q_programs:
         _rotate(
@@ -134,26 +146,26 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def _positions_at_dim_2(tensors, cos):
-    """Returns views of ``tensors`` with heads at dim 1 and positions at dim 2; cos, of 4 dims, shows where they are."""
+def positions_at_dim_2(tensors, cos):
+    """Return views of ``tensors`` with heads at dim 1 and positions at dim 2; cos, of 4 dims, shows where they are."""
     swap = cos.shape[1] != 1
     return [None if t is None else t.transpose(1, 2) if swap else t for t in tensors]
 
 
-def _four_dims(table):
-    """Returns cos or sin with dims of size 1 in front, up to four dims."""
+def four_dims(table):
+    """Return cos or sin with dims of size 1 in front, up to four dims."""
     return table[(None,) * (4 - table.dim())]
 
 
-def _strides(table, q):
-    """Returns the strides of cos or sin over (batch, position, column), 0 where they are broadcast."""
+def table_strides(table, q):
+    """Return the strides of cos or sin over (batch, position, column), 0 where they are broadcast."""
     table = table.expand(q.shape[0], 1, q.shape[2], table.shape[-1])
     return table.stride(0), table.stride(2), table.stride(3)
 
 
 def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     """Rotate q and k in one launch if they have the same batch and positions, else in one launch each."""
-    cos, sin = _four_dims(cos), _four_dims(sin)
+    cos, sin = four_dims(cos), four_dims(sin)
     at = 2 if cos.shape[1] == 1 else 1
     if k is not None and (q.numel() == 0 or k.numel() == 0 or (k.shape[0], k.shape[at]) != (q.shape[0], q.shape[at])):
         _launch(q, None, cos, sin, q_out, None, style, backward)
@@ -162,10 +174,10 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     if q.numel() == 0:
         return
     k_out = None if k is None else k_out  # without k the op's k_out is an empty tensor of one dim
-    q, k, q_out, k_out, cos_rows, sin_rows = _positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
+    q, k, q_out, k_out, cos_rows, sin_rows = positions_at_dim_2((q, k, q_out, k_out, cos, sin), cos)
     b, h, s, d = q.shape
     refuse_symbols(h, d, 0 if k is None else k.shape[1], cos.shape[-1])
-    in_pairs, out_pairs = _layouts(style, backward)
+    in_pairs, out_pairs = layouts(style, backward)
     lanes = next_power_of_2(d // 2)
     plan = rope_plan(h, s, lanes, heads_first=q.stride(1) > q.stride(2))
     q_programs, k_programs = cdiv(h, plan.PROGRAM_HEADS), 0 if k is None else cdiv(k.shape[1], plan.PROGRAM_HEADS)
@@ -174,8 +186,9 @@ def _launch(q, k, cos, sin, q_out, k_out, style: str, backward: bool):
     launch(
         _rope_kernel, (b * blocks * (q_programs + k_programs),),
         q, key, cos_rows, sin_rows, q_out, key_out, s, blocks, h, key.shape[1], q_programs, q_programs + k_programs,
-        *_signs(style),
-        *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(), *_strides(cos_rows, q), *_strides(sin_rows, q),
+        *signs(style),
+        *q.stride(), *key.stride(), *q_out.stride(), *key_out.stride(),
+        *table_strides(cos_rows, q), *table_strides(sin_rows, q),
         HAS_K=k is not None, IN_PAIRS=in_pairs, OUT_PAIRS=out_pairs, SHARED=cos.shape[-1] != d, BACKWARD=backward,
         HALF=d // 2, LANES=lanes, **plan.meta(),
     )  # fmt: skip
@@ -196,13 +209,13 @@ def rope_plan(heads: int, positions: int, lanes: int, *, heads_first: bool) -> P
     return Plan(POSITIONS=1, HEADS=tile_heads, PROGRAM_HEADS=tile_heads, num_warps=1)
 
 
-def _layouts(style: str, backward: bool) -> tuple[bool, bool]:
-    """Returns whether the input and whether the output hold pairs side by side (True) or in halves (False)."""
+def layouts(style: str, backward: bool) -> tuple[bool, bool]:
+    """Return whether the input and whether the output hold pairs side by side (True) or in halves (False)."""
     forward = {"rotate_every_two": (True, True), "even_odd_to_halves": (True, False)}.get(style, (False, False))
     return forward[::-1] if backward else forward
 
 
-def _signs(style: str) -> tuple[float, float]:
+def signs(style: str) -> tuple[float, float]:
     return _SIGNS.get(style, (-1.0, 1.0))
 
 
@@ -210,7 +223,7 @@ def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
     """Compute the formulas of the module's docstring in float32 (float64 for float64), on views of the members of pairs."""
     wide = torch.promote_types(x.dtype, torch.float32)
     d = x.shape[-1]
-    in_pairs, out_pairs = _layouts(style, backward)
+    in_pairs, out_pairs = layouts(style, backward)
 
     def members(t, pairs):
         return (t[..., 0::2], t[..., 1::2]) if pairs else (t[..., : d // 2], t[..., d // 2 :])
@@ -219,7 +232,7 @@ def _rotate_on_cpu(x, cos, sin, y, style: str, backward: bool):
         return (t, t) if t.shape[-1] != d else members(t, out_pairs)
 
     (a, b), (ca, cb), (sa, sb) = (tuple(t.to(wide) for t in pair) for pair in (members(x, in_pairs), table(cos), table(sin)))
-    sign_a, sign_b = _signs(style)
+    sign_a, sign_b = signs(style)
     y_a, y_b = members(y, out_pairs)
     if backward:
         y_a.copy_(a * ca + sign_b * b * sb)

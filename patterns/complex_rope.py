@@ -6,7 +6,7 @@ angles. Inductor leaves complex products to PyTorch's own kernels, in float32, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import NotThis, binary, source_of
 from fx_fusion.kernels.rope import rope
 from fx_fusion.patterns.rope import keeps_layout
+from fx_fusion.patterns.sites.normed_rotations import fold_norms
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import insertion_point
 
@@ -155,6 +156,10 @@ def emit(editor: Editor, match: Match) -> None:
     editor.replace(root, y)
 
 
+def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
+    fold_norms(editor, match, made)
+
+
 def guard(q, freqs, style, out):
     if q.dim() != 4 or q.dtype.itemsize > 4:
         return f"q is {q.dtype} of shape {tuple(q.shape)}; the kernel takes (batch, heads, length, head dim) up to float32"
@@ -191,6 +196,7 @@ FUSION = Fusion(
     variants=tuple({"style": style, "out": out} for style in _STYLES.values() for out in ("input", "promoted")),
     find=find,
     emit=emit,
+    finish=finish,
     frozen=("freqs",),
     shared=("b", "h"),
     guard=guard,

@@ -20,7 +20,9 @@ from fx_fusion.graph.forms import inner_term
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.rope import rope
+from fx_fusion.kernels.rope import four_dims, rope
+from fx_fusion.patterns.rms_norm import pow_mean_rsqrt
+from fx_fusion.patterns.sites.normed_rotations import fold_norms
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.parts import own, whole
 
@@ -66,6 +68,18 @@ def rotated_by_halves(q, cos, sin, style, out, upcast):
         members = [a * cos + b * sin, b * cos - a * sin]
     y = torch.stack(members, dim=-1).flatten(-2) if style == "rotate_every_two" else torch.cat(members, dim=-1)
     return y.to(q.dtype) if out == "input" else y
+
+
+def normed_and_rotated(x, weight, cos, sin, eps, offset, round_first, across, style, out, contiguous):
+    """Return the rotation of an RMSNorm of x, of each head or ``across`` all heads: kernels/rms_norm_rope.py."""
+    heads_at_1 = four_dims(cos).shape[1] == 1
+    tokens = (x.transpose(1, 2) if heads_at_1 else x).flatten(-2) if across else x
+    q = pow_mean_rsqrt(tokens, weight, eps, offset, round_first)
+    if across:
+        q = q.unflatten(-1, (-1, x.shape[-1]))
+        q = q.transpose(1, 2) if heads_at_1 else q
+    half = cos.shape[-1] != x.shape[-1]
+    return (rotated_by_halves if half else rotated)(q, cos, sin, style, out, out == "input")
 
 
 def unread(view: View) -> Iterator[NearMiss]:
@@ -161,6 +175,12 @@ def emit(editor: Editor, match: Match) -> None:
 
 
 def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
+    """Round once what autocast would cast, and normalize in the same kernel what an RMSNorm alone makes."""
+    _round_once(editor, match, made)
+    fold_norms(editor, match, made)
+
+
+def _round_once(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
     """Store in 16 bits what autocast would cast to them: float32 tables make float32 of queries and keys in 16 bits, and
     attention reads them in 16 bits again. The rotation is in float32 either way, and rounded once. (The gradients of several
     readers would be added up in 16 bits.)"""

@@ -27,6 +27,7 @@ class GraphReport:
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
     broke: str = ""  # the graph break that it ends at, if it does
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
+    joined: int = 0  # new tensors that were written in two halves
     deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
     computed: tuple[str, ...] = ()  # outputs that could wait, and are read
     assumes: tuple[str, ...] = ()
@@ -71,6 +72,8 @@ class GraphReport:
             yield f"ends at a {self.broke}"
         if self.floats:
             yield f"{self.floats} foreach call(s) take a changing float as a tensor"
+        if self.joined:
+            yield f"{self.joined} tensor(s) that are written in two halves are one value"
         if self.deferred:
             yield _deferred(self)
         if self.computed:

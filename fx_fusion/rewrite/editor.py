@@ -70,6 +70,10 @@ class Editor:
             item = self._replaced[item]
         return item
 
+    def replaced_by(self, node: fx.Node) -> fx.Node | None:
+        """Return the node of the captured graph that a node took the place of."""
+        return next((old for old, new in self._replaced.items() if new is node), None)
+
     # -- inserting -----------------------------------------------------------------------------------------------
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
         """A new ``call_function`` node at the insertion point, with the metadata of ``like`` and its own example value."""

@@ -63,7 +63,7 @@ def site_checks(
     old = {node.name: node for node in before.graph.nodes}
     new = {node.name: node for node in after.graph.nodes}
     order = {name: i for i, name in enumerate(old)}
-    found = []
+    found, gone, covered = list[SiteCheck](), dict[str, set[str]](), set[str]()
     for site in sites:
         if site.status != "fused":
             continue
@@ -71,7 +71,7 @@ def site_checks(
         own = {name for name in site.nodes if name in old}
         outputs = tuple(n for n in old if n in own and n in new and any(u.name not in own for u in old[n].users))
         if not outputs:
-            verified.skipped[place] = "no result of it stays in the graph"
+            gone[place] = own
             continue
         reads_after = _Slice(after, outputs, lambda node: node.name in old and node.name not in own)  # noqa: B023
         ends = {old[name] for name in reads_after.inputs if name in old}
@@ -81,6 +81,7 @@ def site_checks(
         # What the model makes of those inputs before the site begins (casts that change nothing) belongs to it.
         made_of = _made_of(before, ends)
         reads_before = _Slice(before, outputs, lambda n: n in ends or (n.name not in own and n not in made_of))  # noqa: B023
+        covered.update(node.name for node in reads_before.nodes)
         inputs = tuple(dict.fromkeys((*reads_before.inputs, *reads_after.inputs)))
         tensors = [example(old[name]) for name in inputs]
         differentiated = frozenset(name for name in outputs if _is_differentiated(old[name], own))
@@ -90,6 +91,9 @@ def site_checks(
             place, site.fusion, reads_before.function(inputs), reads_after.function(inputs), inputs, outputs,
             trained, differentiated, at,
         ))  # fmt: skip
+    for place, own in gone.items():  # a norm that its rotation took in is checked with it
+        if not own <= covered:
+            verified.skipped[place] = "no result of it stays in the graph"
     return found
 
 

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from fx_fusion.checking import calls_of
 from fx_fusion.fusion.registry import all_fusions
-from fx_fusion.kernels import embedding, evonorm_b0, gated_rms_norm, rope
+from fx_fusion.kernels import embedding, evonorm_b0, gated_rms_norm, rms_norm_rope, rope
 from fx_fusion.kernels.lib import glu
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.logits.logit_rows import launch_rows
@@ -194,12 +194,24 @@ def rotations_of_every_style():
             rope._launch(q, q, table, table, q.clone(), q.clone(), style, backward)
 
 
+def normed_rotations_of_every_style():
+    x, weight, all_weights = (t.bfloat16() for t in (torch.randn(2, 8, 5, 64), torch.randn(64), torch.randn(320)))
+    for style, across in itertools.product(rope.STYLES, (False, True)):
+        table = torch.randn(1, 1, 8, 32 if style == "even_odd_to_halves" else 64)
+        static = 1e-6, 0.0, True, across, style, "input", False
+        for q in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
+            given = q, all_weights if across else weight, table, table
+            y, rstd = rms_norm_rope._fwd(*given, *static)
+            rms_norm_rope._bwd(y, *given, rstd, *static, [True, True])
+
+
 # Sizes that choose another plan than the small cases of the fusions do.
 PLANS = {
     f.__name__: f
     for f in (
         rows_of_any_width, gated_rows_in_groups, images_of_any_size, tables_of_few_and_many_ids, losses_over_long_rows,
-        gates_of_every_activation, rotations_of_every_style, lists_of_blocks, launches_that_passes_change,
+        gates_of_every_activation, rotations_of_every_style,
+        normed_rotations_of_every_style, lists_of_blocks, launches_that_passes_change,
         gradients_in_place,
     )
 }  # fmt: skip

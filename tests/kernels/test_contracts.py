@@ -15,6 +15,7 @@ from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.logits.scaled import scaled
+from fx_fusion.kernels.rms_norm_rope import rms_norm_rope
 from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
 from fx_fusion.ops.layouts import any_layout, channels_last, copied, in_memory
@@ -34,6 +35,11 @@ def _numbers(count):
     return [torch.rand(1) + 1 for _ in range(count)]
 
 
+def _heads():
+    """x (b, h, s, d), weight, cos and sin."""
+    return torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
+
+
 REST = {  # ops that are no fusion's
     "channels_last": lambda: (channels_last, (torch.randn(2, 3, 4, 5),)),
     "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
@@ -44,6 +50,11 @@ REST = {  # ops that are no fusion's
     "quantise_rows_together": lambda: (quantise_rows_together, (*_rows(2), None, True)),
     "quantise_columns_together": lambda: (quantise_columns_together, (*_rows(2), None, *_numbers(2), None)),
     "turn_rows": lambda: (turn_rows, (torch.randn(48, 33, dtype=torch.bfloat16), torch.rand(48, 1) + 0.1)),
+    "rms_norm_rope": lambda: (rms_norm_rope.overload, (*_heads(), 1e-6, 0.0, False, False, "rotate_half", "input", False)),
+    "rms_norm_rope_bwd": lambda: (
+        rms_norm_rope.backward,
+        (torch.randn(2, 3, 5, 8), *_heads(), torch.rand(2, 5, 3), 1e-6, 0.0, False, False, "rotate_half", "input", False, [True, True]),
+    ),
     "scaled": lambda: (scaled, (torch.randn(48, 33, dtype=torch.bfloat16), torch.tensor(0.5))),
     "block_lists": lambda: (block_lists, (torch.rand(2, 1, 3, 5) < 0.5, torch.rand(1, 1, 3, 5) < 0.5)),
     "in_memory": lambda: (in_memory, (torch.randn(3, 4).mT,)),
