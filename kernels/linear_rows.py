@@ -6,7 +6,8 @@
 
 With ``cotangents`` of the seams the forward computes the gradients beside them, while a chunk of logits exists: three
 products. The upstream gradients of the seams are then one factor times the cotangents. Without, the backward makes the
-logits again: four products.
+logits again: four products. Rows whose cotangents are all 0 are left out where their seams are not read otherwise
+(``skips``), and in the backward: prompts where only answers are trained. Their seams and gradients are 0.
 
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); inputs: (m, ..) or any, as the program says; seams: (m, ..).
 Dtypes     x, lm_head, bias alike: bf16 | fp32; inputs and seams any. Gradients of inputs that have no rows are added up in
@@ -18,14 +19,35 @@ Source     Liger-Kernel's chunked losses (arXiv:2410.10989), here for any loss.
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from fx_fusion.kernels.logits.logit_chunks import each_chunk
+from fx_fusion.kernels.logits.logit_chunks import each_chunk, rows_to_keep
 from fx_fusion.kernels.logits.row_programs import in_an_op, program
 from fx_fusion.kernels.logits.scaled import factor_behind, scaled_gradients
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
-def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks):
+def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, skips):
     """Return the seams, and dx, dW, db and the gradients of the inputs (None where they are not needed)."""
+    kept = None
+    if cotangents and skips:
+        counts = [c != 0 if c.dim() == 1 else (c != 0).flatten(1).any(1) for c in cotangents]
+        kept = rows_to_keep(torch.stack(counts).any(0), lm_head.shape[0])
+    if kept is None:
+        return _run_all(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks)
+    per_row = [of.per_row for of in program(key).inputs]
+    some = [i[kept] if of_rows else i for i, of_rows in zip(inputs, per_row, strict=True)]
+    seams, (dx, dw, db, *d_inputs) = _run_all(
+        x[kept], lm_head, bias, some, [c[kept] for c in cotangents], key, needs, small_chunks, of_rows=x.shape[0]
+    )
+
+    def whole(t):
+        return None if t is None else t.new_zeros((x.shape[0], *t.shape[1:])).index_copy_(0, kept, t)
+
+    d_inputs = [whole(d) if of_rows else d for d, of_rows in zip(d_inputs, per_row, strict=True)]
+    return [whole(seam) for seam in seams], (whole(dx), dw, db, *d_inputs)
+
+
+def _run_all(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, of_rows=None):
+    """Return what ``_run`` does, of all rows. ``of_rows``: how many rows there were before some were left out."""
     rows = program(key)
     m = x.shape[0]
     x, lm_head = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous()
@@ -57,8 +79,9 @@ def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks):
     index, nothing = torch.arange(m), torch.empty(m, 0)
     needs = needs if wanted else [False] * 3
     dx, dw, db = each_chunk(
-        x, lm_head, bias, index, None, (0, 0.0, 0.0, 1.0), None, needs, nothing, small=small_chunks, fill=fill
-    )
+        x, lm_head, bias, index, None, (0, 0.0, 0.0, 1.0), None, needs, nothing, small=small_chunks, fill=fill,
+        of_rows=of_rows,
+    )  # fmt: skip
     return seams, (dx, dw, db, *d_inputs)
 
 
@@ -70,15 +93,15 @@ def _given(tensors, like):
     ]
 
 
-def _fwd(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False):
-    seams, gradients = _run(x, lm_head, bias, inputs, cotangents or None, key, needs, small_chunks)
+def _fwd(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False, skips=False):
+    seams, gradients = _run(x, lm_head, bias, inputs, cotangents or None, key, needs, small_chunks, skips)
     if not cotangents:
         return seams
     return [*seams, *_given(gradients, (x, lm_head, x if bias is None else bias, *inputs))]
 
 
 def _bwd(cotangents, x, lm_head, bias, inputs, key, needs, small_chunks=False):
-    _, gradients = _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks)
+    _, gradients = _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, skips=True)
     return _given(gradients, (x, lm_head, x if bias is None else bias, *inputs))
 
 
@@ -88,7 +111,7 @@ def _fake_gradients(x, lm_head, bias, inputs, key, needs):
     return [*found, *(i.new_empty(i.shape if w else (0,)) for i, w in zip(inputs, program(key).wants, strict=True))]
 
 
-def _fake(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False):
+def _fake(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False, skips=False):
     seams = [x.new_empty((x.shape[0], *shape), dtype=dtype) for shape, dtype in program(key).seams]
     return seams if not cotangents else [*seams, *_fake_gradients(x, lm_head, bias, inputs, key, needs)]
 
@@ -100,7 +123,8 @@ def _fake_bwd(cotangents, x, lm_head, bias, inputs, key, needs, small_chunks=Fal
 _OPERANDS = "Tensor x, Tensor lm_head, Tensor? bias, Tensor[] inputs"
 linear_rows = plain_op(
     "linear_rows",
-    f"({_OPERANDS}, Tensor[] cotangents, str program, bool[] needs, bool small_chunks=False) -> Tensor[]",
+    f"({_OPERANDS}, Tensor[] cotangents, str program, bool[] needs, bool small_chunks=False, bool skips=False)"
+    " -> Tensor[]",
     _fwd,
     _fake,
 )

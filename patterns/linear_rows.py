@@ -30,7 +30,8 @@ from fx_fusion.kernels.logits.logit_chunks import again_takes_longer, padded_cla
 from fx_fusion.kernels.logits.row_programs import RowProgram, registered
 from fx_fusion.patterns.sites.head import why_small
 from fx_fusion.patterns.sites.linear import Linear, linear_of
-from fx_fusion.patterns.sites.row_tail import cotangents_of
+from fx_fusion.patterns.sites.row_tail import cotangents_of, has_no_gradient
+from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.rewrite.replace import insertion_point
 from fx_fusion.torch_internals.aten import RESHAPES
@@ -64,7 +65,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             continue
         try:
             guarded = torch.float16 in (example(linear.x).dtype, example(linear.weight).dtype)
-            region = region_of(view, node, float16=guarded)
+            region = region_of(view, node, float16=guarded, may_return=search.may_defer)
         except Opaque as opaque:
             if opaque.node is not None and opaque.node is not node:
                 yield NearMiss("linear_rows", node, opaque.node, opaque.reason)
@@ -73,14 +74,26 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if not outputs:
             continue
         given = {"x": linear.x, "lm_head": linear.weight, "bias": linear.bias}
+        sources = [n for n in given.values() if n is not None]
+        deferred, between = (), ()
+        if region.returned:
+            chain = [node, *(n for n in region.nodes if n in region.returned)]
+            deferred, between = deferrable_outputs(search, chain, {node, *region.nodes}, sources)
+            why = None if set(region.returned) <= set(deferred) else "it is returned by the graph, and may not wait"
+            if not _are_made_of_logits(region, sources):
+                why = "it is returned by the graph, and made of more than the logits"
+            if why is not None:
+                yield NearMiss("linear_rows", node, region.returned[0], why)
+                continue
         yield Match(
             fusion="linear_rows",
             outputs=(outputs[-1], *outputs[:-1]),
-            nodes=frozenset((node, *region.nodes)),
+            nodes=frozenset((node, *region.nodes, *between)),
             inputs={name: n for name, n in given.items() if n is not None},
             others={n.name: n for n in _leaves(region)},
             rounded=frozenset((node, *region.nodes)),
             reading=(region, linear),
+            deferred=deferred,
             unmade={"logits": node},
         )
 
@@ -98,6 +111,20 @@ def _makes_logits(view: View, node: fx.Node, width: Any) -> bool:
         if user not in seen:
             seen.add(user)
             waiting += user.users
+    return True
+
+
+def _are_made_of_logits(region: Region, sources: list[fx.Node]) -> bool:
+    """Return True if values that the graph returns are made of its inputs and of what makes the logits alone."""
+    seen, waiting = {region.root}, list(region.returned)
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node in sources or node.op == "placeholder":
+            continue
+        if node not in region.nodes:
+            return False
+        seen.add(node)
+        waiting += node.all_input_nodes
     return True
 
 
@@ -127,15 +154,16 @@ def emit(editor: Editor, match: Match) -> None:
         logits = next(iter(region.body.find_nodes(op="placeholder")))
         grad = editor.view.effects.region[region.root][0] and logits in differentiated(region.body)
         needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
-        cotangents = None
+        cotangents, skips = None, False
         if any(needs) or any(program.wants):
-            cotangents = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
+            found = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
+            cotangents, skips = (None, False) if found is None else found
             if cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x)):
                 raise Mismatch(
                     "the gradient of a row is not known before its loss: the backward would make the logits again, which "
                     'takes longer than keeping them (options={"memory": "min"} does it)'
                 )
-        arguments = (x, lm_head, bias, inputs, cotangents or [], registered(program), needs, editor.saves_memory)
+        arguments = (x, lm_head, bias, inputs, cotangents or [], registered(program), needs, editor.saves_memory, skips)
         call = editor.call(op, arguments, like=match.root)
         for i, seam in enumerate(region.seams):
             flat = editor.item(call, i, like=match.root)
@@ -146,6 +174,8 @@ def emit(editor: Editor, match: Match) -> None:
             if example(new).requires_grad and not example(node).requires_grad:  # detached, or of classes
                 made[node] = editor.method("detach", (new,), like=match.root)
         editor.check(list(made), made.values())
+    sources = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
+    editor.defer(match.deferred, sources, like=region.root)
     for old, new in made.items():
         editor.replace(old, new)
 
@@ -243,19 +273,12 @@ class _Builder:
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
 
 
-# Ops without a gradient.
-_CONSTANT = {
-    "detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "any", "all", "sign", "floor", "ceil", "round",
-    "logical_not", "logical_and", "logical_or", "isnan", "isinf", "isfinite", "ones_like", "zeros_like", "full_like",
-}  # fmt: skip
-
-
 def differentiated(body: fx.Graph) -> set[fx.Node]:
     """Return the nodes of a body through which a gradient of its results may come."""
     found, waiting = set[fx.Node](), list(body.output_node().all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if node in found or getattr(node.target, "_opname", "") in _CONSTANT:
+        if node in found or has_no_gradient(node.target):
             continue
         found.add(node)
         waiting += node.all_input_nodes

@@ -19,7 +19,7 @@ from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.torch_internals.aten import draws, is_overload, mutates
-from fx_fusion.torch_internals.containers import map_nodes, tree_map
+from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map
 from fx_fusion.torch_internals.standalone import traced_gradient
 
 aten = torch.ops.aten
@@ -29,8 +29,9 @@ _SHAPES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int}
 
 def cotangents_of(
     editor: Editor, match: Match, region: Region, shaped: Callable[[Seam], fx.Node], at: fx.Node
-) -> list[fx.Node] | None:  # fmt: skip
-    """Return a cotangent for each seam, for a gradient of 1 of the graph's number, inserted at the insertion point.
+) -> tuple[list[fx.Node], bool] | None:  # fmt: skip
+    """Return a cotangent for each seam, for a gradient of 1 of the graph's number, inserted at the insertion point, and
+    whether rows may be left out whose cotangents are 0, because nothing but that number depends on them.
 
     Returns None where there is no such number, or where its gradient reads values that are computed later.
 
@@ -42,6 +43,7 @@ def cotangents_of(
     if tail is None:
         return None
     number, nodes = tail
+    skips = _is_linear(region, match, nodes)
     nodes, operands = _with_what_comes_later(editor, match, region, nodes, at)
     if any(not is_tensor(n) or _is_written(editor, n) for n in operands):
         return None
@@ -79,7 +81,8 @@ def cotangents_of(
     gradient = traced_gradient(run, examples, [example(n).detach() for n in operands])
     if gradient is None:
         return None
-    return _inserted(editor, match, region, gradient, operands, shaped)
+    cotangents = _inserted(editor, match, region, gradient, operands, shaped)
+    return None if cotangents is None else (cotangents, skips)
 
 
 def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[fx.Node]] | None:
@@ -101,6 +104,36 @@ def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[f
     plain = all(not view.effects.mutated(n) and view.effects.region[n] == mode for n in nodes)
     hidden = any(view.effects.region[n] != mode for n in match.outputs)
     return (number, nodes) if plain and not hidden else None
+
+
+# Ops without a gradient.
+_CONSTANT = {
+    "detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "any", "all", "sign", "floor", "ceil", "round",
+    "logical_not", "logical_and", "logical_or", "isnan", "isinf", "isfinite", "ones_like", "zeros_like", "full_like",
+}  # fmt: skip
+
+
+def has_no_gradient(op: Any) -> bool:
+    """Return True for an aten op through which no gradient comes."""
+    return getattr(op, "_opname", "") in _CONSTANT
+
+
+def _is_linear(region: Region, match: Match, tail: list[fx.Node]) -> bool:
+    """Return True if the tail alone reads what the region makes, and each of its ops has a gradient. Where that gradient
+    reads no seam, the number is then a sum of seams times cotangents, and something that no row is part of."""
+    inside = {*tail, *match.nodes}
+    waiting: list[Any] = list(region.rest.values())
+    if any(user not in inside for output in match.outputs for user in output.users):
+        return False
+    if not all(is_tensor(n) and example(n).requires_grad for n in (*tail, *match.outputs)):
+        return False
+    while waiting:
+        made = waiting.pop()
+        if isinstance(made, Made):
+            if has_no_gradient(made.op):
+                return False
+            waiting += [region.made_by(t) for t in tree_leaves((made.args, made.kwargs)) if isinstance(t, Tensor)]
+    return True
 
 
 def _with_what_comes_later(

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
+from fx_fusion.kernels import linear_rows
 from fx_fusion.kernels.logits import logit_chunks, row_programs
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons
 
@@ -260,7 +262,8 @@ LEFT = {  # what is no loss of rows, and the reason in the report
     "in place": (lambda z, t, y: z.mul_(2).square().mean(), "changes a value in place"),
     "softmax over rows": (lambda z, t, y: z.softmax(1).square().mean(), "goes along the rows"),
     "largest of all": (lambda z, t, y: z.max(), ""),
-    "logits returned": (lambda z, t, y: ((z - t).abs().mean(), z), ""),
+    "other values returned": (lambda z, t, y: ((z - t).abs().mean(), z - t.exp()), "made of more than the logits"),
+    "logits returned and written to": (lambda z, t, y: ((z - t).abs().mean(), z.mul_(2)), "changes a value in place"),
     "float16 inside": (lambda z, t, y: z.half().square().mean(), "float16"),
     "float64": (lambda z, t, y: z.double().square().mean(), "float64"),
     "mixed with a number of all rows": (lambda z, t, y: (z - z.logsumexp(-1).mean()).abs().mean(), "made of all rows"),
@@ -279,6 +282,109 @@ def test_what_mixes_rows_is_left(name):
     torch.manual_seed(1)
     for ours, eager in zip(found, results_of(of(loss), head, x, t, y), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+def masked(z, t, y):
+    mask = (y > 3000).float()
+    return (rows_kl(z, t) * mask).sum() / mask.sum()
+
+
+def chosen(z, t, y):
+    return torch.where(y > 3000, rows_kl(z, t), 0).sum(1).mean()
+
+
+def clipped(z, t, y):
+    gain = (of_labels(z, y) - t[..., 0]).exp().clamp(0.8, 1.2) * t[..., 1] - 1e-3 * z.square().mean(-1)
+    mask = (y > 3000).float()
+    return -((gain * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def in_the_backward(z, t, y):
+    """Its gradient depends on the losses."""
+    mask = (y > 3000).float()
+    return ((rows_kl(z, t) * mask).sum(1) / mask.sum(1).clamp(min=1)).square().mean()
+
+
+def beside_a_count(z, t, y):
+    """All rows are read: of how many the divergence is large."""
+    each, mask = rows_kl(z, t), (y > 3000).float()
+    return (each * mask).sum() / mask.sum() + (each > 1).float().mean()
+
+
+def beside_a_metric(z, t, y):
+    each, mask = rows_kl(z, t), (y > 3000).float()
+    return (each * mask).sum() / mask.sum(), each.detach().mean()
+
+
+# How many of three passes over rows take all of them, and the rest those that count: a loss, its forward and its backward.
+LEFT_OUT = {"masked": (masked, [True]), "chosen": (chosen, [True]), "clipped": (clipped, [True])}
+LEFT_OUT |= {"in_the_backward": (in_the_backward, [False, True])}
+LEFT_OUT |= {"beside_a_count": (beside_a_count, [False]), "beside_a_metric": (beside_a_metric, [False])}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_rows_without_weight_are_left_out(name, monkeypatch):
+    monkeypatch.setattr(logit_chunks, "_WORTH_COUNTING", 0)
+    passes, run_all = [], linear_rows._run_all
+    monkeypatch.setattr(linear_rows, "_run_all", lambda x, *args, **kw: passes.append(len(x)) or run_all(x, *args, **kw))
+    loss, some = LEFT_OUT[name]
+    head, x, t, y = operands(torch.float32)
+    t.requires_grad_()
+    compiled = torch.compile(of(loss), backend=rewriting_backend(select="always"))
+    found, expected = (results_of(call, head, x, t, y) for call in (compiled, of(loss)))
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    count = (y > 3000).sum().item()
+    assert 0 < count < B * T
+    assert passes == [count if left_out else B * T for left_out in some]
+    passes.clear()
+    for ours, eager in zip(*(results_of(call, head, x, t, y * 0) for call in (compiled, of(loss))), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6, equal_nan=True)  # no row counts
+
+
+def rows_kl(z, t):
+    p, q = z.log_softmax(-1), t.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def capped(z, t, y):
+    z = 5 * torch.tanh(z / 5)
+    return rows_kl(z, t).mean(), z
+
+
+RETURNED = {  # A model's own loss beside its logits.
+    "logits": lambda z, t, y: (rows_kl(z, t).mean(), z),
+    "in float32": lambda z, t, y: (rows_kl(z.float(), t).mean(), z.float()),
+    "cast behind the loss": lambda z, t, y: (rows_kl(z, t).mean(), z.to(torch.bfloat16)),
+    "capped": capped,
+    "shifted": lambda z, t, y: (rows_kl(z[:, :-1], t[:, :-1]).mean(), z),
+    "shifted in float32": lambda z, t, y: ((z.float()[:, :-1] - t[:, :-1]).abs().mean(), z),
+    "two views": lambda z, t, y: (rows_kl(z, t).mean(), z, z.view(-1, V)),
+    "log-probabilities": lambda z, t, y: (rows_kl(z, t).mean(), z.log_softmax(-1)),
+    "with predictions": lambda z, t, y: (rows_kl(z, t).mean(), z, z.argmax(-1)),
+    "under no_grad": lambda z, t, y: (rows_kl(z, t).mean(), z.detach()),
+}
+
+
+@pytest.mark.parametrize("read", ["not", "values", "gradients"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_returned_logits_wait(name, read):
+    head, x, t, y = operands(torch.float32)
+    compiled = torch.compile(of(RETURNED[name]), backend=rewriting_backend(select="always"))
+    with fx_fusion.recording() as report:
+        loss, *rest = compiled(head, x, t, y)
+    assert report.count("linear_rows") == 1, str(report)
+    assert len(report.graphs[0].deferred) == len(rest) - (name == "with predictions")
+    assert type(rest[0]) is DeferredTensor
+    assert rest[0]._value is None
+    expected, *others = of(RETURNED[name])(head, x, t, y)
+    if read != "not":
+        torch.testing.assert_close(tuple(rest), tuple(others), check_device=True)
+    if read == "gradients" and rest[0].requires_grad:
+        loss, expected = loss + rest[0].float().sin().mean(), expected + others[0].float().sin().mean()
+    trained = [x, *head.parameters()]
+    ours, theirs = (torch.autograd.grad(number, trained) for number in (loss, expected))
+    torch.testing.assert_close((loss, *ours), (expected, *theirs), rtol=1e-3, atol=1e-5)
 
 
 def test_gradient_once_more_and_frozen_heads():

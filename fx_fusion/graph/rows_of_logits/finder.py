@@ -18,21 +18,29 @@ from fx_fusion.graph.view import View
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
 from fx_fusion.torch_internals.fakes import fake_mode_of, without_guards, without_tracing_context
 
+# Ops that are linear in the losses of rows, if what they take beside them does not depend on these.
+_LINEAR = {
+    "mul", "div", "neg", "add", "sub", "where", "masked_fill", "to", "float", "type_as", "half", "bfloat16",
+    "view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous",
+}  # fmt: skip
 
-def region_of(view: View, root: fx.Node, *, float16: bool = False) -> Region:
+
+def region_of(view: View, root: fx.Node, *, float16: bool = False, may_return: bool = False) -> Region:
     """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided.
 
     Args:
-        float16: read values in float16, too, because the caller declines them itself."""
-    return _Finder(view, root, float16).region
+        float16: read values in float16, too, because the caller declines them itself.
+        may_return: allow that the graph returns values with classes (``Region.returned``).
+    """
+    return _Finder(view, root, float16, may_return).region
 
 
 class _Finder:
     """Runs the nodes that read the logits, on fake tensors, and sorts them: inside, at the seam, behind it."""
 
-    def __init__(self, view: View, root: fx.Node, float16: bool):
-        self.view = view
-        selected = _selection(view, root)
+    def __init__(self, view: View, root: fx.Node, float16: bool, may_return: bool):
+        self.view, self.may_return = view, may_return
+        selected = _selection(view, root, may_return)
         logits = _rows_of(example(root), selected[0]) if selected else example(root)
         self.reader = Reader(logits, float16=float16)
         rows = tuple(logits.shape[:-1])
@@ -118,11 +126,12 @@ class _Finder:
         if len(typed) == len(tensors):
             self.values[node] = self.reader.detached(value) if self._drops_gradients(node) else value
             self.region.nodes.add(node)
+        elif not has_classes:
+            del self.region.seams[before:]
+            self.after.add(node)
         elif not typed and len(tensors) == 1 and isinstance(value, Tensor):
             self.region.rest[node] = self.reader.made(value)
             self.region.nodes.add(node)
-            self.after.add(node)
-        elif not has_classes:
             self.after.add(node)
         else:
             raise Opaque("only some of its results treat rows one by one")
@@ -158,6 +167,7 @@ class _Finder:
     def _close(self) -> None:
         """Every value that is read outside is a seam."""
         region = self.region
+        self._leave_out_weights()
         if not region.nodes:
             raise Opaque("nothing that treats rows one by one reads the logits")
         for node in [region.root, *region.nodes]:
@@ -167,23 +177,77 @@ class _Finder:
                 continue
             value = self.values[node]
             if any(t.has_classes for t in self._typed(value)):
-                outside = next(user for user in node.users if user not in region.nodes)
-                what = "is returned by the graph" if outside.op == "output" else f"is read by {outside.name}"
-                if not _asks_for_a_size(outside):
-                    raise Opaque(f"{node.name} {what}, as a whole", node)
+                self._note_whole(node)
                 continue
             if isinstance(value, Tensor):
                 region.ends[node] = self.reader.seam(value)
             elif any(user not in region.nodes for user in node.users):
                 raise Opaque(f"{node.name} has several results that are read outside")
         self.reader.body.output(tuple(seam.typed.node for seam in region.seams))
+        _remove_dead(self.reader.body)
         used = {n for n in self.reader.body.nodes if n.users}
         region.inputs = [given for given in self.reader.inputs if given.typed.node in used]
         for given in self.reader.inputs:
             if given not in region.inputs:
                 self.reader.body.erase_node(given.typed.node)
-        _remove_dead(self.reader.body)
         self._check_writes()
+
+    def _leave_out_weights(self) -> None:
+        """Let the region end before its losses are weighed by values that the logits do not reach.
+
+        The op sees then which rows have no weight, and leaves them out.
+        """
+        waiting = [node for node in self.region.nodes if self._ends_at(node)]
+        while waiting:
+            node = waiting.pop()
+            if node in self.region.nodes and self._ends_at(node) and self._has_a_weight(node) and self._is_cut_before(node):
+                self.region.nodes.discard(node)
+                waiting += self._operands_reached(node)
+
+    def _ends_at(self, node: fx.Node) -> bool:
+        """Return True for a number a row that is read outside of the region alone."""
+        plain = node not in self.region.rest and self._is_reached(node) and isinstance(self.values[node], Tensor)
+        return plain and bool(node.users) and not any(user in self.region.nodes for user in node.users)
+
+    def _operands_reached(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in self.region.nodes and self._is_reached(n)]
+
+    def _has_a_weight(self, node: fx.Node) -> bool:
+        """Return True if losses of rows are weighed at a node, or below it by way of ops that are linear in them."""
+        name, reached = self.view.name(node), self._operands_reached(node)
+        if name not in _LINEAR or any(t.has_classes for n in reached for t in self._typed(self.values[n])):
+            return False
+        bound = self.view.arguments(node) or {}
+        if name in ("where", "masked_fill") and bound.get("condition", bound.get("mask")) not in reached:
+            return True
+        if name in ("mul", "div") and (len(reached) != 1 or (name == "div" and bound.get("input") not in reached)):
+            return False
+        if name == "mul" and any(is_tensor(n) and example(n).dim() and n not in reached for n in node.all_input_nodes):
+            return True
+        return name not in ("where", "masked_fill") and any(map(self._has_a_weight, reached))
+
+    def _is_cut_before(self, node: fx.Node) -> bool:
+        """Make seams of the operands of a node. Returns False where their dims are not the rows in order."""
+        before = len(self.region.seams)
+        try:
+            for operand in self._operands_reached(node):
+                self.reader.seam(self.values[operand])
+        except Opaque:
+            del self.region.seams[before:]
+            return False
+        del self.region.seams[before:]  # those that stay are made again
+        return True
+
+    def _note_whole(self, node: fx.Node) -> None:
+        """Note a value with classes that the graph returns. Raises Opaque for one that something else reads outside."""
+        for user in node.users:
+            if user in self.region.nodes or _asks_for_a_size(user):
+                continue
+            if user.op != "output":
+                raise Opaque(f"{node.name} is read by {user.name}, as a whole", node)
+            if not self.may_return:
+                raise Opaque(f"{node.name} is returned by the graph, as a whole", node)
+            self.region.returned.append(node)
 
     def _check_writes(self) -> None:
         effects = self.view.effects
@@ -196,12 +260,16 @@ class _Finder:
                 raise Opaque(f"{write.name} changes a value in place", write)
 
 
-def _selection(view: View, root: fx.Node) -> list[fx.Node]:
+def _selection(view: View, root: fx.Node, may_return: bool) -> list[fx.Node]:
     """Return the calls through which alone the logits are read, if all take the same rows. Casts may come before."""
+
+    def readers(node: fx.Node) -> list[fx.Node]:
+        returned = may_return and any(user.op == "output" for user in node.users)
+        return [u for u in node.users if not _asks_for_a_size(u) and not (returned and u.op == "output")]
+
     node = root
-    while len(node.users) == 1 and view.name(next(iter(node.users))) in ("to", "float", "contiguous"):
-        node = next(iter(node.users))
-    users = [user for user in node.users if not _asks_for_a_size(user)]
+    while len(users := readers(node)) == 1 and view.name(users[0]) in ("to", "float", "contiguous"):
+        node = users[0]
     if not users or any(view.name(user) != "getitem" or user.args[0] is not node for user in users):
         return []
     index = index_of(users[0].args[1], example(node).dim())

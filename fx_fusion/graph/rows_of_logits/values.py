@@ -105,6 +105,7 @@ class Region:
         ends: nodes of the graph that are seams.
         rest: nodes that mix rows after a seam inside of one call (``F.kl_div``), as what is made of seams.
         nodes: all nodes of the graph that the region stands for.
+        returned: nodes with classes that the graph returns.
         made_by: the node of the graph, or the op below it, that makes a tensor outside of the region.
     """
 
@@ -117,6 +118,7 @@ class Region:
     ends: dict[fx.Node, Seam] = field(default_factory=dict)
     rest: dict[fx.Node, Made | Seam] = field(default_factory=dict)
     nodes: set[fx.Node] = field(default_factory=set)
+    returned: list[fx.Node] = field(default_factory=list)
     made_by: Callable[[Tensor], fx.Node | Made | None] = field(default=lambda tensor: None, repr=False)
 
     def nodes_below(self, made: Iterable[fx.Node | Made | Seam]) -> dict[fx.Node, None]:
