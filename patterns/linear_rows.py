@@ -31,7 +31,7 @@ from fx_fusion.kernels.logits.row_programs import RowProgram, registered
 from fx_fusion.patterns.sites.head import why_small
 from fx_fusion.patterns.sites.linear import Linear, linear_of
 from fx_fusion.patterns.sites.row_tail import cotangents_of, has_no_gradient
-from fx_fusion.rewrite.deferral import deferrable_outputs
+from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.rewrite.replace import insertion_point
 from fx_fusion.torch_internals.aten import RESHAPES
@@ -145,6 +145,9 @@ def _is_number_of_the_cpu(tensor: Tensor, region: Region) -> bool:
 
 def emit(editor: Editor, match: Match) -> None:
     region, linear = match.reading
+    waiting = sharing_memory(match.deferred)
+    if any(example(n).requires_grad != example(group[0]).requires_grad for group in waiting for n in group):
+        raise Mismatch("the graph returns the logits with a gradient and without, in the same memory")
     point = insertion_point(match, editor)
     with editor.graph.inserting_before(point):
         builder = _Builder(editor, match.root, region, point)
@@ -175,7 +178,8 @@ def emit(editor: Editor, match: Match) -> None:
                 made[node] = editor.method("detach", (new,), like=match.root)
         editor.check(list(made), made.values())
     sources = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
-    editor.defer(match.deferred, sources, like=region.root)
+    for group in waiting:
+        editor.defer(group, sources, like=region.root, grad=example(group[0]).requires_grad)
     for old, new in made.items():
         editor.replace(old, new)
 

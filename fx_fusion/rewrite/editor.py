@@ -212,12 +212,14 @@ class Editor:
 
     def defer(
         self, outputs: Iterable[fx.Node], cuts: Iterable[fx.Node], *, like: fx.Node, can_compute: bool = False,
-        of_linear: torch.dtype | None = None,
+        of_linear: torch.dtype | None = None, grad: bool = True,
     ) -> None:  # fmt: skip
         """``outputs`` leave the results of the graph; they will be computed from ``cuts`` when one of them is read, in the
         grad mode and autocast region of ``like``. ``can_compute``: whether ``compute`` could make them. ``of_linear``: the
-        dtype of the linear layer whose result, or a cast of it, they are (``rewrite.loss_outside``)."""
+        dtype of the linear layer whose result, or a cast of it, they are (``rewrite.loss_outside``). ``grad``: False where
+        they are detached."""
         sources, region = [self.now(cut) for cut in cuts], self.view.effects.region[like]
+        region = region if grad else (False, *region[1:])
         self.deferrals += [
             cut_off(group, sources, region, can_compute=can_compute, of_linear=of_linear)
             for group in sharing_memory(outputs)

@@ -263,6 +263,7 @@ LEFT = {  # what is no loss of rows, and the reason in the report
     "softmax over rows": (lambda z, t, y: z.softmax(1).square().mean(), "goes along the rows"),
     "largest of all": (lambda z, t, y: z.max(), ""),
     "other values returned": (lambda z, t, y: ((z - t).abs().mean(), z - t.exp()), "made of more than the logits"),
+    "with a gradient and without": (lambda z, t, y: ((z - t).abs().mean(), z, z.detach()), "in the same memory"),
     "logits returned and written to": (lambda z, t, y: ((z - t).abs().mean(), z.mul_(2)), "changes a value in place"),
     "float16 inside": (lambda z, t, y: z.half().square().mean(), "float16"),
     "float64": (lambda z, t, y: z.double().square().mean(), "float64"),
@@ -362,7 +363,8 @@ RETURNED = {  # A model's own loss beside its logits.
     "two views": lambda z, t, y: (rows_kl(z, t).mean(), z, z.view(-1, V)),
     "log-probabilities": lambda z, t, y: (rows_kl(z, t).mean(), z.log_softmax(-1)),
     "with predictions": lambda z, t, y: (rows_kl(z, t).mean(), z, z.argmax(-1)),
-    "under no_grad": lambda z, t, y: (rows_kl(z, t).mean(), z.detach()),
+    "detached": lambda z, t, y: (rows_kl(z, t).mean(), z.detach()),
+    "detached beside": lambda z, t, y: (rows_kl(z, t).mean(), z, (z * 1.0).float().detach() * 2),
 }
 
 
@@ -378,6 +380,7 @@ def test_returned_logits_wait(name, read):
     assert type(rest[0]) is DeferredTensor
     assert rest[0]._value is None
     expected, *others = of(RETURNED[name])(head, x, t, y)
+    assert [r.requires_grad for r in rest] == [o.requires_grad for o in others]
     if read != "not":
         torch.testing.assert_close(tuple(rest), tuple(others), check_device=True)
     if read == "gradients" and rest[0].requires_grad:
