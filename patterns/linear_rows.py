@@ -49,8 +49,8 @@ def linear_then_rows(x, lm_head, bias, values, kind):
     log_p, log_q = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
     if kind == "reverse_kl":
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    if kind == "squared_mean":  # Its gradient depends on the losses of all rows: the backward makes the logits again.
-        return (log_p - log_q).square().mean(-1).mean().square()
+    if kind == "norm_of_rows":  # Its gradient depends on the loss of each row: the backward makes the logits again.
+        return (log_p - log_q).square().mean(-1).norm()
     if kind == "total_variation":
         return (log_p.exp() - log_q.exp()).abs().sum(-1).mean() / 2
     mixture = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
@@ -324,7 +324,7 @@ FUSION = Fusion(
             ("reverse_kl", {"bias": None}),
             ("total_variation", {}),
             ("jensen_shannon", {"bias": None}),
-            ("squared_mean", {}),
+            ("norm_of_rows", {}),
         )
     ),
     find=find,

@@ -1,14 +1,14 @@
 """The gradient of a graph's number with respect to the seams of a region, where it is known before they are computed.
 
-The *tail* is the graph from the seams to the one number that is differentiated: a mean, a sum over a mask. Its gradient is
-traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The upstream
-gradient of the number is then one factor of all of them.
+The *tail* is the graph from the seams to a number that all their gradients come through: a mean, a sum over a mask, the last
+one for which that holds. Its gradient is traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The
+upstream gradient of the number, whatever is made of it, is then one factor of all of them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,16 +33,26 @@ def cotangents_of(
     """Return a cotangent for each seam, for a gradient of 1 of the graph's number, inserted at the insertion point, and
     whether rows may be left out whose cotangents are 0, because nothing but that number depends on them.
 
-    Returns None where there is no such number, or where its gradient reads values that are computed later.
+    Returns None where there is no such number, or where the gradient of each reads values that are computed later.
 
     Args:
         shaped: returns a new tensor without values of a seam's shape in the body: (rows, ..).
         at: the node before which the op is inserted.
     """
-    tail = _tail(editor, match, region)
-    if tail is None:
+    for number in reversed(_numbers(editor, match)):
+        found = _of_number(editor, match, region, number, shaped, at)
+        if found is not None:
+            return found
+    return None
+
+
+def _of_number(
+    editor: Editor, match: Match, region: Region, number: fx.Node, shaped: Callable[[Seam], fx.Node], at: fx.Node
+) -> tuple[list[fx.Node], bool] | None:  # fmt: skip
+    """Return the cotangents of the seams for a gradient of 1 of one number, and whether rows may be left out."""
+    nodes = _tail(editor, match, region, number)
+    if nodes is None:
         return None
-    number, nodes = tail
     skips = _is_linear(region, match, nodes)
     nodes, operands = _with_what_comes_later(editor, match, region, nodes, at)
     if any(not is_tensor(n) or _is_written(editor, n) for n in operands):
@@ -85,17 +95,10 @@ def cotangents_of(
     return None if cotangents is None else (cotangents, skips)
 
 
-def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the one number that the graph returns with a gradient through the seams, and the nodes up to it."""
-    view, output = editor.view, editor.graph.output_node()
-    reached = set(match.outputs)
-    for node in editor.graph.nodes:
-        if any(n in reached for n in node.all_input_nodes) and node.op != "output":
-            reached.add(node)
-    ends = [n for n in output.all_input_nodes if n in reached and is_tensor(n) and example(n).requires_grad]
-    if len(ends) != 1 or example(ends[0]).dim() != 0:
-        return None
-    number, wanted = ends[0], {ends[0]}
+def _tail(editor: Editor, match: Match, region: Region, number: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes from the seams up to a number; None where one of them writes, or is in another region."""
+    view = editor.view
+    reached, wanted = _reached(editor, match.outputs), {number}
     for node in reversed(list(editor.graph.nodes)):
         if node in wanted and node not in match.outputs:
             wanted.update(n for n in node.all_input_nodes if n in reached)
@@ -103,7 +106,32 @@ def _tail(editor: Editor, match: Match, region: Region) -> tuple[fx.Node, list[f
     mode = view.effects.region[region.root]
     plain = all(not view.effects.mutated(n) and view.effects.region[n] == mode for n in nodes)
     hidden = any(view.effects.region[n] != mode for n in match.outputs)
-    return (number, nodes) if plain and not hidden else None
+    return nodes if plain and not hidden else None
+
+
+def _reached(editor: Editor, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what is made of ``nodes``, and these."""
+    reached = set(nodes)
+    for node in editor.graph.nodes:
+        if node.op != "output" and any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _numbers(editor: Editor, match: Match) -> list[fx.Node]:
+    """Return the nodes without dims through which all paths of gradients from the outputs of a match lead, in order.
+
+    Walks along the graph with the nodes that a gradient comes to and that something behind still reads.
+    """
+    place = {node: i for i, node in enumerate(editor.graph.nodes)}
+    trained = {n for n in _reached(editor, match.outputs) if is_tensor(n) and example(n).requires_grad}
+    readers = {n: [place[user] for user in n.users if user in trained or user.op == "output"] for n in trained}
+    waiting, found = {n for n in match.outputs if n in trained}, list[fx.Node]()
+    for node in sorted((n for n in trained if readers[n]), key=place.__getitem__):
+        waiting = {node, *(n for n in waiting if max(readers[n], default=-1) > place[node])}
+        if waiting == {node} and example(node).dim() == 0:
+            found.append(node)
+    return found
 
 
 # Ops without a gradient.
