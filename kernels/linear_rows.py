@@ -9,8 +9,12 @@ products. The upstream gradients of the seams are then one factor times the cota
 logits again: four products. Rows whose cotangents are all 0 are left out where their seams are not read otherwise
 (``skips``), and in the backward: prompts where only answers are trained. Their seams and gradients are 0.
 
+The last inputs of the body may be logits of other heads without a gradient, a teacher's: ``heads`` has what they are made
+of, a chunk at a time. Each of them is x (m, k), the weight (v, k), and the bias (v) or an empty tensor.
+
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); inputs: (m, ..) or any, as the program says; seams: (m, ..).
-Dtypes     x, lm_head, bias alike: bf16 | fp32; inputs and seams any. Gradients of inputs that have no rows are added up in
+Dtypes     x, lm_head, bias alike: bf16 | fp32, and so are those of a head; inputs and seams any.
+           Gradients of inputs that have no rows are added up in
            fp32.
 Saved      x, lm_head, bias and the inputs; with cotangents dx, dW, db and the gradients of the inputs.
 Source     Liger-Kernel's chunked losses (arXiv:2410.10989), here for any loss.
@@ -19,34 +23,36 @@ Source     Liger-Kernel's chunked losses (arXiv:2410.10989), here for any loss.
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from fx_fusion.kernels.logits.logit_chunks import each_chunk, rows_to_keep
+from fx_fusion.kernels.logits.logit_chunks import each_chunk, padded, rows_to_keep
 from fx_fusion.kernels.logits.row_programs import in_an_op, program
 from fx_fusion.kernels.logits.scaled import factor_behind, scaled_gradients
 from fx_fusion.ops.library import plain_op, register_autograd
 
 
-def _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, skips):
+def _run(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, skips):
     """Return the seams, and dx, dW, db and the gradients of the inputs (None where they are not needed)."""
     kept = None
     if cotangents and skips:
         counts = [c != 0 if c.dim() == 1 else (c != 0).flatten(1).any(1) for c in cotangents]
         kept = rows_to_keep(torch.stack(counts).any(0), lm_head.shape[0])
     if kept is None:
-        return _run_all(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks)
+        return _run_all(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks)
     per_row = [of.per_row for of in program(key).inputs]
-    some = [i[kept] if of_rows else i for i, of_rows in zip(inputs, per_row, strict=True)]
+    some = [i[kept] if of_rows else i for i, of_rows in zip(inputs, per_row, strict=False)]
+    some_heads = [t if i % 3 else t[kept] for i, t in enumerate(heads)]
+    cotangents = [c[kept] for c in cotangents]
     seams, (dx, dw, db, *d_inputs) = _run_all(
-        x[kept], lm_head, bias, some, [c[kept] for c in cotangents], key, needs, small_chunks, of_rows=x.shape[0]
+        x[kept], lm_head, bias, some, some_heads, cotangents, key, needs, small_chunks, of_rows=x.shape[0]
     )
 
     def whole(t):
         return None if t is None else t.new_zeros((x.shape[0], *t.shape[1:])).index_copy_(0, kept, t)
 
-    d_inputs = [whole(d) if of_rows else d for d, of_rows in zip(d_inputs, per_row, strict=True)]
+    d_inputs = [whole(d) if of_rows else d for d, of_rows in zip(d_inputs, per_row, strict=False)]
     return [whole(seam) for seam in seams], (whole(dx), dw, db, *d_inputs)
 
 
-def _run_all(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, of_rows=None):
+def _run_all(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, of_rows=None):
     """Return what ``_run`` does, of all rows. ``of_rows``: how many rows there were before some were left out."""
     rows = program(key)
     m = x.shape[0]
@@ -58,18 +64,23 @@ def _run_all(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, of_
     d_inputs = [
         (torch.empty_like(i) if of.per_row else torch.zeros(i.shape, dtype=torch.float32, device=i.device))
         if wanted and want else None
-        for i, of, want in zip(inputs, rows.inputs, rows.wants, strict=True)
+        for i, of, want in zip(inputs, rows.inputs, rows.wants, strict=False)
     ]  # fmt: skip
+    heads = [(xs, padded(w), padded(b) if b.numel() else None) for xs, w, b in zip(*[iter(heads)] * 3, strict=True)]
 
     def fill(logits, v, index, weight, options, loss, upstream, dlogits, *_):
         start = int(index[0])  # on the CPU
         part = slice(start, start + len(index))
-        z, given = logits[:, :v], [i[part] if of.per_row else i for i, of in zip(inputs, rows.inputs, strict=True)]
+        z, given = logits[:, :v], [i[part] if of.per_row else i for i, of in zip(inputs, rows.inputs, strict=False)]
+        for (xs, w, b), of in zip(heads, rows.inputs[len(inputs) :], strict=True):
+            others = torch.mm(xs[part], w.t()) if b is None else torch.addmm(b, xs[part], w.t())
+            others = others[:, : of.shape[0]]
+            given.append(others if others.dtype == of.dtype else others.to(of.dtype).contiguous())
         results = in_an_op(rows, z, *(c[part] for c in cotangents), *given) if wanted else rows.values(z, *given)
         found, gradients = results[: len(seams)], iter(results[len(seams) :])
         for whole, some in zip(seams, found, strict=True):
             whole[part] = some
-        for d, of in zip(d_inputs, rows.inputs, strict=True):
+        for d, of in zip(d_inputs, rows.inputs, strict=False):
             if d is not None:
                 if of.per_row:
                     d[part] = next(gradients)
@@ -93,25 +104,25 @@ def _given(tensors, like):
     ]
 
 
-def _fwd(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False, skips=False):
-    seams, gradients = _run(x, lm_head, bias, inputs, cotangents or None, key, needs, small_chunks, skips)
+def _fwd(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks=False, skips=False):
+    seams, gradients = _run(x, lm_head, bias, inputs, heads, cotangents or None, key, needs, small_chunks, skips)
     if not cotangents:
         return seams
     return [*seams, *_given(gradients, (x, lm_head, x if bias is None else bias, *inputs))]
 
 
 def _bwd(cotangents, x, lm_head, bias, inputs, key, needs, small_chunks=False):
-    _, gradients = _run(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks, skips=True)
+    _, gradients = _run(x, lm_head, bias, inputs, [], cotangents, key, needs, small_chunks, skips=True)
     return _given(gradients, (x, lm_head, x if bias is None else bias, *inputs))
 
 
 def _fake_gradients(x, lm_head, bias, inputs, key, needs):
     like = (x, lm_head, x if bias is None else bias)
     found = [t.new_empty(t.shape if n else (0,)) for t, n in zip(like, needs, strict=True)]
-    return [*found, *(i.new_empty(i.shape if w else (0,)) for i, w in zip(inputs, program(key).wants, strict=True))]
+    return [*found, *(i.new_empty(i.shape if w else (0,)) for i, w in zip(inputs, program(key).wants, strict=False))]
 
 
-def _fake(x, lm_head, bias, inputs, cotangents, key, needs, small_chunks=False, skips=False):
+def _fake(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks=False, skips=False):
     seams = [x.new_empty((x.shape[0], *shape), dtype=dtype) for shape, dtype in program(key).seams]
     return seams if not cotangents else [*seams, *_fake_gradients(x, lm_head, bias, inputs, key, needs)]
 
@@ -123,8 +134,8 @@ def _fake_bwd(cotangents, x, lm_head, bias, inputs, key, needs, small_chunks=Fal
 _OPERANDS = "Tensor x, Tensor lm_head, Tensor? bias, Tensor[] inputs"
 linear_rows = plain_op(
     "linear_rows",
-    f"({_OPERANDS}, Tensor[] cotangents, str program, bool[] needs, bool small_chunks=False, bool skips=False)"
-    " -> Tensor[]",
+    f"({_OPERANDS}, Tensor[] heads, Tensor[] cotangents, str program, bool[] needs, bool small_chunks=False,"
+    " bool skips=False) -> Tensor[]",
     _fwd,
     _fake,
 )
@@ -137,9 +148,10 @@ linear_rows_bwd = plain_op(
 
 
 @register_flop_formula(torch.ops.fx_fusion.linear_rows)
-def _flops(x_shape, lm_head_shape, bias_shape, inputs, cotangents, *_, **__):
+def _flops(x_shape, lm_head_shape, bias_shape, inputs, heads, cotangents, *_, **__):
     """Returns the FLOPs of the products, for ``torch.utils.flop_counter``."""
-    return (6 if cotangents else 2) * x_shape[0] * x_shape[1] * lm_head_shape[0]
+    columns = (3 if cotangents else 1) * x_shape[1] + sum(shape[1] for shape in heads[::3])
+    return 2 * x_shape[0] * columns * lm_head_shape[0]
 
 
 @register_flop_formula(torch.ops.fx_fusion.linear_rows_bwd)
@@ -148,11 +160,11 @@ def _flops_bwd(cotangents, x_shape, lm_head_shape, *_, **__):
 
 
 def _setup_context(ctx, inputs, output):
-    x, lm_head, bias, given, cotangents, ctx.key, ctx.needs = inputs[:7]
-    ctx.small = inputs[7] if len(inputs) > 7 else False
+    x, lm_head, bias, given, heads, cotangents, ctx.key, ctx.needs = inputs[:8]
+    ctx.small = inputs[8] if len(inputs) > 8 else False
     ctx.set_materialize_grads(False)
     ctx.cotangents = len(cotangents)
-    ctx.now, ctx.count, ctx.has_bias = bool(cotangents), len(given), bias is not None
+    ctx.now, ctx.count, ctx.of_heads, ctx.has_bias = bool(cotangents), len(given), len(heads), bias is not None
     if ctx.now:
         ctx.save_for_backward(*cotangents, *output[len(cotangents) :])
         ctx.mark_non_differentiable(*output[len(cotangents) :])
@@ -164,7 +176,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, upstream):
     seams, wants = program(ctx.key).seams, program(ctx.key).wants
     upstream = list(upstream)[: len(seams)]
-    no_grads = [None] * ctx.cotangents, *(None for _ in ctx.needs_input_grad[5:])  # an argument left out has none
+    of_lists = [None] * ctx.of_heads, [None] * ctx.cotangents
+    no_grads = *of_lists, *(None for _ in ctx.needs_input_grad[6:])  # an argument left out has none
     if all(u is None for u in upstream):
         return None, None, None, [None] * ctx.count, *no_grads
     if ctx.now:
@@ -185,7 +198,7 @@ def _backward(ctx, upstream):
         found = linear_rows_bwd(cotangents, x, lm_head, bias, inputs, ctx.key, ctx.needs, ctx.small)
     dx, dw, db, *d_inputs = found
     needed = [g if n else None for g, n in zip((dx, dw, db), ctx.needs, strict=True)]
-    return *needed, [d if want else None for d, want in zip(d_inputs, wants, strict=True)], *no_grads
+    return *needed, [d if want else None for d, want in zip(d_inputs, wants, strict=False)], *no_grads
 
 
 register_autograd("linear_rows", _backward, _setup_context)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor, fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
+from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.devices import device_type
-from fx_fusion.graph.dtypes import computed_in
+from fx_fusion.graph.dtypes import computed_in, keeps_values
+from fx_fusion.graph.indices import WHOLE, index_of
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam
 from fx_fusion.graph.size_hints import elements, expected
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_rows import linear_rows as op
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer, padded_classes
@@ -71,8 +74,9 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
                 yield NearMiss("linear_rows", node, opaque.node, opaque.reason)
             continue
         outputs = sorted([*region.ends, *region.rest], key=lambda n: view.order[n])
-        if not outputs:
+        if not outputs or _is_a_teacher(region):
             continue
+        heads = {given: head for given in region.inputs if (head := _frozen_head(view, region, given)) is not None}
         given = {"x": linear.x, "lm_head": linear.weight, "bias": linear.bias}
         sources = [n for n in given.values() if n is not None]
         deferred, between = (), ()
@@ -90,12 +94,80 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             outputs=(outputs[-1], *outputs[:-1]),
             nodes=frozenset((node, *region.nodes, *between)),
             inputs={name: n for name, n in given.items() if n is not None},
-            others={n.name: n for n in _leaves(region)},
+            others={n.name: n for n in (*_leaves(region), *(n for head in heads.values() for n in head.operands))},
             rounded=frozenset((node, *region.nodes)),
-            reading=(region, linear),
+            reading=(region, linear, heads),
             deferred=deferred,
             unmade={"logits": node},
         )
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Logits of another head that the body reads, without a gradient: what makes them, and the rows that are taken."""
+
+    linear: Linear
+    rows: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The nodes that the logits are made of."""
+        return [n for n in (self.linear.x, self.linear.weight, self.linear.bias) if n is not None]
+
+
+def _frozen_head(view: View, region: Region, given: Input) -> _Head | None:
+    """Return what makes an input of the body, if it is all rows of logits that nothing else reads, without a gradient."""
+    source = given.source
+    if not isinstance(source, fx.Node) or given.typed.labels[-1:] != (CLASS,) or given.typed.node in _trained(region, given):
+        return None
+    rows = [label for label in given.typed.labels[:-1] if isinstance(label, Rows)]
+    covered = [axis for label in rows for axis in range(label.first, label.last)]
+    if covered != [i for i, n in enumerate(region.rows) if not (isinstance(n, int) and n == 1)]:
+        return None
+    node, cut = source, None
+    while view.name(node) in ("detach", "getitem") or view.transparent(node) is not None:
+        below = node.args[0]
+        if not is_tensor(below) or not keeps_values(example(below).dtype, example(node).dtype):
+            return None
+        if view.name(node) == "getitem":
+            index = index_of(node.args[1], example(below).dim())
+            whole = index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
+            if cut is not None or not whole:
+                return None
+            cut = node
+        node = below
+    linear = linear_of(view, node)
+    made = None if linear is None else _made_inside(view, region, node)
+    if linear is None or made is None:
+        return None
+    head = _Head(linear, cut, (node, *made))
+    return head if all(why_not_plain(example(n)) is None for n in head.operands) else None
+
+
+def _made_inside(view: View, region: Region, node: fx.Node) -> list[fx.Node] | None:
+    """Return what is made of a node up to the region; None where something of it is read outside."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output" or not (user in region.nodes or view.is_pure(user) or view.name(user) == "detach"):
+                return None
+            if user not in region.nodes and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return list(seen)
+
+
+def _trained(region: Region, given: Input) -> set[fx.Node]:
+    """Return the nodes of the body through which a gradient comes, where the input has one."""
+    return differentiated(region.body) if given.tensor.requires_grad else set()
+
+
+def _is_a_teacher(region: Region) -> bool:
+    """Return True if nothing is trained through the logits, but through others that the body reads."""
+    others = any(given.typed.has_classes and given.typed.node in _trained(region, given) for given in region.inputs)
+    logits = next(iter(region.body.find_nodes(op="placeholder")))
+    return others and not (example(region.root).requires_grad and logits in differentiated(region.body))
 
 
 def _makes_logits(view: View, node: fx.Node, width: Any) -> bool:
@@ -144,21 +216,19 @@ def _is_number_of_the_cpu(tensor: Tensor, region: Region) -> bool:
 
 
 def emit(editor: Editor, match: Match) -> None:
-    region, linear = match.reading
+    region, linear, heads = match.reading
     waiting = sharing_memory(match.deferred)
     if any(example(n).requires_grad != example(group[0]).requires_grad for group in waiting for n in group):
         raise Mismatch("the graph returns the logits with a gradient and without, in the same memory")
     point = insertion_point(match, editor)
     with editor.graph.inserting_before(point):
         builder = _Builder(editor, match.root, region, point)
-        x, lm_head, bias = builder.operands(linear)
-        inputs = [builder.flat(given) for given in region.inputs]
-        program = builder.program(x, inputs)
-        logits = next(iter(region.body.find_nodes(op="placeholder")))
+        x, lm_head, bias = builder.operands(linear, region.selected, example(region.root).dtype)
+        logits, *placeholders = region.body.find_nodes(op="placeholder")
         grad = editor.view.effects.region[region.root][0] and logits in differentiated(region.body)
         needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
         cotangents, skips = None, False
-        if any(needs) or any(program.wants):
+        if any(needs) or any(given.typed.node in _trained(region, given) for given in region.inputs):
             found = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
             cotangents, skips = (None, False) if found is None else found
             if cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x)):
@@ -166,7 +236,15 @@ def emit(editor: Editor, match: Match) -> None:
                     "the gradient of a row is not known before its loss: the backward would make the logits again, which "
                     'takes longer than keeping them (options={"memory": "min"} does it)'
                 )
-        arguments = (x, lm_head, bias, inputs, cotangents or [], registered(program), needs, editor.saves_memory, skips)
+            heads = heads if cotangents is not None else {}  # a backward would make them once more
+        for given in heads:  # behind the other inputs
+            placeholders[-1].append(given.typed.node)
+        others = [given for given in region.inputs if given not in heads]
+        inputs = [builder.flat(given) for given in others]
+        of_heads = [n for head in heads.values() for n in builder.of_head(head)]
+        program = builder.program(x, dict(zip(others, inputs, strict=True)), heads)
+        given = (x, lm_head, bias, inputs, of_heads, cotangents or [])
+        arguments = (*given, registered(program), needs, editor.saves_memory, skips)
         call = editor.call(op, arguments, like=match.root)
         for i, seam in enumerate(region.seams):
             flat = editor.item(call, i, like=match.root)
@@ -182,6 +260,8 @@ def emit(editor: Editor, match: Match) -> None:
         editor.defer(group, sources, like=region.root, grad=example(group[0]).requires_grad)
     for old, new in made.items():
         editor.replace(old, new)
+    editor.erase(match.nodes)
+    editor.erase(node for head in heads.values() for node in head.nodes)
 
 
 class _Builder:
@@ -192,11 +272,21 @@ class _Builder:
         self.seams: dict[Seam, fx.Node] = {}
         self._known: dict[Made, fx.Node] = {}
 
-    def operands(self, linear: Linear) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return x (m, h), the weight and the bias (v), in the dtype of the logits."""
-        editor, dtype, width = self.editor, example(self.region.root).dtype, example(linear.weight).shape[1]
+    def of_head(self, head: _Head) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Return x (m, k), the weight and the bias of another head, without gradients; an empty tensor for no bias."""
+        x, weight, bias = self.operands(head.linear, head.rows, example(head.nodes[0]).dtype)
+        if bias is None:
+            bias = self.editor.method("new_empty", (weight, (0,)), like=self.like)
+        x, weight, bias = (self.editor.method("detach", (n,), like=self.like) for n in (x, weight, bias))
+        return x, weight, bias
+
+    def operands(
+        self, linear: Linear, selected: fx.Node | None, dtype: torch.dtype
+    ) -> tuple[fx.Node, fx.Node, fx.Node | None]:  # fmt: skip
+        """Return x (m, h), the weight and the bias (v), in the dtype of the logits. ``selected``: takes some of the rows."""
+        editor, width = self.editor, example(linear.weight).shape[1]
         x = linear.x
-        if (selected := self.region.selected) is not None:
+        if selected is not None:
             x = editor.call(operator.getitem, (x, selected.args[1]), like=self.like)
         x = editor.method("reshape", (x, -1, width), like=self.like)
         x, weight = (editor.cast(n, dtype, like=self.like) for n in (x, linear.weight))
@@ -261,18 +351,24 @@ class _Builder:
         sizes = (example(x).shape[0], *_of_a_row(seam))
         return self.editor.method("new_zeros", (x, sizes), {"dtype": seam.tensor.dtype}, like=self.like)
 
-    def program(self, x: fx.Node, inputs: list[fx.Node]) -> RowProgram:
-        """Return the program of the region's body."""
+    def program(self, x: fx.Node, inputs: dict[Input, fx.Node], heads: dict[Input, _Head]) -> RowProgram:
+        """Return the program of the region's body, whose inputs are nodes, and then logits that are made in chunks, too."""
         logits = example(self.region.root)
         classes, device = logits.shape[-1], logits.device
         stride = padded_classes(classes, logits.dtype, device.type == "cuda")
         of_logits = Operand((classes,), logits.dtype, device, per_row=True, stride=stride)
+        in_chunks = [(given.tensor, example(head.nodes[0]).dtype) for given, head in heads.items()]
         described, wants, trained = [], [], differentiated(self.region.body)
-        for given, node in zip(self.region.inputs, inputs, strict=True):
+        for given, node in inputs.items():
             tensor = example(node)
             shape = tuple(map(constant, tensor.shape[int(given.per_row) :]))
             described.append(Operand(shape, tensor.dtype, tensor.device, given.per_row))
             wants.append(bool(tensor.requires_grad) and given.typed.node in trained)
+        for tensor, made_in in in_chunks:
+            padded = padded_classes(tensor.shape[-1], made_in, device.type == "cuda")
+            stride = padded if made_in == tensor.dtype else tensor.shape[-1]
+            described.append(Operand((tensor.shape[-1],), tensor.dtype, device, per_row=True, stride=stride))
+            wants.append(False)
         seams = [(_of_a_row(seam), seam.tensor.dtype) for seam in self.region.seams]
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
 

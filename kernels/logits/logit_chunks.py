@@ -154,7 +154,7 @@ def each_chunk(
     step = plan.rows
     # Without headroom a partial sum in fp16 could overflow where the whole sum doesn't.
     rounded = (x.dtype == torch.bfloat16 or headroom is not None) and cdiv(m, step) <= plan.rounded_chunks
-    lm_head, bias = _padded(lm_head), None if bias is None else _padded(bias)
+    lm_head, bias = padded(lm_head), None if bias is None else padded(bias)
     weight = None if weight is None else weight.contiguous()
     if all_logits is not None and not gradient:
         step = max(1, m)  # they are all kept, so nothing is won by chunks
@@ -207,8 +207,8 @@ def padded_classes(v: int, dtype: torch.dtype, on_gpu: bool) -> int:
     return v if aligned or not on_gpu or not on_tensor_cores(dtype) else cdiv(v, _CLASS_MULTIPLE) * _CLASS_MULTIPLE
 
 
-def _padded(classes):
-    """Returns ``classes`` (lm_head or bias), with rows of zeros behind the last class where a row of logits would be
+def padded(classes):
+    """Return ``classes`` (lm_head or bias), with rows of zeros behind the last class where a row of logits would be
     unaligned. The columns of logits for these rows are padding: their gradients are zero."""
     v = classes.shape[0]
     more = padded_classes(v, classes.dtype, classes.is_cuda or interpreting()) - v

@@ -1,8 +1,9 @@
 """The gradient of a graph's number with respect to the seams of a region, where it is known before they are computed.
 
-The *tail* is the graph from the seams to a number that all their gradients come through: a mean, a sum over a mask, the last
-one for which that holds. Its gradient is traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The
-upstream gradient of the number, whatever is made of it, is then one factor of all of them.
+The *tail* is the graph from the seams to a number that all their gradients come through: a mean, a sum over a mask. Its
+gradient is traced. If that reads no value of a seam, the op can compute the gradients of the logits in its forward. The
+upstream gradient of the number, whatever is made of it, is then one factor of all of them. Of several such numbers the
+last is taken.
 """
 
 from __future__ import annotations

@@ -391,6 +391,52 @@ def test_returned_logits_wait(name, read):
     torch.testing.assert_close((loss, *ours), (expected, *theirs), rtol=1e-3, atol=1e-5)
 
 
+def without_gradient(teacher, h):
+    with torch.no_grad():
+        return teacher(h)
+
+
+# Losses of a student's logits z and a teacher h -> logits; whether the teacher's logits are made in chunks.
+TEACHERS = {
+    "under no_grad": (lambda z, f, h, y: rows_kl(z, without_gradient(f, h)).mean(), True),
+    "detached": (lambda z, f, h, y: rows_kl(z.float(), f(h).float().detach() / 2).mean(), True),
+    "shifted": (lambda z, f, h, y: rows_kl(z[:, :-1], f(h)[:, :-1].detach()).mean(), True),
+    "read twice": (lambda z, f, h, y: (lambda t: (z.softmax(-1) - t.softmax(-1)).abs().sum(-1).mean() + t.mean())(f(h).detach()), False),
+    "masked": (lambda z, f, h, y: (rows_kl(z, without_gradient(f, h)) * (y > 3000)).sum() / (y > 3000).sum(), True),
+    "returned": (lambda z, f, h, y: (lambda t: (rows_kl(z, t).mean(), t))(without_gradient(f, h)), False),
+    "of other rows": (lambda z, f, h, y: rows_kl(z, f(h)[:1].detach()).mean(), False),
+    "trained": (lambda z, f, h, y: rows_kl(z, f(h)).mean(), False),
+    "in the backward": (lambda z, f, h, y: rows_kl(z, without_gradient(f, h)).norm(), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["student first", "teacher first"])
+@pytest.mark.parametrize("name", TEACHERS)
+def test_teachers_with_a_head_of_their_own(name, first, monkeypatch):
+    monkeypatch.setattr(logit_chunks, "_WORTH_COUNTING", 0)
+    loss, in_chunks = TEACHERS[name]
+    head, x, _, y = operands(torch.float32)
+    teacher, h = nn.Linear(12, V, bias=first), torch.randn(B, T, 12)
+
+    def step(head, x, _, y):
+        with torch.no_grad():
+            t = teacher(h) if first and name != "trained" else None
+        number = loss(head(x), teacher if t is None else lambda _: t, h, y)
+        return number
+
+    compiled = torch.compile(step, backend=rewriting_backend(select="always"))
+    with fx_fusion.recording() as report:
+        found = results_of(compiled, head, x, x, y)
+    for ours, eager in zip(found, results_of(step, head, x, x, y), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    assert report.count("linear_rows") == 1, str(report)
+    (call,) = (line for line in report.graphs[0].after.splitlines() if "fx_fusion.linear_rows(" in line)
+    assert ("heads=[]" not in call) == in_chunks, call
+    assert report.graphs[0].after.count(f"{V}] = linear(") == (not in_chunks)
+    if name == "trained":
+        assert teacher.weight.grad is not None
+
+
 def test_gradient_once_more_and_frozen_heads():
     """``retain_graph``; a head without a gradient; no gradient at all."""
     loss, call = LOSSES["reverse KL"][0], None
