@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +16,22 @@ from torch import Tensor, fx
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
-from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.devices import device_type
-from fx_fusion.graph.dtypes import computed_in, keeps_values
-from fx_fusion.graph.indices import WHOLE, index_of
+from fx_fusion.graph.dtypes import computed_in
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam
 from fx_fusion.graph.size_hints import elements, expected
-from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_rows import linear_rows as op
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer, padded_classes
 from fx_fusion.kernels.logits.row_programs import RowProgram, registered
 from fx_fusion.patterns.sites.head import why_small
 from fx_fusion.patterns.sites.linear import Linear, linear_of
-from fx_fusion.patterns.sites.row_tail import cotangents_of, has_no_gradient
+from fx_fusion.patterns.sites.row_heads import FrozenHead, differentiated, frozen_head, trained_in
+from fx_fusion.patterns.sites.row_tail import cotangents_of
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory
 from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.rewrite.replace import insertion_point
@@ -76,7 +74,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         outputs = sorted([*region.ends, *region.rest], key=lambda n: view.order[n])
         if not outputs or _is_a_teacher(region):
             continue
-        heads = {given: head for given in region.inputs if (head := _frozen_head(view, region, given)) is not None}
+        heads = {given: head for given in region.inputs if (head := frozen_head(view, region, given)) is not None}
         given = {"x": linear.x, "lm_head": linear.weight, "bias": linear.bias}
         sources = [n for n in given.values() if n is not None]
         deferred, between = (), ()
@@ -102,70 +100,9 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         )
 
 
-@dataclass(frozen=True)
-class _Head:
-    """Logits of another head that the body reads, without a gradient: what makes them, and the rows that are taken."""
-
-    linear: Linear
-    rows: fx.Node | None
-    nodes: tuple[fx.Node, ...]
-
-    @property
-    def operands(self) -> list[fx.Node]:
-        """The nodes that the logits are made of."""
-        return [n for n in (self.linear.x, self.linear.weight, self.linear.bias) if n is not None]
-
-
-def _frozen_head(view: View, region: Region, given: Input) -> _Head | None:
-    """Return what makes an input of the body, if it is all rows of logits that nothing else reads, without a gradient."""
-    source = given.source
-    if not isinstance(source, fx.Node) or given.typed.labels[-1:] != (CLASS,) or given.typed.node in _trained(region, given):
-        return None
-    rows = [label for label in given.typed.labels[:-1] if isinstance(label, Rows)]
-    covered = [axis for label in rows for axis in range(label.first, label.last)]
-    if covered != [i for i, n in enumerate(region.rows) if not (isinstance(n, int) and n == 1)]:
-        return None
-    node, cut = source, None
-    while view.name(node) in ("detach", "getitem") or view.transparent(node) is not None:
-        below = node.args[0]
-        if not is_tensor(below) or not keeps_values(example(below).dtype, example(node).dtype):
-            return None
-        if view.name(node) == "getitem":
-            index = index_of(node.args[1], example(below).dim())
-            whole = index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
-            if cut is not None or not whole:
-                return None
-            cut = node
-        node = below
-    linear = linear_of(view, node)
-    made = None if linear is None else _made_inside(view, region, node)
-    if linear is None or made is None:
-        return None
-    head = _Head(linear, cut, (node, *made))
-    return head if all(why_not_plain(example(n)) is None for n in head.operands) else None
-
-
-def _made_inside(view: View, region: Region, node: fx.Node) -> list[fx.Node] | None:
-    """Return what is made of a node up to the region; None where something of it is read outside."""
-    seen, waiting = set[fx.Node](), [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output" or not (user in region.nodes or view.is_pure(user) or view.name(user) == "detach"):
-                return None
-            if user not in region.nodes and user not in seen:
-                seen.add(user)
-                waiting.append(user)
-    return list(seen)
-
-
-def _trained(region: Region, given: Input) -> set[fx.Node]:
-    """Return the nodes of the body through which a gradient comes, where the input has one."""
-    return differentiated(region.body) if given.tensor.requires_grad else set()
-
-
 def _is_a_teacher(region: Region) -> bool:
     """Return True if nothing is trained through the logits, but through others that the body reads."""
-    others = any(given.typed.has_classes and given.typed.node in _trained(region, given) for given in region.inputs)
+    others = any(given.typed.has_classes and given.typed.node in trained_in(region, given) for given in region.inputs)
     logits = next(iter(region.body.find_nodes(op="placeholder")))
     return others and not (example(region.root).requires_grad and logits in differentiated(region.body))
 
@@ -228,7 +165,7 @@ def emit(editor: Editor, match: Match) -> None:
         grad = editor.view.effects.region[region.root][0] and logits in differentiated(region.body)
         needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
         cotangents, skips = None, False
-        if any(needs) or any(given.typed.node in _trained(region, given) for given in region.inputs):
+        if any(needs) or any(given.typed.node in trained_in(region, given) for given in region.inputs):
             found = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
             cotangents, skips = (None, False) if found is None else found
             if cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x)):
@@ -272,7 +209,7 @@ class _Builder:
         self.seams: dict[Seam, fx.Node] = {}
         self._known: dict[Made, fx.Node] = {}
 
-    def of_head(self, head: _Head) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def of_head(self, head: FrozenHead) -> tuple[fx.Node, fx.Node, fx.Node]:
         """Return x (m, k), the weight and the bias of another head, without gradients; an empty tensor for no bias."""
         x, weight, bias = self.operands(head.linear, head.rows, example(head.nodes[0]).dtype)
         if bias is None:
@@ -351,7 +288,7 @@ class _Builder:
         sizes = (example(x).shape[0], *_of_a_row(seam))
         return self.editor.method("new_zeros", (x, sizes), {"dtype": seam.tensor.dtype}, like=self.like)
 
-    def program(self, x: fx.Node, inputs: dict[Input, fx.Node], heads: dict[Input, _Head]) -> RowProgram:
+    def program(self, x: fx.Node, inputs: dict[Input, fx.Node], heads: dict[Input, FrozenHead]) -> RowProgram:
         """Return the program of the region's body, whose inputs are nodes, and then logits that are made in chunks, too."""
         logits = example(self.region.root)
         classes, device = logits.shape[-1], logits.device
@@ -371,18 +308,6 @@ class _Builder:
             wants.append(False)
         seams = [(_of_a_row(seam), seam.tensor.dtype) for seam in self.region.seams]
         return RowProgram(fx.GraphModule({}, self.region.body), of_logits, described, wants, seams)
-
-
-def differentiated(body: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of a body through which a gradient of its results may come."""
-    found, waiting = set[fx.Node](), list(body.output_node().all_input_nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in found or has_no_gradient(node.target):
-            continue
-        found.add(node)
-        waiting += node.all_input_nodes
-    return found
 
 
 def without_symbols(shape: Sequence[Any]) -> list[Any]:
