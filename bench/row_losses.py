@@ -41,9 +41,28 @@ def _top_k(x: Tensor, lm_head: Tensor, bias: None, values: Tensor) -> Tensor:
     return F.kl_div(log_p, top.log_softmax(-1), reduction="batchmean", log_target=True)
 
 
+def _reverse_kl(z: Tensor, t: Tensor) -> Tensor:
+    log_p, log_q = z.float().log_softmax(-1), t.float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _with_a_teacher(x: Tensor, lm_head: Tensor, bias: None, values: Tensor) -> Tensor:
+    """Reverse KL to logits that a frozen head makes in the same graph, of columns of ``values``."""
+    with torch.no_grad():
+        t = F.linear(values[:, : x.shape[1]], lm_head)
+    return _reverse_kl(F.linear(x, lm_head), t).mean()
+
+
+def _of_half_of_the_rows(x: Tensor, lm_head: Tensor, bias: None, values: Tensor) -> Tensor:
+    """Reverse KL of every other row, as where prompts are not trained."""
+    mask = (torch.arange(len(x), device=x.device) % 2).float()
+    return (_reverse_kl(F.linear(x, lm_head), values) * mask).sum() / mask.sum()
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     **{kind: partial(linear_then_rows, kind=kind) for kind in ("reverse_kl", "total_variation", "jensen_shannon")},
     "ppo_with_entropy": _ppo, "top_k_distillation": _top_k,
+    "with_a_teacher": _with_a_teacher, "of_half_of_the_rows": _of_half_of_the_rows,
 }  # fmt: skip
 
 
