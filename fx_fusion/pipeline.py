@@ -257,4 +257,7 @@ def finish(candidates: Iterable[Candidate], editor: Editor) -> None:
     for candidate in candidates:
         if candidate.status == "fused" and candidate.fusion.finish is not None:
             assert candidate.match is not None
-            candidate.fusion.finish(editor, candidate.match, [n for n in candidate.made if not is_erased(n)])
+            note = candidate.fusion.finish(editor, candidate.match, [n for n in candidate.made if not is_erased(n)])
+            if note:
+                notes = filter(None, (candidate.match.note, note))
+                candidate.match = dataclasses.replace(candidate.match, note="; ".join(notes))

@@ -156,8 +156,8 @@ def emit(editor: Editor, match: Match) -> None:
     editor.replace(root, y)
 
 
-def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
-    fold_norms(editor, match, made)
+def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> str | None:
+    return fold_norms(editor, match, made)
 
 
 def guard(q, freqs, style, out):

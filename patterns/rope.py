@@ -174,10 +174,10 @@ def emit(editor: Editor, match: Match) -> None:
         editor.replace(k_root, results[1])
 
 
-def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
+def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> str | None:
     """Round once what autocast would cast, and normalize in the same kernel what an RMSNorm alone makes."""
     _round_once(editor, match, made)
-    fold_norms(editor, match, made)
+    return fold_norms(editor, match, made)
 
 
 def _round_once(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:

@@ -69,6 +69,7 @@ class Fusion:
         kernel: the op that replaces a match: same parameters. Required unless there is an ``emit``.
         emit: writes the replacement into the graph, given an editor and a match; without it the kernel is called.
         finish: changes what ``emit`` made by who reads it, once all is replaced: given an editor, the match, its nodes.
+            It may return a sentence for the report.
 
         variants: values of the static parameters, one mapping a variant, tried in this order.
         spellings: other functions of the same parameters, for what no canonical form can merge. A spelling returns
@@ -109,7 +110,7 @@ class Fusion:
 
     kernel: FusedOp | None = None
     emit: Callable[[Any, Match], None] | None = None
-    finish: Callable[[Any, Match, Sequence[fx.Node]], None] | None = None
+    finish: Callable[[Any, Match, Sequence[fx.Node]], str | None] | None = None
 
     variants: tuple[Mapping[str, Any], ...] = ({},)
     spellings: tuple[Callable[..., Any], ...] = ()

@@ -41,19 +41,21 @@ class _Normed:
     across: bool
 
 
-def fold_norms(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
-    """Replace calls of the rotation among ``made``, and the norms that make their operands."""
-    for node in made:
-        if node.target is rope:
-            _fold(editor, node, match.root)
+def fold_norms(editor: Editor, match: Match, made: Sequence[fx.Node]) -> str | None:
+    """Replace calls of the rotation among ``made``, and the norms that make their operands.
+
+    Returns a note for the report, if there is one."""
+    folded = [_fold(editor, node, match.root) for node in made if node.target is rope]
+    return "with the norm in front of it" if any(folded) else None
 
 
-def _fold(editor: Editor, call: fx.Node, like: fx.Node) -> None:
+def _fold(editor: Editor, call: fx.Node, like: fx.Node) -> bool:
+    """Replace one call of the rotation. Returns False where no norm makes an operand of it."""
     q, k, cos, sin, *static = call.args
     operands = [n for n in (q, k) if n is not None]
     parts = [_parts(editor, call, n, example(cos)) for n in operands]
     if not any(parts):
-        return
+        return False
     results = {item.args[1]: item for item in call.users}
     known = set(editor.graph.nodes)
     new: dict[int, fx.Node] = {}
@@ -73,7 +75,7 @@ def _fold(editor: Editor, call: fx.Node, like: fx.Node) -> None:
         for node in reversed(list(editor.graph.nodes)):
             if node not in known:
                 editor.graph.erase_node(node)
-        return
+        return False
     for i, node in new.items():
         if i in results:
             editor.replace(results[i], node)
@@ -86,6 +88,7 @@ def _fold(editor: Editor, call: fx.Node, like: fx.Node) -> None:
                 for user in [u for u in node.users if _reads_the_dtype(u, node) and example(x).dtype == example(node).dtype]:
                     user.replace_input_with(node, x)
             _erase(editor, [*reversed(part.between), part.result, part.norm])
+    return True
 
 
 def _erase(editor: Editor, nodes: Iterable[fx.Node]) -> None:

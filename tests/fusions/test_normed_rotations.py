@@ -131,6 +131,7 @@ def test_norm_and_rotation_are_one_call(name, batches):
     assert "fx_fusion.rms_norm(" not in graph.after
     assert report.count("rms_norm") == calls
     assert not graph.verified.skipped
+    assert "with the norm in front of it" in str(report)
 
 
 @pytest.mark.parametrize("name", LEFT)
