@@ -26,6 +26,7 @@ ORDER = (
     {"candidate"},
     {"pipeline"},
     {"fallback"},
+    {"rewriting", "versions"},
     {"backend"},
     {"testing"},
     {"checking"},

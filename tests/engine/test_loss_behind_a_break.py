@@ -270,7 +270,7 @@ def test_two_views_and_a_write(fails, monkeypatch):
     z = compiled_of(Model())(ids)
     with monkeypatch.context() as broken:
         if fails:
-            broken.setattr("fx_fusion.backend.rewrite_graphs", lambda *_: 1 / 0)
+            broken.setattr("fx_fusion.rewriting.rewrite_graphs", lambda *_: 1 / 0)
         compiled = torch.compile(writing, backend=rewriting_backend(strict=not fails))
         with pytest.raises(RuntimeError, match="views of each other, and writes to"):
             compiled(z, z.view(-1, V))

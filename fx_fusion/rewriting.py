@@ -1,0 +1,117 @@
+"""Rewrite a captured graph in place, and the bodies of its higher-order ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fx_fusion import pipeline
+from fx_fusion.cost.estimate import gained
+from fx_fusion.fusion.search import Search
+from fx_fusion.graph.outside import views_of
+from fx_fusion.graph.view import View
+from fx_fusion.inductor.compile import DECISIONS, LINEARS
+from fx_fusion.memory.recompute import describe_inputs
+from fx_fusion.options import Options
+from fx_fusion.report.graph import GraphReport
+from fx_fusion.report.site import Site
+from fx_fusion.rewrite import log_probs_outside, soft_losses_outside  # noqa: F401  what takes deferred logits
+from fx_fusion.rewrite.assumptions import Assumptions
+from fx_fusion.rewrite.deferral import DeferredOutputs, activation_positions, defer_outputs, read_deferred_examples
+from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.foreach_floats import keep_tensors
+from fx_fusion.rewrite.loss_behind_a_break import only_read
+from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
+from fx_fusion.rewrite.results_apart import keep_results_apart
+from fx_fusion.rewrite.written_halves import join_written_halves
+from fx_fusion.runtime.deferred_tensor import DeferredTensor
+from fx_fusion.runtime.speculate import Checks
+
+
+@dataclass
+class RewrittenGraph:
+    """A graph after its rewrite.
+
+    Attributes:
+        gm: the graph, rewritten.
+        example_inputs: its fake inputs, with the tensors that it will be called with in place of deferred ones.
+        sites_of: the sites of each graph, bodies included.
+        deferred: the outputs that are computed only when they are read.
+        checks, sentences: what it assumes of its inputs, and how the report says so.
+        activations: the positions of inputs that another graph may have made.
+        untaken, writes: of ``loss_behind_a_break.only_read``.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    sites_of: dict[fx.GraphModule, list[Site]]
+    deferred: DeferredOutputs
+    checks: Checks
+    sentences: tuple[str, ...]
+    activations: tuple[int, ...]
+    untaken: Any
+    writes: bool
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites of all graphs."""
+        return [site for found in self.sites_of.values() for site in found]
+
+
+def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport) -> RewrittenGraph:
+    """Rewrite ``gm`` in place, and note in ``report`` what was done."""
+    gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
+    activations = activation_positions(gm)
+    deferred_inputs = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
+    example_inputs = read_deferred_examples(gm, example_inputs)
+    untaken, writes = only_read(gm, deferred_inputs)
+    report.floats = keep_tensors(gm) if options.fuel is None else 0
+    report.joined = join_written_halves(gm)
+    assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
+    sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
+    graph = RewrittenGraph(
+        gm, example_inputs, sites_of, deferred, assumptions.checks(), assumptions.sentences(), activations, untaken, writes
+    )
+    report.deferred, report.computed = deferred.waiting, deferred.computed
+    if any(isinstance(given, torch.Tensor) and given.is_cuda for given in example_inputs):  # estimates are of GPUs
+        report.memory.gained = gained(site.estimate for site in graph.sites if site.status == "fused")
+    return graph
+
+
+def rewrite_graphs(
+    gm: fx.GraphModule, options: Options, assumptions: Assumptions, report: GraphReport
+) -> tuple[dict[fx.GraphModule, list[Site]], DeferredOutputs]:
+    """Rewrite every graph of the module in place. Returns the sites of each, and the outputs that are computed when they are
+    read."""
+    sites: dict[fx.GraphModule, list[Site]] = {}
+    deferred = None
+    fuel = pipeline.Fuel(options.fuel)
+    searches: dict[View, Search] = {}
+    views = views_of(gm)
+    if DECISIONS in gm.meta:
+        describe_inputs(gm, views, gm.meta[DECISIONS])
+    for module, view in views.items():
+        searches[view] = Search(
+            view,
+            may_assume=options.speculate and (module is gm or view.outside is not None),
+            masks=options.masks if module is gm else None,
+            may_defer=options.defer_outputs and module is gm,
+            outer=None if view.outside is None else searches[view.outside.view],
+        )
+    for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
+        asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
+        editor = Editor(view, assumptions, **asked)
+        found = heads(searches[view]) if module is gm else []
+        sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, report.index))
+        if module is gm:
+            defer_for_a_loss_outside(found, editor)
+            deferred = defer_outputs(gm, editor.deferrals, editor.now)
+        keep_results_apart(module.graph)
+        module.graph.lint()
+        module.recompile()
+    assert deferred is not None
+    return sites, deferred
