@@ -17,6 +17,7 @@ from torch import fx
 from fx_fusion.errors import OptionError
 from fx_fusion.fallback import Rest, as_dynamo_wrote_it, tell
 from fx_fusion.float8.linears import Linears
+from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.graph.places import name_arguments
 from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.inductor.compile import Compiled, OursFailed, inductor
@@ -31,7 +32,7 @@ from fx_fusion.report.version import Version, new_report
 from fx_fusion.rewrite.deferral import (
     read_deferred_inputs,
 )
-from fx_fusion.rewrite.loss_behind_a_break import LOSSES, beginning_with_lm_head, only_losses_read
+from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
@@ -166,7 +167,9 @@ def rewrite(
     captured = untouched
     if report.joined and options.verify:
         join_written_halves(captured := snapshot(untouched))  # the sites read it so
-    losses = {name for site in graph.sites if site.fusion in LOSSES for name in site.nodes}
+    of_logits = {fusion.name for fusion in all_fusions() if fusion.of_logits}
+    losses = {name for site in graph.sites if site.fusion in of_logits for name in site.nodes}
+    taken = sorted({*graph.by_rows, *only_losses_read(untouched, graph.untaken, losses)})
     layers: list[Callable[[Compiled], Compiled]] = [
         read_anew(gm, replayed=options.cuda_graphs),
         before_writes(report.memory.written, [getattr(untouched, name) for name in report.memory.attributes]),
@@ -177,7 +180,7 @@ def rewrite(
         lambda deferring: follow(deferring, report.reads, versions.computing) if graph.deferred.can_compute else deferring,
         lambda fast: versions.speculating(fast, checks, unmet),
         read_deferred_inputs(graph.activations, writes=graph.writes),
-        beginning_with_lm_head(only_losses_read(untouched, graph.untaken, losses), untouched, versions.with_lm_head),
+        beginning_with_lm_head(taken, untouched, versions.with_lm_head),
     ]
     report.rows_after, report.nodes_after = rows(gm), len(gm.graph.nodes)
     report.seconds += time.perf_counter() - started

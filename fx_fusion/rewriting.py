@@ -24,7 +24,7 @@ from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import DeferredOutputs, activation_positions, defer_outputs, read_deferred_examples
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
-from fx_fusion.rewrite.loss_behind_a_break import only_read
+from fx_fusion.rewrite.loss_behind_a_break import only_read, read_by_rows
 from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.written_halves import join_written_halves
@@ -44,6 +44,7 @@ class RewrittenGraph:
         checks, sentences: what it assumes of its inputs, and how the report says so.
         activations: the positions of inputs that another graph may have made.
         untaken, writes: of ``loss_behind_a_break.only_read``.
+        by_rows: those of ``untaken`` whose rows each are read by themselves.
     """
 
     gm: fx.GraphModule
@@ -53,8 +54,9 @@ class RewrittenGraph:
     checks: Checks
     sentences: tuple[str, ...]
     activations: tuple[int, ...]
-    untaken: Any
+    untaken: tuple[int, ...]
     writes: bool
+    by_rows: tuple[int, ...]
 
     @property
     def sites(self) -> list[Site]:
@@ -69,13 +71,15 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     deferred_inputs = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
     example_inputs = read_deferred_examples(gm, example_inputs)
     untaken, writes = only_read(gm, deferred_inputs)
+    by_rows = read_by_rows(gm, untaken)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     report.joined = join_written_halves(gm)
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
     graph = RewrittenGraph(
-        gm, example_inputs, sites_of, deferred, assumptions.checks(), assumptions.sentences(), activations, untaken, writes
-    )
+        gm, example_inputs, sites_of, deferred, assumptions.checks(), assumptions.sentences(), activations, untaken, writes,
+        by_rows,
+    )  # fmt: skip
     report.deferred, report.computed = deferred.waiting, deferred.computed
     if any(isinstance(given, torch.Tensor) and given.is_cuda for given in example_inputs):  # estimates are of GPUs
         report.memory.gained = gained(site.estimate for site in graph.sites if site.status == "fused")

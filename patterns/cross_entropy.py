@@ -177,6 +177,7 @@ FUSION = Fusion(
     ),
     kernel=cross_entropy,
     find=find,
+    of_logits=True,
     unread=unread,
     emit=emit,
     guard=guard,

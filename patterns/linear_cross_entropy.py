@@ -213,6 +213,7 @@ FUSION = Fusion(
         )
     ),
     find=find,
+    of_logits=True,
     emit=emit,
     guard=guard,
     why_keep=why_keep,

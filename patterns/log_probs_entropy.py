@@ -70,6 +70,7 @@ FUSION = Fusion(
     integers={"target": "v"},
     variants=({"softcap": 0.0, "scale": 1.0}, {"softcap": 30.0, "scale": 0.5}),
     find=find,
+    of_logits=True,
     emit=emit,
     kernel=log_probs_entropy,
     guard=guard,

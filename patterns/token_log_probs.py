@@ -77,6 +77,7 @@ FUSION = Fusion(
     integers={"target": "v"},
     variants=({"softcap": 0.0, "scale": 1.0, "bias": None}, {"softcap": 0.0, "scale": 0.5}, {"softcap": 30.0, "scale": 1.0}),
     find=find,
+    of_logits=True,
     emit=emit,
     kernel=token_log_probs,
     guard=guard,

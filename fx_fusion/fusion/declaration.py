@@ -87,6 +87,7 @@ class Fusion:
         parallel: dims along which a part of the inputs gives that part of the result (``...`` of a norm): DTensors that are
             sharded along them are fused part by part, on each rank its own.
         on_cpu: whether it pays on CPU tensors.
+        of_logits: whether it is a loss: a graph that reads logits of another one for it alone begins with their lm_head.
         float8: whether its kernels can write their results in float8 (``float8.gates``): then it pays beside float8 linears.
         before: names of fusions that are tried after this one, since they may want nodes of its matches.
 
@@ -124,6 +125,7 @@ class Fusion:
     traffic: tuple[str, str] | None = None
     parallel: tuple[str, ...] = ()
     on_cpu: bool = False
+    of_logits: bool = False
     float8: bool = False
     before: tuple[str, ...] = ()
 

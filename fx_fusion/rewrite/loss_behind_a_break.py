@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.graph.rows_of_logits.finder import region_of
+from fx_fusion.graph.rows_of_logits.values import Opaque
 from fx_fusion.graph.view import View
 from fx_fusion.rewrite.unread_logits import Operands, operands_of
 from fx_fusion.runtime.capture import is_capturing
@@ -24,7 +26,6 @@ from fx_fusion.torch_internals.dynamo import sets_hooks_behind
 
 Compiled = Callable[..., Any]
 
-LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_soft_cross_entropy", "token_log_probs", "log_probs_entropy")
 _MOST_BETWEEN = 16  # nodes
 
 
@@ -43,9 +44,27 @@ def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int,
 
 def only_losses_read(gm: fx.GraphModule, inputs: Collection[int], losses: Collection[str]) -> tuple[int, ...]:
     """Those of the ``inputs`` of a graph, as Dynamo wrote it, that only losses look at. ``losses``: the names of nodes of
-    sites of LOSSES, be they near misses (of slices, say)."""
+    sites of losses, be they near misses (of slices, say)."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return tuple(i for i in inputs if _ends_in(placeholders[i], losses))
+
+
+def read_by_rows(gm: fx.GraphModule, inputs: Collection[int]) -> tuple[int, ...]:
+    """Return those of the ``inputs`` of a graph whose rows each are read by themselves, whatever the loss.
+
+    The graph is as Dynamo wrote it, its inputs are the tensors that it will be called with."""
+    if not inputs:
+        return ()
+    placeholders, view = gm.graph.find_nodes(op="placeholder"), View(gm.graph)
+    return tuple(i for i in inputs if _is_read_by_rows(view, placeholders[i]))
+
+
+def _is_read_by_rows(view: View, node: fx.Node) -> bool:
+    try:
+        region = region_of(view, node, may_return=True)
+    except Opaque:
+        return False
+    return bool(region.ends or region.rest)
 
 
 def _ends_in(node: fx.Node, names: Collection[str]) -> bool:
