@@ -1,10 +1,11 @@
 """Times launch shapes of the kernels whose tiles were chosen by measuring.
 
-    python -m bench.tune norms|tables|rows|groups|channels|rope|chunks [--dtype bfloat16]
+    python -m bench.tune norms|tables|rows|groups|channels|rope|normed_rope|chunks [--dtype bfloat16]
 
 ``norms``: ``row_norm``'s backward. ``tables``: ``embedding``'s. ``rows``: ``logit_rows``, the sums, the gradient, and both
 in one launch. ``groups``: ``norm_by_group``, forward and backward. ``channels``: ``evonorm_b0``, by tile and by channel.
-``rope``: its tiles. ``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype of their sum.
+``rope``: its tiles; ``normed_rope``: those of the backward with a norm of each head (Qwen3, Flux) or of all (Wan).
+``chunks``: how many of them ``linear_cross_entropy`` cuts its logits into, and the dtype of their sum.
 For every shape: what is chosen now, and the three fastest candidates.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from fx_fusion.cost import timing
-from fx_fusion.kernels import embedding, evonorm_b0, linear_cross_entropy, rope
+from fx_fusion.kernels import embedding, evonorm_b0, linear_cross_entropy, rms_norm_rope, rope
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.kernels.logits.logit_chunks import chunk_plan
@@ -207,6 +208,28 @@ def rotations(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
             yield f"{b} x {h}({g}) x {s} x {d} by {layout}", call, candidates
 
 
+def normed_rotations(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
+    """The forward beside it is as ``rope``'s: see the plan there."""
+    of_each_head = ((8, 16, 2048, 128, False), (8, 8, 2048, 128, False), (1, 24, 4608, 128, False))
+    for b, h, s, d, across in (*of_each_head, (1, 12, 32760, 128, True)):
+        x = torch.randn(b, s, h, d, device=device).to(dtype)
+        weight = torch.randn(h * d if across else d, device=device).to(dtype)
+        cos, sin = torch.randn(2, 1, s, 1, d, device=device)
+        static = 1e-6, 0.0, False, across, "rotate_half", "input", False
+        y, rstd = rms_norm_rope._fwd(x, weight, cos, sin, *static)
+
+        def backward(given: Any = (y, x, weight, cos, sin, rstd, *static, [True, True])) -> None:
+            rms_norm_rope._bwd(*given)
+
+        plans = []
+        for heads, stages, warps, per_sm in itertools.product((4, 8, 16, 32), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 8)):
+            if warps * per_sm <= 16 and 16 <= heads * d // warps // 16 <= 256:
+                tile = next_power_of_2(h) if across else heads
+                plans.append(Plan(POSITIONS=1, HEADS=tile, STAGES=stages, num_warps=warps, programs_per_sm=per_sm))
+        candidates = [(str(plan), rms_norm_rope.bwd_plan.instead(plan)) for plan in dict.fromkeys(plans)]
+        yield f"{b} x {h} x {s} x {d}{' across heads' * across}", backward, candidates
+
+
 def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
     for m, h, v in ((32768, 2048, 151936), (16384, 2048, 128256), (8192, 4096, 128256)):
         x, w = (torch.randn(*size, device=device).to(dtype) * 0.02 for size in ((m, h), (v, h)))
@@ -225,7 +248,7 @@ def chunks(dtype: torch.dtype, device: str = "cuda") -> Iterator[Work]:
 
 WORK = {
     "norms": norms, "tables": tables, "rows": rows, "groups": groups, "channels": channels, "rope": rotations,
-    "chunks": chunks,
+    "normed_rope": normed_rotations, "chunks": chunks,
 }  # fmt: skip
 
 
