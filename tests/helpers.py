@@ -1,14 +1,18 @@
 """What several test files need: compile without Inductor, tiny models."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import fx_fusion
 from fx_fusion import pipeline
@@ -53,6 +57,28 @@ def slow_but(fast, values):
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def covering(*factors):
+    """Return few cases, one value of each factor in each, that contain every pair of values of two factors.
+
+    Greedy, in the order of the full product: the same factors give the same cases.
+    """
+    left = list(itertools.product(*(range(len(factor)) for factor in factors)))
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in left}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(left, key=lambda case: len(pairs[case] & missing))
+        missing -= pairs[best]
+        chosen.append(tuple(factor[at] for factor, at in zip(factors, best, strict=True)))
+    return chosen
+
+
+def pairwise(**factors):
+    """Parametrize a test by the cases of ``covering``; a factor that is a dict gives its keys."""
+    cases = covering(*(list(factor) for factor in factors.values()))
+    ids = ["-".join(getattr(value, "__name__", str(value)) for value in case) for case in cases]
+    return pytest.mark.parametrize(tuple(factors), cases, ids=ids)
+
+
 def statuses(report, fusion):
     return [s.status for s in report.sites if s.fusion == fusion]
 
@@ -61,12 +87,12 @@ def reasons(report, fusion):
     return " | ".join(s.reason for s in report.sites if s.fusion == fusion)
 
 
-class CountsCalls(torch.nn.Module):
+class CountsCalls(nn.Module):
     """Writes to a buffer in every call, and multiplies by it."""
 
     def __init__(self):
         super().__init__()
-        self.out = torch.nn.Linear(8, 4)
+        self.out = nn.Linear(8, 4)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
@@ -84,6 +110,32 @@ def tiny_llama(dtype=torch.float32, **changes):
         **changes,
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**config)).to(dtype)
+
+
+@dataclass
+class Output:
+    """The loss and the logits, as a model of transformers returns them."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class SmallModel(nn.Module):
+    """A language model without attention: an embedding, a layer, an lm_head and a loss.
+
+    Dynamo traces it in a tenth of the time of ``tiny_llama``. The loss shifts the labels as transformers does.
+    """
+
+    def __init__(self, vocabulary=256, width=64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids, labels):
+        logits = self.lm_head(torch.tanh(self.layer(self.table(input_ids))))
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return Output(F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten()), logits)
 
 
 def tokens(batch=2, length=16, vocabulary=256):
