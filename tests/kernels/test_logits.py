@@ -13,6 +13,7 @@ from fx_fusion.kernels.logits import class_part, logit_chunks
 from fx_fusion.kernels.logits.logit_chunks import chunk_plan
 from fx_fusion.kernels.logits.logit_plan import logit_rows_plan
 from fx_fusion.kernels.logits.logit_rows import launch_rows
+from tests.helpers import pairwise
 
 pytestmark = pytest.mark.kernel
 
@@ -88,12 +89,11 @@ def test_small_chunks_take_the_least_memory():
     assert chunk_plan(65536, 151936, 2, "cuda", True, 4 * 151936 * 1024).rows == 2048
 
 
-@pytest.mark.parametrize("stages", [None, 1, 3])
-@pytest.mark.parametrize("columns", [1, 300, 4104])
-@pytest.mark.parametrize(("smoothing", "softcap", "padded"), [(0.0, 0.0, False), (0.1, 5.0, False), (0.0, 0.0, True)])
-def test_loss_and_gradient_in_one_launch(columns, stages, smoothing, softcap, padded, device):
+@pairwise(stages=[None, 1, 3], columns=[1, 300, 4104], statics=[(0.0, 0.0, False), (0.1, 5.0, False), (0.0, 0.0, True)])
+def test_loss_and_gradient_in_one_launch(columns, stages, statics, device):
     """Over the logits themselves, which are walked back in ``stages``; entropies too; a row is ignored, classes may be
     padded."""
+    smoothing, softcap, padded = statics
     logits = torch.randn(5, (columns + 7) // 8 * 8 + 8 if padded else columns, device=device) * 3
     target = torch.randint(0, columns, (5,), device=device)
     target[2] = -100

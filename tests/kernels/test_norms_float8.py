@@ -8,6 +8,7 @@ from fx_fusion.kernels.add_layer_norm import add_layer_norm
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
 from fx_fusion.kernels.float8.quantise import E4M3, quantise_rows
 from fx_fusion.kernels.norms import row_norm
+from tests.helpers import pairwise
 
 pytestmark = pytest.mark.kernel
 KINDS = ["rms_norm", "layer_norm"]
@@ -42,10 +43,10 @@ def operands(kind, shape, dtype, device):
     return op, [*(t.requires_grad_() for t in tensors), *constants], (dy, dh)
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(5, 24), (3, 7, 130), (2, 4096), (300, 64)])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(
+    kind=KINDS, shape=[(5, 24), (3, 7, 130), (2, 4096), (300, 64)], dtype=[torch.bfloat16, torch.float32],
+    power_of_two=[False, True],
+)  # fmt: skip
 def test_forward_and_backward(monkeypatch, device, kind, shape, dtype, power_of_two):
     op, given, dys = operands(kind, shape, dtype, device)
     wanted = op(*given)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fx_fusion.kernels.float8.quantise import E4M3, LARGEST, WIDEST, quantise_columns, quantise_rows, quantise_rows_inline
+from tests.helpers import pairwise
 
 pytestmark = pytest.mark.kernel
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,13 +27,11 @@ def apart_in(q, wanted):
     return ((q.float() != wanted.float()) & (wanted.float().abs() >= 2**-6)).sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("m", "n"), SHAPES)
-@pytest.mark.parametrize("make", [quantise_rows, quantise_columns], ids=["rows", "columns"])
-def test_as_torch_computes_it(make, m, n, dtype):
+@pairwise(shape=SHAPES, dtype=[torch.bfloat16, torch.float16, torch.float32], make=[quantise_rows, quantise_columns])
+def test_as_torch_computes_it(make, shape, dtype):
     """Scales to the last bit; values too, but where rounding of the reciprocal decides between two neighbours."""
     wrong, apart = (0.01, 0.13) if DEVICE == "cuda" else (0.04, 0.5)
-    x = values(m, n, dtype)
+    x = values(*shape, dtype)
     q, scale = make(x)
     rows, row_scale = quantise_rows_inline(x.t().contiguous() if make is quantise_columns else x)
     assert (q.shape, q.dtype, scale.shape) == (rows.shape, E4M3, row_scale.shape)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.logits import class_part, logit_chunks
 from fx_fusion.kernels.logits.logit_rows import launch_rows
+from tests.helpers import pairwise
 
 pytestmark = pytest.mark.kernel
 M, H, V, FACTOR = 11, 16, 37, 0.3
@@ -33,12 +34,13 @@ def operands(device, dtype=torch.float32):
     return x.to(dtype), w.to(dtype), torch.randn(V, device=device).to(dtype), target
 
 
-@pytest.mark.parametrize(("smoothing", "softcap", "scale", "weighted"), [(0.0, 0.0, 1.0, False), (0.1, 5.0, 0.5, True)])
-@pytest.mark.parametrize("over", ["count", "masked", "all"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("ignored", [-100, 3])
-def test_against_float64(device, monkeypatch, reduction, over, smoothing, softcap, scale, weighted, ignored):
+@pairwise(
+    over=["count", "masked", "all"], reduction=["mean", "sum", "none"], ignored=[-100, 3],
+    statics=[(0.0, 0.0, 1.0, False), (0.1, 5.0, 0.5, True)],
+)  # fmt: skip
+def test_against_float64(device, monkeypatch, reduction, over, statics, ignored):
     """In chunks, with rows that are ignored, by an index that is no class and by one that is."""
+    smoothing, softcap, scale, weighted = statics
     monkeypatch.setattr(logit_chunks, "_CHUNK_BYTES", {"cuda": (4 * V * 4,) * 2, "cpu": (4 * V * 4,) * 2})
     x, w, b, target = operands(device)
     target[[2, 5, 6]] = ignored
