@@ -5,13 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from tests import policies
-from tests.helpers import reasons, rewritten
+from tests.helpers import pairwise, reasons, rewritten
 from tests.policies import HEADS, SPELLINGS, exp_of_log, tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@pairwise(name=SPELLINGS, head=HEADS, dtype=[torch.float32, torch.bfloat16])
 def test_spellings(name, head, dtype):
     policies.check_spelling("log_probs_entropy", name, head, dtype)
 

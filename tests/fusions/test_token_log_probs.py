@@ -5,13 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from tests import policies
-from tests.helpers import rewritten
+from tests.helpers import pairwise, rewritten
 from tests.policies import HEADS, SPELLINGS, V, chosen, exp_of_log, softmax_times_log, tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@pairwise(name=SPELLINGS, head=HEADS, dtype=[torch.float32, torch.bfloat16])
 def test_spellings(name, head, dtype):
     policies.check_spelling("token_log_probs", name, head, dtype)
 
