@@ -14,10 +14,10 @@ from fx_fusion.errors import StaleTensorError
 from fx_fusion.options import parse
 from fx_fusion.runtime.reads import HABIT
 from fx_fusion.testing import eager_rest, rewriting_backend
-from tests.helpers import tiny_llama
+from tests.helpers import SmallModel, tiny_llama
 
 B, S = 2, 16
-VOCABULARY = tiny_llama().config.vocab_size
+VOCABULARY = 256
 ids = torch.randint(0, VOCABULARY, (B, S), generator=torch.Generator().manual_seed(0))
 
 
@@ -39,7 +39,7 @@ def evaluated(model, read=True, x=ids):
 
 
 def test_an_evaluation_makes_the_logits_once():
-    model = tiny_llama().eval()
+    model = SmallModel().eval()
     with fx_fusion.recording() as report:
         compiled = torch.compile(model, backend=rewriting_backend())
         loss, logits = evaluated(model)
@@ -58,7 +58,7 @@ def test_an_evaluation_makes_the_logits_once():
 
 
 def test_it_goes_back_when_nobody_reads_and_compiles_nothing_twice():
-    model = tiny_llama().eval()
+    model = SmallModel().eval()
     habits = [True] * 4 + [False] * 4 + [True] * 4 + [True, False] * 3
     with fx_fusion.recording() as report:
         compiled = torch.compile(model, backend=rewriting_backend())
@@ -75,7 +75,7 @@ def test_it_goes_back_when_nobody_reads_and_compiles_nothing_twice():
 
 
 def test_one_look_compiles_nothing():
-    compiled = torch.compile(tiny_llama(), backend=rewriting_backend())
+    compiled = torch.compile(SmallModel(), backend=rewriting_backend())
     with fx_fusion.recording() as report:
         for read in (False, True, False, False, True, False):
             evaluated(compiled, read=read)
@@ -103,7 +103,7 @@ def gradients(model, call, extra, forward=None):
 )
 def test_a_training_that_logs_accuracy(given):
     """Sometimes the logits have a part in the loss: gradients come through them, whichever version ran."""
-    model = tiny_llama()
+    model = SmallModel()
     with fx_fusion.recording() as report:
         compiled = torch.compile(model, **given)
         for call in range(6):
@@ -123,7 +123,7 @@ def in_the_habit(model, **options):
 
 
 def test_computed_outputs_may_be_read_after_an_optimizer_step_but_not_differentiated():
-    model = tiny_llama()
+    model = SmallModel()
     compiled, optimizer = in_the_habit(model), torch.optim.SGD(model.parameters(), 0.1)
     expected = model(input_ids=ids, labels=ids).logits.detach().clone()
     out = compiled(input_ids=ids, labels=ids)
@@ -135,7 +135,7 @@ def test_computed_outputs_may_be_read_after_an_optimizer_step_but_not_differenti
 
 
 def test_an_output_written_to_is_the_readers_own():
-    model = tiny_llama().eval()
+    model = SmallModel().eval()
     with torch.no_grad():
         compiled = in_the_habit(model)
         for _ in range(2):
@@ -149,7 +149,7 @@ def test_nothing_is_kept_alive():
     import gc
     import weakref
 
-    compiled = in_the_habit(tiny_llama())
+    compiled = in_the_habit(SmallModel())
     out = compiled(input_ids=ids, labels=ids)
     value = weakref.ref(out.logits.materialize())
     del out
@@ -213,7 +213,7 @@ def test_a_version_compiled_in_the_middle_of_a_run_keeps_nothing_alive():
         return eager_rest(gm, example_inputs, options)
 
     parsed = parse(None, {"select": "always", "strict": True})
-    model = torch.compile(tiny_llama().eval(), backend=partial(compile_graph, options=parsed, rest=keeping_an_exception))
+    model = torch.compile(SmallModel().eval(), backend=partial(compile_graph, options=parsed, rest=keeping_an_exception))
     alive = []
 
     def evaluate():
