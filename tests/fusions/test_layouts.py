@@ -20,9 +20,17 @@ FUSIONS = pytest.mark.parametrize(
     [f for f in all_fusions() if f.name not in OF_INDUCTOR],
     ids=lambda fusion: fusion.name,
 )
+# Variant 0 in every layout, and each other variant in one of them: the variants of a fusion share its kernel.
 VARIANTS = pytest.mark.parametrize(
-    ("fusion", "variant"),
-    [(f, i) for f in all_fusions() if f.name not in OF_INDUCTOR for i in range(len(f.variants))],
+    ("fusion", "variant", "layout"),
+    [
+        (f, i, layout)
+        for f in all_fusions()
+        if f.name not in OF_INDUCTOR
+        for i in range(len(f.variants))
+        for at, layout in enumerate(LAYOUTS)
+        if i == 0 or i % len(LAYOUTS) == at
+    ],
     ids=lambda given: str(getattr(given, "name", given)),
 )
 
@@ -41,7 +49,6 @@ def check(fusion, function, inputs, dys):
     return report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @VARIANTS
 def test_operands_and_gradients_in_any_layout(fusion, variant, layout, device):
     assert list(of_layout(fusion, variant, LAYOUTS[layout], device)) == []
