@@ -32,6 +32,7 @@ class Candidate:
         unread: whether no finder or pattern came near, and the fusion says so itself.
         names: of its nodes, before some of them went to nodes that replaced them.
         made: the nodes that replaced its own.
+        tail: the names of nodes behind it up to a number, if its gradients are right for that number alone.
         estimate: what it takes, and what Inductor does.
     """
 
@@ -46,6 +47,7 @@ class Candidate:
     unread: bool = False
     names: tuple[str, ...] = ()
     made: tuple[fx.Node, ...] = ()
+    tail: tuple[str, ...] = ()
     estimate: Estimate | None = None
 
     @property
@@ -68,7 +70,7 @@ class Candidate:
         return Site(
             self.fusion.name, self.status, reason, module_of(self.root), location_of(self.root), shapes, graph,
             nodes, made, frames_of(self.root), {} if self.estimate is None else self.estimate.facts(),
-            {name: bytes_of(example(node)) for name, node in unmade.items()}, *_stop(self),
+            {name: bytes_of(example(node)) for name, node in unmade.items()}, *_stop(self), self.tail,
         )  # fmt: skip
 
 

@@ -242,6 +242,7 @@ def replace_all(candidates: Iterable[Candidate], taken: set[fx.Node], editor: Ed
         if (reason := replace(candidate.fusion, candidate.match, editor)) is None:
             candidate.decide("fused")
             candidate.made = tuple(editor.made[known:])
+            candidate.tail = editor.tails.get(candidate.match.root, ())
             if fuel.left == 0:
                 print(f"{LAST_REPLACEMENT}{place}", file=sys.stderr)
         else:

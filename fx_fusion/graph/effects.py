@@ -102,7 +102,7 @@ class Effects:
                     return False
                 if self.order[alias] >= self.order[node]:
                     continue
-                if any(self.order[user] > self.order[node] for user in alias.users):
+                if any(self.order.get(user, len(self.order)) > self.order[node] for user in alias.users):
                     return False
         return True
 

@@ -33,6 +33,7 @@ class Site:
         unmade: bytes of what the model's code makes (logits, scores) and the replacement never has in memory, by its name.
         stopped: of a near miss, the name of the node that differed first; empty for other sites.
         stopped_at: its line, as ``path:line``.
+        tail: the names of nodes behind a loss up to the number that its gradients are computed for in the forward.
         matched: how many ops of the pattern fit before that, and of how many; zeros where a finder read the graph.
     """
 
@@ -51,6 +52,7 @@ class Site:
     stopped: str = ""
     stopped_at: str = ""
     matched: tuple[int, int] = (0, 0)
+    tail: tuple[str, ...] = ()
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> dict[str, str]:

@@ -57,6 +57,7 @@ class Editor:
         self.outputs_are_read, self.saves_memory = outputs_are_read, saves_memory
         self.assumptions = Assumptions.none() if assumptions is None else assumptions
         self.deferrals: list[Deferral] = []
+        self.tails: dict[fx.Node, tuple[str, ...]] = {}  # by the root of a match, the names of nodes that it counts on
         self.made: list[fx.Node] = []  # in this order, those that were erased again too
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._shared: dict[Any, Any] = {}

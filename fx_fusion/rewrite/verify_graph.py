@@ -68,7 +68,7 @@ def site_checks(
         if site.status != "fused":
             continue
         place = f"{site.fusion} in {site.module} ({site.location})"
-        own = {name for name in site.nodes if name in old}
+        own = {name for name in (*site.nodes, *site.tail) if name in old}
         outputs = tuple(n for n in old if n in own and n in new and any(u.name not in own for u in old[n].users))
         if not outputs:
             gone[place] = own

@@ -58,6 +58,8 @@ def _joined(editor: Editor, empty: fx.Node) -> bool:
     if kinds not in ([("pairs", 0), ("pairs", 1)], [("halves", 0), ("halves", 1)]):
         return False
     values = [write.args[2] for write in (first, second)]
+    if effects.writes_between(order[first], order[second], [v for v in values[:1] if is_tensor(v)]) is not None:
+        return False  # the first half would hold what is written later
     alike = all(is_tensor(v) and same_shape(example(v), example(values[0])) for v in values)
     if not alike or not same_sizes(example(values[0]).shape, (*tensor.shape[:-1], tensor.shape[-1] // 2)):
         return False

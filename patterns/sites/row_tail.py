@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.fusion.match import Match
-from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam
+from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam, is_plain_call
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.torch_internals.aten import draws, is_overload, mutates
@@ -54,7 +54,7 @@ def _of_number(
     nodes = _tail(editor, match, region, number)
     if nodes is None:
         return None
-    skips = _is_linear(region, match, nodes)
+    skips, tail = _is_linear(editor, region, match, nodes, number), tuple(node.name for node in nodes)
     nodes, operands = _with_what_comes_later(editor, match, region, nodes, at)
     if any(not is_tensor(n) or _is_written(editor, n) for n in operands):
         return None
@@ -93,7 +93,10 @@ def _of_number(
     if gradient is None:
         return None
     cotangents = _inserted(editor, match, region, gradient, operands, shaped)
-    return None if cotangents is None else (cotangents, skips)
+    if cotangents is None:
+        return None
+    editor.tails[match.root] = tail
+    return cotangents, skips
 
 
 def _tail(editor: Editor, match: Match, region: Region, number: fx.Node) -> list[fx.Node] | None:
@@ -105,7 +108,7 @@ def _tail(editor: Editor, match: Match, region: Region, number: fx.Node) -> list
             wanted.update(n for n in node.all_input_nodes if n in reached)
     nodes = [n for n in editor.graph.nodes if n in wanted and n not in match.outputs]
     mode = view.effects.region[region.root]
-    plain = all(not view.effects.mutated(n) and view.effects.region[n] == mode for n in nodes)
+    plain = all(not view.effects.mutated(n) and view.effects.region[n] == mode and is_plain_call(n) for n in nodes)
     hidden = any(view.effects.region[n] != mode for n in match.outputs)
     return nodes if plain and not hidden else None
 
@@ -147,19 +150,36 @@ def has_no_gradient(op: Any) -> bool:
     return getattr(op, "_opname", "") in _CONSTANT
 
 
-def _is_linear(region: Region, match: Match, tail: list[fx.Node]) -> bool:
-    """Return True if the tail alone reads what the region makes, and each of its ops has a gradient. Where that gradient
-    reads no seam, the number is then a sum of seams times cotangents, and something that no row is part of."""
-    inside = {*tail, *match.nodes}
+# Ops that are linear in what they take, or in one operand where the other does not depend on the losses.
+_LINEAR = {
+    "mul", "div", "neg", "add", "sub", "where", "masked_fill", "to", "float", "type_as", "half", "bfloat16",
+    "view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "transpose", "permute", "expand", "getitem",
+    "sum", "mean", "dot",
+}  # fmt: skip
+_LINEAR_ATEN = {
+    "mul", "div", "neg", "add", "sub", "_to_copy", "view", "_unsafe_view", "squeeze", "unsqueeze", "expand", "sum", "mean",
+    "transpose", "permute", "select", "slice", "alias", "clone",
+}  # fmt: skip
+
+
+def _is_linear(editor: Editor, region: Region, match: Match, tail: list[fx.Node], number: fx.Node) -> bool:
+    """Return True if the tail alone reads what the region makes, and each of its ops is linear with a gradient. Where that
+    gradient reads no seam, the number is then a sum of seams times cotangents, and something that no row is part of."""
+    view, inside = editor.view, {*tail, *match.nodes}
     waiting: list[Any] = list(region.rest.values())
-    if any(user not in inside for output in match.outputs for user in output.users):
+    read = [n for n in (*match.outputs, *tail) if n is not number]
+    if any(user not in inside for node in read for user in node.users):
         return False
     if not all(is_tensor(n) and example(n).requires_grad for n in (*tail, *match.outputs)):
         return False
+    for node in tail:
+        bound = view.arguments_of(node, *_LINEAR)
+        if bound is None or bound.get("rounding_mode") is not None:
+            return False
     while waiting:
         made = waiting.pop()
         if isinstance(made, Made):
-            if has_no_gradient(made.op):
+            if getattr(made.op, "_opname", "") not in _LINEAR_ATEN or "rounding_mode" in made.kwargs:
                 return False
             waiting += [region.made_by(t) for t in tree_leaves((made.args, made.kwargs)) if isinstance(t, Tensor)]
     return True
@@ -212,6 +232,8 @@ def _inserted(
     seams, given = placeholders[: len(region.seams)], placeholders[len(region.seams) :]
     if any(user.target not in _SHAPES for seam in seams for user in seam.users):
         return None
+    if any(node.op == "get_attr" for node in gradient.nodes):
+        return None  # a tensor with values that the tail makes
     if any(not _is_plain(node.target) for node in gradient.nodes if node.op == "call_function"):
         return None
     values: dict[fx.Node, Any] = {

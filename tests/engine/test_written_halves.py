@@ -85,7 +85,14 @@ def without_gradient(x, y):
     return out * x
 
 
-KEPT = [the_other_way_round, one_half_twice, written_again, read_between, broadcast, in_another_layout, without_gradient]
+def written_to_between(x, y):
+    out, a = torch.empty_like(x), y.sin()
+    out[..., 0::2] = a
+    out[..., 1::2] = a.mul_(2)
+    return out * x
+
+
+KEPT = [written_to_between, the_other_way_round, one_half_twice, written_again, read_between, broadcast, in_another_layout, without_gradient]
 
 
 @pytest.mark.parametrize("function", [*JOINED, *KEPT], ids=lambda f: f.__name__)

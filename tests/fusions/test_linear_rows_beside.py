@@ -44,9 +44,27 @@ def beside_a_metric(z, t, y):
     return (each * mask).sum() / mask.sum(), each.detach().mean()
 
 
+def beside_a_metric_of_sequences(z, t, y):
+    each, keep = rows_kl(z, t).sum(-1), (y[:, 0] > 2000).float()
+    return (each * keep).sum(), each.detach()
+
+
+def beside_a_running_sum(z, t, y):
+    each, mask = rows_kl(z, t), (y > 3000).float()
+    run = each.cumsum(-1)
+    return (run[:, -1] * mask[:, 0]).sum(), run.detach()
+
+
+def rounded(z, t, y):
+    """The second term has no gradient, but all rows."""
+    each, keep = rows_kl(z, t).sum(-1), (y[:, 0] > 3000).float()
+    return (each * keep).sum() + each.round().sum()
+
+
 # How many of three passes over rows take all of them, and the rest those that count: a loss, its forward and its backward.
 LEFT_OUT = {"masked": (masked, [True]), "chosen": (chosen, [True]), "clipped": (clipped, [True])}
 LEFT_OUT |= {"in_the_backward": (in_the_backward, [False, True])}
+LEFT_OUT |= {f.__name__: (f, [False]) for f in (beside_a_metric_of_sequences, beside_a_running_sum, rounded)}
 LEFT_OUT |= {"beside_a_count": (beside_a_count, [False]), "beside_a_metric": (beside_a_metric, [False])}
 
 
@@ -110,6 +128,73 @@ def test_returned_logits_wait(name, read):
     trained = [x, *head.parameters()]
     ours, theirs = (torch.autograd.grad(number, trained) for number in (loss, expected))
     torch.testing.assert_close((loss, *ours), (expected, *theirs), rtol=1e-3, atol=1e-5)
+
+
+class Twice(torch.autograd.Function):
+    """Scales a gradient, as losses of routers do."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+UNUSUAL = {  # What the analysis can't follow, and must not fall over.
+    "a function of its own": lambda z, t, y: Twice.apply(rows_kl(z, t)).mean(),
+    "a function of the number": lambda z, t, y: Twice.apply(rows_kl(z, t).mean()),
+    "weights in the code": lambda z, t, y: (rows_kl(z, t) * torch.tensor([0.0, 1, 0, 1, 2, 0, 1, 1])).sum(),
+    "rows in the code": lambda z, t, y: rows_kl(z, t)[torch.tensor([0, 2])].sum(),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_tails(name):
+    head, x, t, y = operands(torch.float32)
+    compiled = torch.compile(of(UNUSUAL[name]), backend=rewriting_backend(select="always"))
+    found, expected = (results_of(call, head, x, t, y) for call in (compiled, of(UNUSUAL[name])))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_teacher_that_a_checkpoint_is_given():
+    from torch.utils.checkpoint import checkpoint
+
+    head, x, _, y = operands(torch.float32)
+    teacher, h = nn.Linear(12, V), torch.randn(B, T, 12)
+
+    def step(head, x, _, y):
+        return checkpoint(lambda x, q: rows_kl(head(x), q).mean(), x, teacher(h).detach(), use_reentrant=False)
+
+    compiled = torch.compile(step, backend=rewriting_backend(select="always"))
+    found, expected = (results_of(call, head, x, x, y) for call in (compiled, step))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+CHECKED = {
+    "a mean": lambda z, t, y: rows_kl(z, t).mean(),
+    "masked": masked,
+    "clipped": clipped,
+    "squared": lambda z, t, y: rows_kl(z, t).mean().square(),
+    "in the backward": in_the_backward,
+    "beside a metric": beside_a_metric,
+    "with its logits": lambda z, t, y: (rows_kl(z, t).mean(), z),
+    "in one call": lambda z, t, y: (z - t).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_verified_up_to_the_number(name, monkeypatch):
+    """The gradients of the op are right for the number that they are computed for, and for no other of each row."""
+    monkeypatch.setattr(logit_chunks, "_WORTH_COUNTING", 0)
+    head, x, t, y = operands(torch.float32)
+    compiled = torch.compile(of(CHECKED[name]), backend=rewriting_backend(select="always", verify=True))
+    with fx_fusion.recording() as report:
+        results_of(compiled, head, x, t, y)
+    assert report.count("linear_rows") == 1, str(report)
+    assert "checks of sites" in str(report)
+    assert not report.graphs[0].verified.skipped
 
 
 def without_gradient(teacher, h):

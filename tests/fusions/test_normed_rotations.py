@@ -100,6 +100,13 @@ def in_another_order(x):
     return rotate(q.transpose(2, 3))
 
 
+def scaled_in_place(x):
+    """Nothing is normed."""
+    q = F.linear(x, projection).view(-1, S, H, D).transpose(1, 2)
+    q.mul_(0.5)
+    return rotate(q)
+
+
 LEFT = {
     f.__name__: f for f in (read_twice, normed_without_gradient, written_behind_the_norm, of_other_rows, in_another_order)
 }
@@ -139,6 +146,11 @@ def test_norms_that_something_else_needs(name):
     report = steps(LEFT[name])
     assert "rms_norm_rope" not in report.graphs[0].after
     assert report.count("rms_norm") == 1, str(report)
+    assert report.count("rope") == 1
+
+
+def test_rotation_of_what_is_written_in_place():
+    report = steps(scaled_in_place)
     assert report.count("rope") == 1
 
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.graph.effects import entered, storages
 from fx_fusion.graph.indices import WHOLE, index_of
 from fx_fusion.graph.rows_of_logits.reader import Reader, is_elementwise
-from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed
+from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed, is_plain_call
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
@@ -154,7 +154,7 @@ class _Finder:
         args, kwargs = map_nodes(operand, (node.args, node.kwargs))
         target: Callable[..., Any] = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target  # type: ignore[assignment]
         mode = fake_mode_of(example(self.region.root))
-        if mode is None or node.op not in ("call_method", "call_function"):
+        if mode is None or node.op not in ("call_method", "call_function") or not is_plain_call(node):
             raise Opaque(f"{node.name} is no call of a function")
         around = self.view.effects.region[node]
         reader.region = self.region

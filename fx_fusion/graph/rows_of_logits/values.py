@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.torch_internals.containers import tree_leaves
+from fx_fusion.torch_internals.nodes import is_higher_order
 
 CLASS, FEW, ONE = "class", "few", "one"
 
@@ -22,6 +24,13 @@ class Rows:
 
 
 Label = Rows | str
+
+
+def is_plain_call(node: fx.Node) -> bool:
+    """Return True for a call that can be run on tensors without values: of no graph, and of nodes with an example each."""
+    return not is_higher_order(node.target) and all(
+        n.op != "get_attr" or is_tensor(n) for n in node.all_input_nodes
+    ) and not any(example(n) is None for n in node.all_input_nodes)
 
 
 class Opaque(Exception):
