@@ -10,7 +10,7 @@ from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.kernels.logits.kept_logits import class_and_sum_of_kept_logits
 
 pytestmark = pytest.mark.kernel
-M, H, V = 13, 16, 67
+M, H, V = 13, 16, 131
 
 
 def values_of(kind, device, shape=(M, V)):
