@@ -38,11 +38,11 @@ def step(function, mask):
 
 
 STAGES = [
-    "backend:snapshot", "backend:read_deferred_examples", "backend:keep_tensors", "backend:views_of", "backend:describe_inputs",
-    "backend:Assumptions", "pipeline:find", "pipeline:check", "pipeline:join", "pipeline:goes_channels_last", "pipeline:select",
-    "cost.select:choose", "pipeline:replace_all", "pipeline:replace", "pipeline:sites", "backend:defer_outputs",
-    "backend:keep_results_apart", "backend:verifying", "backend:verifying_step", "backend:read_deferred_inputs", "backend:rows",
-    "backend:follow", "backend:speculate", "rewrite.deferral:DeferredOutputs.wrap", "backend:publish", "report.trace:write",
+    "backend:snapshot", "rewriting:read_deferred_examples", "rewriting:keep_tensors", "rewriting:join_written_halves",
+    "rewriting:views_of", "rewriting:describe_inputs", "rewriting:Assumptions", "pipeline:find", "pipeline:check", "pipeline:join", "pipeline:goes_channels_last", "pipeline:select",
+    "cost.select:choose", "pipeline:replace_all", "pipeline:replace", "pipeline:sites", "rewriting:defer_outputs",
+    "rewriting:keep_results_apart", "backend:verifying", "backend:verifying_step", "backend:read_deferred_inputs", "backend:rows",
+    "backend:follow", "versions:speculate", "rewrite.deferral:DeferredOutputs.wrap", "backend:publish", "report.trace:write",
 ]  # fmt: skip
 BY_INDUCTOR = [
     "inductor.compile:register_lowerings", "inductor.compile:key_of", "inductor.compile:with_joint_pass",
@@ -82,7 +82,7 @@ def test_what_is_broken_here_runs():
     assert report.graphs[0].assumes
 
 
-FAST = ["backend:snapshot", "pipeline:check", "pipeline:replace", "backend:defer_outputs", "backend:speculate"]
+FAST = ["backend:snapshot", "pipeline:check", "pipeline:replace", "rewriting:defer_outputs", "versions:speculate"]
 
 
 @pytest.mark.parametrize("where", slow_but(FAST, [*STAGES, *BY_INDUCTOR]))
@@ -117,7 +117,7 @@ def test_what_the_backward_computes_again_is_torchs_choice(monkeypatch):
 
 
 # What is called while the model runs, when another version of the graph is first needed.
-@pytest.mark.parametrize("where", ["backend:compiled_apart", "runtime.speculate:write_for_dynamo"])
+@pytest.mark.parametrize("where", ["versions:compiled_apart", "runtime.speculate:write_for_dynamo"])
 @pytest.mark.parametrize("needed", ["padding", "reads"])
 def test_another_version_can_not_be_made(monkeypatch, where, needed):
     masks = [full, padded] if needed == "padding" else [full] * 4
