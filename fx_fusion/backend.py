@@ -29,9 +29,7 @@ from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.recording import publish
 from fx_fusion.report.site import Site
 from fx_fusion.report.version import Version, new_report
-from fx_fusion.rewrite.deferral import (
-    read_deferred_inputs,
-)
+from fx_fusion.rewrite.deferral import read_deferred_inputs
 from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.verify_graph import verifying
@@ -87,7 +85,7 @@ fx_fusion.reset = when_dynamo_is_reset  # type: ignore[attr-defined]
 
 @dataclass
 class Rewritten:
-    """What became of a graph: it, its example inputs, report and sites, and what goes around the compiled function."""
+    """Hold what became of a graph: it, its example inputs, report and sites, and what goes around the compiled function."""
 
     gm: fx.GraphModule
     example_inputs: Sequence[Any]

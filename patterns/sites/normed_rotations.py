@@ -181,9 +181,9 @@ def _normed(editor: Editor, call: fx.Node, node: fx.Node, cos: torch.Tensor) -> 
         labels = found
     if labels[-1] == "row":
         return _Normed(norm, node, tuple(between), across=False)
-    heads = example(rotated).shape[1 if _positions(cos) == -2 else 2]
-    fits = isinstance(heads, int) and next_power_of_2(heads) * next_power_of_2(d) <= MOST_ACROSS
     at = 1 if _positions(cos) == -2 else 2
+    heads = example(rotated).shape[at]
+    fits = isinstance(heads, int) and next_power_of_2(heads) * next_power_of_2(d) <= MOST_ACROSS
     return _Normed(norm, node, tuple(between), across=True) if fits and labels[-1] == "d" and labels[at] == "head" else None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.fusion.match import Match
+from fx_fusion.graph.rows_of_logits.finder import LINEAR
 from fx_fusion.graph.rows_of_logits.values import Made, Region, Seam, is_plain_call
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.editor import Editor
@@ -150,12 +151,8 @@ def has_no_gradient(op: Any) -> bool:
     return getattr(op, "_opname", "") in _CONSTANT
 
 
-# Ops that are linear in what they take, or in one operand where the other does not depend on the losses.
-_LINEAR = {
-    "mul", "div", "neg", "add", "sub", "where", "masked_fill", "to", "float", "type_as", "half", "bfloat16",
-    "view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "transpose", "permute", "expand", "getitem",
-    "sum", "mean", "dot",
-}  # fmt: skip
+# Ops that are linear in the losses of rows, and those that mix rows.
+_LINEAR = LINEAR | {"transpose", "permute", "expand", "getitem", "sum", "mean", "dot"}
 _LINEAR_ATEN = {
     "mul", "div", "neg", "add", "sub", "_to_copy", "view", "_unsafe_view", "squeeze", "unsqueeze", "expand", "sum", "mean",
     "transpose", "permute", "select", "slice", "alias", "clone",

@@ -19,7 +19,7 @@ from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
 from fx_fusion.torch_internals.fakes import fake_mode_of, without_guards, without_tracing_context
 
 # Ops that are linear in the losses of rows, if what they take beside them does not depend on these.
-_LINEAR = {
+LINEAR = {
     "mul", "div", "neg", "add", "sub", "where", "masked_fill", "to", "float", "type_as", "half", "bfloat16",
     "view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous",
 }  # fmt: skip
@@ -215,7 +215,7 @@ class _Finder:
     def _has_a_weight(self, node: fx.Node) -> bool:
         """Return True if losses of rows are weighed at a node, or below it by way of ops that are linear in them."""
         name, reached = self.view.name(node), self._operands_reached(node)
-        if name not in _LINEAR or any(t.has_classes for n in reached for t in self._typed(self.values[n])):
+        if name not in LINEAR or any(t.has_classes for n in reached for t in self._typed(self.values[n])):
             return False
         bound = self.view.arguments(node) or {}
         if name in ("where", "masked_fill") and bound.get("condition", bound.get("mask")) not in reached:
