@@ -31,6 +31,7 @@ from fx_fusion.report.site import Site
 from fx_fusion.report.version import Version, new_report
 from fx_fusion.rewrite.deferral import read_deferred_inputs
 from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
+from fx_fusion.rewrite.losses_outside import LossesOutside
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
@@ -173,7 +174,7 @@ def rewrite(
         before_writes(report.memory.written, [getattr(untouched, name) for name in report.memory.attributes]),
         hand_masks_on(untouched),
         verifying(gm, captured, graph.sites_of, options.verify, report.verified),
-        lambda compiled: graph.deferred.wrap(compiled, report.reads),
+        lambda compiled: graph.deferred.wrap(compiled, report.reads, LossesOutside(versions.with_loss_outside)),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, versions.computing) if graph.deferred.can_compute else deferring,
         lambda fast: versions.speculating(fast, checks, unmet),

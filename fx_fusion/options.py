@@ -60,6 +60,7 @@ class Options:
     # Nobody's options: versions of a graph (fx_fusion.runtime.reads, graph.masks.assumed).
     outputs_are_read: bool = False
     masks: str | None = None
+    eager: bool = False  # the graph runs op by op
 
     @property
     def cuda_graphs(self) -> bool:

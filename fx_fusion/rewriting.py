@@ -19,7 +19,6 @@ from fx_fusion.memory.recompute import describe_inputs
 from fx_fusion.options import Options
 from fx_fusion.report.graph import GraphReport
 from fx_fusion.report.site import Site
-from fx_fusion.rewrite import log_probs_outside, soft_losses_outside  # noqa: F401  what takes deferred logits
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import DeferredOutputs, activation_positions, defer_outputs, read_deferred_examples
 from fx_fusion.rewrite.editor import Editor
@@ -108,7 +107,7 @@ def rewrite_graphs(
         )
     for module, view in reversed(views.items()):  # bodies first: they look at the graph around them as it was
         asked = {"outputs_are_read": options.outputs_are_read, "saves_memory": options.memory == "min"}
-        editor = Editor(view, assumptions, **asked)
+        editor = Editor(view, assumptions, **asked, eager=options.eager)
         found = heads(searches[view]) if module is gm else []
         sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, report.index))
         if module is gm:

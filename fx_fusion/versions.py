@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx
 
 from fx_fusion.fallback import Rest, tell
@@ -75,6 +76,20 @@ class Versions:
         version = Version(self.report.index, "with the lm_head of the graph that made its logits")
         return self._compiled(version, self.options, graph)
 
+    def with_loss_outside(self, graph: fx.GraphModule, sizes_change: bool) -> tuple[Compiled, Callable[[], bool]]:
+        """Return what runs a loss of the deferred logits op by op; ``graph`` begins with what makes them. And a function
+        that says whether that is left in the graph that was compiled last."""
+        left: list[bool] = []
+
+        def op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+            left.append(bool(gm.graph.find_nodes(op="call_function", target=F.linear)))
+            return gm
+
+        version = Version(self.report.index, "for a loss outside of it, with what makes its logits")
+        options = replace(self.options, select="always", eager=True)
+        compiled = self._compiled(version, options, graph, op_by_op, sizes_change)
+        return compiled, lambda: not left or left[-1]
+
     def speculating(self, fast: Compiled, checks: Checks, unmet: Unmet | None) -> Compiled:
         """Return ``fast`` for the inputs that it assumes, with other versions for others."""
         fast = speculate(fast, None, checks, self._without_assumption, self.report.calls)
@@ -92,13 +107,16 @@ class Versions:
         sentence, assumes = "for other inputs, compiled when they first came", unmet.sentences if inputs is None else ()
         return self._compiled(Version(self.report.index, sentence, assumes=assumes), unmet.options.for_inputs(inputs))
 
-    def _compiled(self, version: Version, options: Options, graph: fx.GraphModule | None = None) -> Compiled:
+    def _compiled(
+        self, version: Version, options: Options, graph: fx.GraphModule | None = None, rest: Rest | None = None,
+        sizes_change: bool = False,
+    ) -> Compiled:  # fmt: skip
         graph = self.untouched if graph is None else graph
         version = replace(version, inputs=tuple(map(named, graph.graph.find_nodes(op="placeholder"))))
-        backend = functools.partial(self.compile_graph, options=options, rest=self.rest, version=version)
+        backend = functools.partial(self.compile_graph, options=options, rest=rest or self.rest, version=version)
         failed = functools.partial(self._failed, version)
         try:
-            return compiled_apart(graph, backend, self._around, failed)
+            return compiled_apart(graph, backend, self._around, failed, sizes_change=sizes_change)
         except Exception as error:  # in the middle of a run
             failed(error)
             return graph

@@ -9,6 +9,10 @@ products. The upstream gradients of the seams are then one factor times the cota
 logits again: four products. Rows whose cotangents are all 0 are left out where their seams are not read otherwise
 (``skips``), and in the backward: prompts where only answers are trained. Their seams and gradients are 0.
 
+``keep``, for code that runs op by op: without cotangents the logits are kept, and the backward writes their gradient over
+them. Three products, for m·v logits: not where these are more than an eighth of the memory, nor under hooks on what is saved
+(a checkpoint's), which would not see them. In a compiled graph Inductor plans the memory of logits that stay.
+
 The last inputs of the body may be logits of other heads without a gradient, a teacher's: ``heads`` has what they are made
 of, a chunk at a time. Each of them is x (m, k), the weight (v, k), and the bias (v) or an empty tensor.
 
@@ -16,17 +20,21 @@ Shapes     x: (m, h); lm_head: (v, h); bias: (v); inputs: (m, ..) or any, as the
 Dtypes     x, lm_head, bias alike: bf16 | fp32, and so are those of a head; inputs and seams any.
            Gradients of inputs that have no rows are added up in
            fp32.
-Saved      x, lm_head, bias and the inputs; with cotangents dx, dW, db and the gradients of the inputs.
+Saved      x, lm_head, bias and the inputs, perhaps the logits; with cotangents dx, dW, db and the gradients of the inputs.
 Source     Liger-Kernel's chunked losses (arXiv:2410.10989), here for any loss.
 """
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from fx_fusion.kernels.logits.logit_chunks import each_chunk, padded, rows_to_keep
+from fx_fusion.kernels.lib.device import memory_of_device
+from fx_fusion.kernels.logits.logit_chunks import chunk_plan, each_chunk, padded, rows_to_keep
 from fx_fusion.kernels.logits.row_programs import in_an_op, program
 from fx_fusion.kernels.logits.scaled import factor_behind, scaled_gradients
 from fx_fusion.ops.library import plain_op, register_autograd
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
+
+_MOST_KEPT = 8  # kept logits have this part of the device's memory at most
 
 
 def _run(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, skips):
@@ -52,48 +60,71 @@ def _run(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, 
     return [whole(seam) for seam in seams], (whole(dx), dw, db, *d_inputs)
 
 
-def _run_all(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, of_rows=None):
-    """Return what ``_run`` does, of all rows. ``of_rows``: how many rows there were before some were left out."""
-    rows = program(key)
-    m = x.shape[0]
-    x, lm_head = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous()
-    inputs = [i.contiguous() for i in inputs]
-    cotangents = None if cotangents is None else [c.contiguous() for c in cotangents]
-    seams = [torch.empty((m, *shape), dtype=dtype, device=x.device) for shape, dtype in rows.seams]
-    wanted = cotangents is not None
-    d_inputs = [
-        (torch.empty_like(i) if of.per_row else torch.zeros(i.shape, dtype=torch.float32, device=i.device))
-        if wanted and want else None
-        for i, of, want in zip(inputs, rows.inputs, rows.wants, strict=False)
-    ]  # fmt: skip
-    heads = [(xs, padded(w), padded(b) if b.numel() else None) for xs, w, b in zip(*[iter(heads)] * 3, strict=True)]
+class _Chunks:
+    """Runs the program on chunks of logits, and gathers what it returns.
 
-    def fill(logits, v, index, weight, options, loss, upstream, dlogits, *_):
-        start = int(index[0])  # on the CPU
+    Attributes:
+        seams: of all rows.
+        d_inputs: gradients of the inputs; None where there is none.
+    """
+
+    def __init__(self, x, inputs, heads, cotangents, key):
+        self.rows, m = program(key), x.shape[0]
+        self.inputs = [i.contiguous() for i in inputs]
+        self.cotangents = None if cotangents is None else [c.contiguous() for c in cotangents]
+        self.seams = [torch.empty((m, *shape), dtype=dtype, device=x.device) for shape, dtype in self.rows.seams]
+        self.d_inputs = [
+            (torch.empty_like(i) if of.per_row else torch.zeros(i.shape, dtype=torch.float32, device=i.device))
+            if cotangents is not None and want else None
+            for i, of, want in zip(self.inputs, self.rows.inputs, self.rows.wants, strict=False)
+        ]  # fmt: skip
+        threes = zip(*[iter(heads)] * 3, strict=True)
+        self.heads = [(xs, padded(w), padded(b) if b.numel() else None) for xs, w, b in threes]
+
+    def fill(self, logits, v, index, *_):
+        """Take a chunk of logits; with cotangents write their gradient over them. ``index``: of its rows, on the CPU."""
+        start, rows, inputs = int(index[0]), self.rows, self.inputs
         part = slice(start, start + len(index))
         z, given = logits[:, :v], [i[part] if of.per_row else i for i, of in zip(inputs, rows.inputs, strict=False)]
-        for (xs, w, b), of in zip(heads, rows.inputs[len(inputs) :], strict=True):
+        for (xs, w, b), of in zip(self.heads, rows.inputs[len(inputs) :], strict=True):
             others = torch.mm(xs[part], w.t()) if b is None else torch.addmm(b, xs[part], w.t())
             others = others[:, : of.shape[0]]
             given.append(others if others.dtype == of.dtype else others.to(of.dtype).contiguous())
-        results = in_an_op(rows, z, *(c[part] for c in cotangents), *given) if wanted else rows.values(z, *given)
-        found, gradients = results[: len(seams)], iter(results[len(seams) :])
-        for whole, some in zip(seams, found, strict=True):
+        if self.cotangents is None:
+            results = rows.values(z, *given)
+        else:
+            results = in_an_op(rows, z, *(c[part] for c in self.cotangents), *given)
+        found, gradients = results[: len(self.seams)], iter(results[len(self.seams) :])
+        for whole, some in zip(self.seams, found, strict=True):
             whole[part] = some
-        for d, of in zip(d_inputs, rows.inputs, strict=False):
+        for d, of in zip(self.d_inputs, rows.inputs, strict=False):
             if d is not None:
                 if of.per_row:
                     d[part] = next(gradients)
                 else:
                     d += next(gradients)
 
+    def fill_all(self, logits, v):
+        """Take logits that are there, a chunk at a time."""
+        m, itemsize, device = len(logits), logits.element_size(), logits.device.type
+        step = chunk_plan(m, v, itemsize, device).rows
+        for start in range(0, m, max(step, 1)):
+            rows = slice(start, min(m, start + step))
+            self.fill(logits[rows], v, torch.arange(rows.start, rows.stop))
+
+
+def _run_all(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, of_rows=None):
+    """Return what ``_run`` does, of all rows. ``of_rows``: how many rows there were before some were left out."""
+    m = x.shape[0]
+    x, lm_head = x.contiguous(), lm_head if lm_head.stride(-1) == 1 else lm_head.contiguous()
+    chunks = _Chunks(x, inputs, heads, cotangents, key)
+    needs = needs if cotangents is not None else [False] * 3
     index, nothing = torch.arange(m), torch.empty(m, 0)
-    needs = needs if wanted else [False] * 3
     dx, dw, db = each_chunk(
-        x, lm_head, bias, index, None, (0, 0.0, 0.0, 1.0), None, needs, nothing, small=small_chunks, fill=fill,
+        x, lm_head, bias, index, None, (0, 0.0, 0.0, 1.0), None, needs, nothing, small=small_chunks, fill=chunks.fill,
         of_rows=of_rows,
     )  # fmt: skip
-    return seams, (dx, dw, db, *d_inputs)
+    return chunks.seams, (dx, dw, db, *chunks.d_inputs)
 
 
 def _given(tensors, like):
@@ -104,7 +135,35 @@ def _given(tensors, like):
     ]
 
 
-def _fwd(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks=False, skips=False):
+def _kept(x, lm_head, bias, inputs, heads, key):
+    """Return the seams, and the logits; padding for unaligned classes is behind them."""
+    lm_head, bias = padded(lm_head), None if bias is None else padded(bias)
+    logits, chunks = torch.nn.functional.linear(x, lm_head, bias), _Chunks(x, inputs, heads, None, key)
+    chunks.fill_all(logits, program(key).logits.shape[0])
+    return [*chunks.seams, logits]
+
+
+def _gradients_of_kept(logits, cotangents, x, lm_head, bias, inputs, key, needs):
+    """Return dx, dW, db and the gradients of the inputs; write over the logits."""
+    chunks, v = _Chunks(x, inputs, [], cotangents, key), lm_head.shape[0]
+    chunks.fill_all(logits, v)
+    needs_dx, needs_dw, needs_db = needs
+    dx = logits @ padded(lm_head) if needs_dx else None
+    dw = (logits.t() @ x)[:v] if needs_dw else None
+    db = logits[:, :v].sum(0) if needs_db else None
+    return _given((dx, dw, db, *chunks.d_inputs), (x, lm_head, x if bias is None else bias, *inputs))
+
+
+def _may_keep(x, lm_head):
+    kept = x.shape[0] * lm_head.shape[0] * x.element_size()
+    return not has_saved_tensor_hooks() and kept * _MOST_KEPT <= memory_of_device(x)
+
+
+def _fwd(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks=False, skips=False, keep=False):
+    if keep and not cotangents:
+        return _kept(x, lm_head, bias, inputs, heads, key) if _may_keep(x, lm_head) else [
+            *_run(x, lm_head, bias, inputs, heads, None, key, needs, small_chunks, skips)[0], x.new_empty(0)
+        ]  # fmt: skip
     seams, gradients = _run(x, lm_head, bias, inputs, heads, cotangents or None, key, needs, small_chunks, skips)
     if not cotangents:
         return seams
@@ -122,8 +181,10 @@ def _fake_gradients(x, lm_head, bias, inputs, key, needs):
     return [*found, *(i.new_empty(i.shape if w else (0,)) for i, w in zip(inputs, program(key).wants, strict=False))]
 
 
-def _fake(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks=False, skips=False):
+def _fake(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks=False, skips=False, keep=False):
     seams = [x.new_empty((x.shape[0], *shape), dtype=dtype) for shape, dtype in program(key).seams]
+    if keep and not cotangents:
+        return [*seams, x.new_empty((x.shape[0], lm_head.shape[0]))]
     return seams if not cotangents else [*seams, *_fake_gradients(x, lm_head, bias, inputs, key, needs)]
 
 
@@ -135,7 +196,7 @@ _OPERANDS = "Tensor x, Tensor lm_head, Tensor? bias, Tensor[] inputs"
 linear_rows = plain_op(
     "linear_rows",
     f"({_OPERANDS}, Tensor[] heads, Tensor[] cotangents, str program, bool[] needs, bool small_chunks=False,"
-    " bool skips=False) -> Tensor[]",
+    " bool skips=False, bool keep=False) -> Tensor[]",
     _fwd,
     _fake,
 )
@@ -162,6 +223,7 @@ def _flops_bwd(cotangents, x_shape, lm_head_shape, *_, **__):
 def _setup_context(ctx, inputs, output):
     x, lm_head, bias, given, heads, cotangents, ctx.key, ctx.needs = inputs[:8]
     ctx.small = inputs[8] if len(inputs) > 8 else False
+    ctx.logits = None
     ctx.set_materialize_grads(False)
     ctx.cotangents = len(cotangents)
     ctx.now, ctx.count, ctx.of_heads, ctx.has_bias = bool(cotangents), len(given), len(heads), bias is not None
@@ -171,6 +233,9 @@ def _setup_context(ctx, inputs, output):
     else:
         ctx.save_for_backward(x, lm_head, *(() if bias is None else (bias,)), *given)
         ctx.rows, ctx.device = x.shape[0], x.device
+        for logits in output[len(program(ctx.key).seams) :]:  # kept: hooks on what is saved don't see them
+            ctx.logits = logits if logits.numel() else None
+            ctx.mark_non_differentiable(logits)
 
 
 def _backward(ctx, upstream):
@@ -195,7 +260,11 @@ def _backward(ctx, upstream):
             torch.zeros((ctx.rows, *shape), dtype=dtype, device=ctx.device) if u is None else u
             for u, (shape, dtype) in zip(upstream, seams, strict=True)
         ]
-        found = linear_rows_bwd(cotangents, x, lm_head, bias, inputs, ctx.key, ctx.needs, ctx.small)
+        logits, ctx.logits = ctx.logits, None
+        if logits is None:  # not kept, or a backward before this one has written over them
+            found = linear_rows_bwd(cotangents, x, lm_head, bias, inputs, ctx.key, ctx.needs, ctx.small)
+        else:
+            found = _gradients_of_kept(logits, cotangents, x, lm_head, bias, inputs, ctx.key, ctx.needs)
     dx, dw, db, *d_inputs = found
     needed = [g if n else None for g, n in zip((dx, dw, db), ctx.needs, strict=True)]
     return *needed, [d if want else None for d, want in zip(d_inputs, wants, strict=False)], *no_grads

@@ -23,7 +23,7 @@ from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy as op
 from fx_fusion.ops.shards import replicated_beside
 from fx_fusion.patterns.sites.entropy import entropy_of
-from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
+from fx_fusion.patterns.sites.head import head_of, leave_to_linear_rows, operands, sources_of_logits, why_again, why_small
 from fx_fusion.patterns.sites.loss import find_losses
 from fx_fusion.patterns.sites.row_weights import made_again, weighted_sum, weights_of_rows
 from fx_fusion.patterns.sites.rows import shaped_as
@@ -122,6 +122,8 @@ def _division(view: View, total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def emit(editor: Editor, match: Match) -> None:
     site, head, total = match.reading
     root, seen = match.root, head.seen
+    if site.reduction == "none" and total is None and head.shards is None:
+        leave_to_linear_rows(editor, match)
     grad = editor.view.effects.region[seen.source][0]
     needs = [bool(grad and n is not None and example(n).requires_grad) for n in (head.x, head.lm_head, head.bias)]
     can_compute = _hands_out_logits(editor, match)

@@ -164,11 +164,13 @@ def emit(editor: Editor, match: Match) -> None:
         logits, *placeholders = region.body.find_nodes(op="placeholder")
         grad = editor.view.effects.region[region.root][0] and logits in differentiated(region.body)
         needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
-        cotangents, skips = None, False
+        cotangents, skips, keep = None, False, False
         if any(needs) or any(given.typed.node in trained_in(region, given) for given in region.inputs):
             found = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
             cotangents, skips = (None, False) if found is None else found
-            if cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x)):
+            slowly = cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x))
+            keep = slowly and editor.eager
+            if slowly and not keep:
                 raise Mismatch(
                     "the gradient of a row is not known before its loss: the backward would make the logits again, which "
                     'takes longer than keeping them (options={"memory": "min"} does it)'
@@ -181,7 +183,7 @@ def emit(editor: Editor, match: Match) -> None:
         of_heads = [n for head in heads.values() for n in builder.of_head(head)]
         program = builder.program(x, dict(zip(others, inputs, strict=True)), heads)
         given = (x, lm_head, bias, inputs, of_heads, cotangents or [])
-        arguments = (*given, registered(program), needs, editor.saves_memory, skips)
+        arguments = (*given, registered(program), needs, editor.saves_memory, skips, *([True] if keep else []))
         call = editor.call(op, arguments, like=match.root)
         for i, seam in enumerate(region.seams):
             flat = editor.item(call, i, like=match.root)

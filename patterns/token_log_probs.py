@@ -18,7 +18,7 @@ from fx_fusion.graph.size_hints import elements
 from fx_fusion.kernels.token_log_probs import token_log_probs, token_log_probs_of_part
 from fx_fusion.patterns.log_probs_entropy import of_logits
 from fx_fusion.patterns.sites.entropy import first_root, losses_with_entropy, replaced
-from fx_fusion.patterns.sites.head import head_of, operands, sources_of_logits, why_again, why_small
+from fx_fusion.patterns.sites.head import head_of, leave_to_linear_rows, operands, sources_of_logits, why_again, why_small
 from fx_fusion.rewrite.deferral import deferrable_outputs
 from fx_fusion.rewrite.editor import Editor
 
@@ -51,6 +51,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 
 def emit(editor: Editor, match: Match) -> None:
     site, entropy, head = match.reading
+    if head.shards is None:
+        leave_to_linear_rows(editor, match)
     with editor.graph.inserting_before(first_root(editor, match)):
         arguments = (*operands(editor, head, site), head.seen.softcap, head.seen.scale)
         if head.shards is None:

@@ -185,8 +185,11 @@ class DeferredOutputs:
         if deferrals:
             output.args = (tuple(kept),)
 
-    def wrap(self, compiled: Callable[..., Any], reads: Reads) -> Callable[..., Any]:
-        """Around the compiled graph: returns what the graph returned before. ``reads`` learns which calls are read."""
+    def wrap(
+        self, compiled: Callable[..., Any], reads: Reads, losses: Callable[[Recipe], bool] | None = None
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Around the compiled graph: returns what the graph returned before. ``reads`` learns which calls are read.
+        ``losses`` computes losses of what waits, as ``Recipe.losses`` says."""
         if not self._deferrals:
             return compiled
 
@@ -196,12 +199,14 @@ class DeferredOutputs:
                     recipe.forget_copies(args)
             results = compiled(*args)
             call = reads.next_call()
-            made = [self._made(d, args, results, call) for d in range(len(self._deferrals))]
+            made = [self._made(d, args, results, call, losses) for d in range(len(self._deferrals))]
             return tuple(results[item] if isinstance(item, int) else made[item[0]][item[1]] for item in self._plan)
 
         return run
 
-    def _made(self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call) -> tuple[Tensor, ...]:
+    def _made(
+        self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call, losses: Callable[[Recipe], bool] | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         deferral, metas = self._deferrals[d], self._metas[d]
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]
         places = self._values[d]
@@ -218,7 +223,7 @@ class DeferredOutputs:
         # What is checkpointed runs twice, alike.
         if recipe.of_linear is not None and not has_saved_tensor_hooks() and call.at_once():
             return recipe.values()
-        recipe.graph = self
+        recipe.graph, recipe.losses = self, losses
         metas = recipe.metas(self._dtypes[d]) if metas is None else metas
         recipe.kind = f", {kind_of(metas[0])},"
         return DeferredTensor.all_of(recipe, metas)

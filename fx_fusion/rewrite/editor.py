@@ -43,6 +43,7 @@ class Editor:
         assumptions: where rewrites say what they take for granted about the graph's inputs.
         outputs_are_read: whether outputs that could wait had better be computed, because somebody reads them.
         saves_memory: whether the least memory is asked for, at the expense of some time.
+        eager: whether the graph will run op by op, and nobody plans its memory.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Editor:
         *,
         outputs_are_read: bool = False,
         saves_memory: bool = False,
+        eager: bool = False,
     ):
         self.view, self.graph = view, view.graph
-        self.outputs_are_read, self.saves_memory = outputs_are_read, saves_memory
+        self.outputs_are_read, self.saves_memory, self.eager = outputs_are_read, saves_memory, eager
         self.assumptions = Assumptions.none() if assumptions is None else assumptions
         self.deferrals: list[Deferral] = []
         self.tails: dict[fx.Node, tuple[str, ...]] = {}  # by the root of a match, the names of nodes that it counts on

@@ -1,8 +1,8 @@
 """A loss in another graph than the lm_head: behind a graph break, or compiled by itself.
 
 The graph of the loss gets logits that are deferred. Where nothing else in it looks at them, it runs in a version that begins
-with the linear layer that makes them: lm_head and loss are one graph then, and fuse as in any other, chunk by chunk. Logits
-that somebody has read, or that are made by more than a linear layer, go in as they are.
+with what makes them, a linear layer and perhaps calls in between (``rewrite.losses_outside``). Then lm_head and loss are one
+graph, and fuse as in any other, chunk by chunk. Logits that somebody has read go in as they are.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import Opaque
 from fx_fusion.graph.view import View
-from fx_fusion.rewrite.unread_logits import Operands, operands_of
+from fx_fusion.rewrite.losses_outside import Record, record_of
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.torch_internals.dynamo import sets_hooks_behind
@@ -27,6 +26,7 @@ from fx_fusion.torch_internals.dynamo import sets_hooks_behind
 Compiled = Callable[..., Any]
 
 _MOST_BETWEEN = 16  # nodes
+_MOST_VERSIONS = 8  # of one graph
 
 
 def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int, ...], bool]:
@@ -85,32 +85,30 @@ def _ends_in(node: fx.Node, names: Collection[str]) -> bool:
 def beginning_with_lm_head(
     positions: Sequence[int], graph: fx.GraphModule, compile_graph: Callable[[fx.GraphModule], Compiled]
 ) -> Callable[[Compiled], Compiled]:
-    """A layer around a compiled ``graph``. Where one of the inputs at ``positions`` is unread logits of a linear layer, it
-    calls a version that begins with that layer, compiled at first need."""
-    versions: dict[str, Compiled] = {}
+    """A layer around a compiled ``graph``. Where one of the inputs at ``positions`` is logits that nobody has read, or has
+    classes and is made of them, it calls a version that begins with what makes it, compiled at first need."""
+    versions: dict[Any, Compiled] = {}
 
-    def run_with_lm_head(args: Sequence[Any]) -> Any:
+    def run_beginning_with_lm_head(args: Sequence[Any]) -> Any:
         """The results, or None where the graph has to have logits."""
         for i in positions:
-            with _reading(args[i]) as found:
-                if found is None:
+            with _reading(args[i]) as record:
+                if record is None:
                     continue
-                operands = [t for t in (found.rows, found.weight, found.bias) if t is not None]
-                made, wanted = found.recipe.of_linear, args[i].dtype
-                kind = repr((i, made, wanted, [t.dtype for t in operands]))
-                if kind not in versions:
-                    if is_capturing():
+                key = i, record.key, record.numbers, tuple(t.dtype for t in record.operands)
+                if key not in versions:
+                    if is_capturing() or len(versions) == _MOST_VERSIONS:
                         return None
-                    versions[kind] = compile_graph(_with_linear(graph, i, operands, made, wanted))
-                with found.recipe.unfrozen():
-                    results = versions[kind](*args[:i], *operands, *args[i + 1 :])
-                found.were_taken()
+                    versions[key] = compile_graph(_beginning_with(record, graph, i))
+                with record.recipe.unfrozen():
+                    results = versions[key](*args[:i], *record.operands, *args[i + 1 :])
+                record.recipe.was_taken(args[i].numel() // record.recipe.classes)
                 return results
         return None
 
     def wrap(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> Any:
-            results = run_with_lm_head(args)
+            results = run_beginning_with_lm_head(args)
             return compiled(*args) if results is None else results
 
         return run if positions else compiled
@@ -119,34 +117,32 @@ def beginning_with_lm_head(
 
 
 @contextlib.contextmanager
-def _reading(logits: Any) -> Iterator[Operands | None]:
+def _reading(logits: Any) -> Iterator[Record | None]:
     """What a deferred input is made of, which nobody else reads inside; None where the graph has to have it."""
     source = logits._source if type(logits) is DeferredTensor else None
-    if source is None or not torch.is_grad_enabled():
+    if source is None or not source.classes or not torch.is_grad_enabled():
         yield None
         return
     with source.recipe.reading:
-        found = None
+        record = None
         if logits._value is None and autocast_dtype(logits.device.type) in (None, source.recipe.of_linear):
-            found = None if logits.has_hooks() else operands_of(logits)
-        yield found if found is None or found.is_the_linear_layer else None
+            record = record_of(source.recipe, [source])
+        yield record
 
 
-def _with_linear(
-    graph: fx.GraphModule, position: int, operands: Sequence[Tensor], made: torch.dtype | None, wanted: torch.dtype
-) -> fx.GraphModule:
-    """The graph with a linear layer in place of an input: of ``operands`` (input, weight, perhaps a bias), in the dtype
-    ``made``, and cast to ``wanted``."""
-    result, copies = fx.Graph(), {}
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    given: list[fx.Node] = []
-    for i, node in enumerate(placeholders):
-        if i == position:
-            given = [result.placeholder(f"{node.name}_{name}") for name in ("input", "weight", "bias")[: len(operands)]]
-        else:
+def _beginning_with(record: Record, graph: fx.GraphModule, position: int) -> fx.GraphModule:
+    """The graph with a record in place of an input."""
+    made, (logits,) = record.graph()
+    operands = made.find_nodes(op="placeholder")
+    result, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        if i != position:
             copies[node] = result.node_copy(node)
-    cast = [n if t.dtype == made else result.call_method("to", (n, made)) for n, t in zip(given, operands, strict=True)]
-    logits = result.call_function(F.linear, tuple(cast))
-    copies[placeholders[position]] = logits if made == wanted else result.call_method("to", (logits, wanted))
+            continue
+        for operand in operands:
+            copies[operand] = result.placeholder(f"{node.name}_{operand.name}")
+        taken = node
+    result.graph_copy(made, copies)
+    copies[taken] = copies[logits]
     result.output(result.graph_copy(graph.graph, copies))
     return fx.GraphModule(graph, result)

@@ -1,14 +1,15 @@
 """The tensor that computes itself when it is read.
 
 A ``Recipe`` computes some outputs of a graph that share memory, all at once. Each of them is a ``DeferredTensor``, and so is
-a cast or view of one (a ``Step``). Reading one of this family computes every member that is alive: eager would have had
-all of them by now, and what is then written to one shows in its views and not in its copies.
+what a recorded op (``runtime.recorded_ops``) makes of one. Reading one of this family computes every member that is alive:
+eager would have had all of them by now, and what is then written to one shows in its views and not in its copies. Where a
+loss is read, numbers and losses of rows are computed without the logits, which wait on (``rewrite.losses_outside``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.runtime.hook import Hook, Hooks
 from fx_fusion.runtime.recipe import Recipe, refuse_gradient
-from fx_fusion.runtime.sources import Output, Source, Step, in_turn
-from fx_fusion.runtime.tensor_methods import ANSWERED, KEPT_LAZY
-from fx_fusion.torch_internals.containers import tree_leaves, tree_map, tree_map_only
+from fx_fusion.runtime.recorded_ops import LAYOUT, RECORDED
+from fx_fusion.runtime.sources import NotRecorded, Output, Source, Step
+from fx_fusion.runtime.tensor_methods import ANSWERED
+from fx_fusion.torch_internals.containers import tree_leaves, tree_map_only
 from fx_fusion.torch_internals.dispatch import (
     has_backward_hooks,
     history_of,
@@ -33,11 +35,8 @@ from fx_fusion.torch_internals.dynamo import is_asking, is_compiling, never_capt
 from fx_fusion.torch_internals.fakes import fake_beside, unset_fake_temporarily
 from fx_fusion.torch_internals.fsdp import is_its_hook
 
-# Functions that may take what a deferred tensor would be computed of: they are given their arguments, and return None where
-# they have to read it after all.
-TAKEN: dict[Any, Callable[..., Tensor | None]] = {}
-
-_DIFFERENTIATES = {torch.autograd.grad: 1, torch.autograd.backward: 5}  # by ``inputs``, their argument at this place
+# By ``inputs``, their argument at this place.
+_DIFFERENTIATES = {torch.autograd.grad: 1, torch.autograd.backward: 5, torch.Tensor.backward: 4}
 
 
 class _Link(torch.autograd.Function):
@@ -48,7 +47,7 @@ class _Link(torch.autograd.Function):
     def forward(ctx: Any, source: Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
         ctx.source = source
         tensor = _unlinked(source, meta, device)
-        ctx.hooks, ctx.seen = tensor._hooks, tensor._seen  # the tensor itself may be gone when the gradient comes
+        ctx.hooks, ctx.seen = source.hooks, tensor._seen  # the tensor itself may be gone when the gradient comes
         return tensor
 
     @staticmethod
@@ -71,15 +70,16 @@ class _Link(torch.autograd.Function):
         if value is None:
             ctx.source.recipe.check()
         ctx.source.recipe.call.was_differentiated()
-        sources = ctx.source.sources()
+        operands = ctx.source.operands()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
-            plain = tree_map_only(DeferredTensor, DeferredTensor.materialize, sources)
+            values = ctx.source.recipe.values_of([o for o in operands if isinstance(o, Source)])
+            plain = [values[o] if isinstance(o, Source) else o for o in operands]
             leaves = [s.detach() if isinstance(s, Tensor) else s for s in plain]
             for n in wanted:
                 leaves[n].requires_grad_()
             found = torch.autograd.grad(ctx.source.again(leaves), [leaves[n] for n in wanted], dy, allow_unused=True)
-        grads: list[Any] = [None] * len(sources)
+        grads: list[Any] = [None] * len(operands)
         for n, gradient in zip(wanted, found, strict=True):
             grads[n] = gradient
         return (None, None, None, *grads)
@@ -102,7 +102,7 @@ def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTen
     # Code in C++ that asks for the memory of a tensor that has none gets an error, not a null pointer.
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
-    tensor._hooks, tensor._seen, tensor._taken, tensor._relatives = Hooks(), [], None, []
+    tensor._hooks, tensor._seen, tensor._taken, tensor._relatives = source.hooks, [], None, []
     tensor._is_given = False
     return tensor
 
@@ -133,18 +133,23 @@ class DeferredTensor(torch.Tensor):
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:
         """The outputs of a recipe, which waits from now on."""
         recipe.wait()
-        device = recipe.device()
-        return tuple(DeferredTensor._make(Output(recipe, i), meta, device) for i, meta in enumerate(metas))
+        recipe.classes, recipe.elements = metas[0].shape[-1], metas[0].numel()
+        return tuple(DeferredTensor._make(Output(recipe, i, meta)) for i, meta in enumerate(metas))
 
     @staticmethod
-    def _make(source: Source, meta: Tensor, device: torch.device) -> DeferredTensor:
+    def _make(source: Source) -> DeferredTensor:
+        recipe = source.recipe
+        device = recipe.device()
         with without_torch_function():
-            if not source.grad or not any(isinstance(s, Tensor) and s.requires_grad for s in source.sources()):
-                tensor = _unlinked(source, meta, device)
+            operands = [o.tensor if isinstance(o, Source) else o for o in source.operands()]
+            grad = source.grad and (source.meta.is_floating_point() or source.meta.is_complex())
+            if not grad or not any(isinstance(o, Tensor) and o.requires_grad for o in operands):
+                tensor = _unlinked(source, source.meta, device)
             else:
-                tensor = _Link.apply(source, meta, device, *source.sources())
-        source.recipe.family.append(weakref.ref(tensor))
-        tensor._relatives = source.recipe.family
+                tensor = _Link.apply(source, source.meta, device, *operands)
+        source.belongs_to(tensor)
+        recipe.family.append(weakref.ref(tensor))
+        tensor._relatives = recipe.family
         return tensor
 
     @property
@@ -152,18 +157,6 @@ class DeferredTensor(torch.Tensor):
         """How it is computed, until it is."""
         assert self._source is not None, "it was computed already"
         return self._source
-
-    def step(self) -> Step | None:
-        """The cast or view that it is of another deferred tensor; None where it is an output of a graph."""
-        return self._source if isinstance(self._source, Step) else None
-
-    def followed_by(self, function: Callable[..., Tensor], *args: Any) -> DeferredTensor:
-        """``function(self, *args)`` of numbers, dtypes and tensors that nobody writes to, deferred: another tensor, with
-        memory of its own. If this one is cast or computed itself, it is not kept alive for that."""
-        step = Step(self, in_turn, ((function, args, {}),), {})
-        if (last := self.step()) is not None and last.grad == step.grad and not self._hooks:
-            step.begin_with(last)
-        return DeferredTensor._make(step, step.meta(), self.device)  # type: ignore[arg-type]
 
     def _check_gradient(self, hook: Any = None) -> None:
         """Raise RuntimeError if a loss took what this tensor would be computed of: its gradient would lack that loss.
@@ -183,7 +176,7 @@ class DeferredTensor(torch.Tensor):
         """The tensor as the model would have returned it. Computed once."""
         source = self._source  # another thread may compute it in between
         if self._value is None and source is not None:
-            source.recipe.settle()
+            source.recipe.read(source)
         assert self._value is not None
         if self._traced:
             return self._value
@@ -288,6 +281,7 @@ class DeferredTensor(torch.Tensor):
             for tensor in tree_leaves(kwargs.get("inputs", args[place] if len(args) > place else ())):
                 if isinstance(tensor, DeferredTensor):
                     tensor._check_gradient()
+                    tensor.materialize()  # before a loss that waits, whose gradient has to come through it
         if func is torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
             with without_torch_function():
                 if args[0].retains_grad:  # set by ``backward(inputs=[z])``, which does not reach the values of z
@@ -295,18 +289,42 @@ class DeferredTensor(torch.Tensor):
                         "`backward(inputs=[...])` computes no gradient of a deferred output. Call retain_grad() on it "
                         'before the loss, or compile with options={"defer_outputs": False}.'
                     )
-        if func in KEPT_LAZY and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
-            with source.recipe.reading:
-                copied = tree_map(lambda item: item, (args[1:], kwargs))
-                if args[0]._value is None and (step := Step(args[0], func, *copied)).is_lazy():
-                    meta = step.meta()
-                    return args[0] if meta is None else DeferredTensor._make(step, meta, args[0].device)
-        if func in TAKEN and args and isinstance(args[0], DeferredTensor) and (source := args[0]._source) is not None:
-            with source.recipe.reading:
-                found = TAKEN[func](*args, **kwargs) if args[0]._value is None else None
+        if func in RECORDED:
+            found = cls._recorded(func, args, kwargs)
             if found is not None:
                 return found
         return cls._of_values(func, args, kwargs)
+
+    @classmethod
+    def _recorded(cls, func: Any, args: Any, kwargs: Any) -> DeferredTensor | None:
+        """The result of a recorded op, deferred; None where it can't wait."""
+        waiting = [t for t in tree_leaves((args, kwargs)) if type(t) is DeferredTensor and t._source is not None]
+        source = waiting[0]._source if waiting else None  # another thread may compute it in between
+        if source is None or not source.recipe.records(RECORDED[func] == LAYOUT):
+            return None
+        recipe = source.recipe
+        others = (t._source for t in waiting if t._source is not None and t._source.recipe is not recipe)
+        if any(other.classes for other in others):
+            return None  # who compares the logits of two calls needs both
+
+        def read(tensor: DeferredTensor) -> Any:
+            own = tensor._source is not None and tensor._source.recipe is recipe and tensor._value is None
+            return tensor._source if own else tensor.materialize()
+
+        with recipe.reading:
+            args, kwargs = tree_map_only(DeferredTensor, read, (args, kwargs))
+            if waiting[0]._value is not None:
+                return None
+            try:
+                step = Step(recipe, func, args, kwargs)
+            except NotRecorded:
+                return None
+            if step.changes_nothing:
+                return waiting[0]
+            made = DeferredTensor._make(step)
+        if step.computes and not step.classes and not recipe.may_wait_for_a_number():
+            recipe.read(step)
+        return made
 
     @classmethod
     def _of_values(cls, func: Any, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.runtime.computed import Computed
 from fx_fusion.runtime.reads import Call
+from fx_fusion.runtime.sources import Source, has_value, in_order
 from fx_fusion.runtime.steps import Kept, Spans, any_is_among, same_bits, sample, wait, wait_no_more
 from fx_fusion.runtime.streams import on_stream, stream_of
 from fx_fusion.torch_internals.collectives import present_within
@@ -30,6 +31,7 @@ from fx_fusion.torch_internals.dispatch import (
 from fx_fusion.torch_internals.fakes import FakeTensor
 from fx_fusion.torch_internals.fsdp import gathered, is_freed, is_gathered_for_its_module_alone, owner_of
 
+_MOST_RECORDED = 256  # computed of one graph's outputs: rows in a loop make a record that is slow to compile
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 _calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
 _NOT_DEFERRED = 'compile with options={"defer_outputs": False} (FX_FUSION_DEFER_OUTPUTS=0 where a trainer compiles)'
@@ -81,6 +83,10 @@ class Recipe:
         self.call, self._computed, self.of_linear = call, values, of_linear
         self._values: tuple[Tensor, ...] | None = None
         self._samples: list[Tensor | None] = [None] * len(self.operands)
+        self.classes = self.elements = 0  # of the outputs
+        self.losses: Callable[[Recipe], bool] | None = None  # computes what has no classes without the outputs, if it can
+        self._recorded = 0
+        self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def wait(self) -> None:
         """From now on the operands may change before they are needed."""
@@ -109,6 +115,39 @@ class Recipe:
         if any(isinstance(o, Tensor) and o.is_inference() for o in self.operands):
             return False  # PyTorch counts no writes to an inference tensor, so that a change would go unnoticed.
         return self.of_linear is None or is_all or not self.is_sharded()
+
+    def records(self, layout: bool) -> bool:
+        """Return True if what an op makes of the outputs may wait. ``layout``: it only casts, views or slices.
+
+        In a loss that is checkpointed alone nothing else may wait. When it runs again, the outputs have been read, and it would
+        save other tensors. Nor may anything once a loss took the outputs: a second one needs them."""
+        if layout:
+            return True
+        if self.losses is None or self.of_linear is None or not self.grad or self.rows_taken:
+            return False
+        if torch.is_inference_mode_enabled() or (has_saved_tensor_hooks() and not self.is_checkpointed):
+            return False
+        self._recorded += 1
+        return self._recorded <= _MOST_RECORDED
+
+    def was_taken(self, rows: int) -> None:
+        """Remember that a loss of so many rows was computed without the outputs."""
+        of_all = self.elements // max(self.classes, 1)
+        self.call.was_taken(again=self.rows_taken + rows > of_all)
+        self.rows_taken += rows
+
+    def may_wait_for_a_number(self) -> bool:
+        """Return True if losses of rows may wait until somebody reads them. A checkpoint counts what is saved inside."""
+        return not has_saved_tensor_hooks()
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, the same one until the tensor is written to."""
+        key = id(tensor), version_of(tensor)
+        known = self._copies.get(key)
+        if known is None or known[0]() is not tensor:
+            with torch.enable_grad():
+                known = self._copies[key] = weakref.ref(tensor), tensor.clone()
+        return known[1]
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""
@@ -225,6 +264,54 @@ class Recipe:
                 )
         self._gatherings += 1
 
+    def read(self, source: Source) -> None:
+        """Compute a tensor of the family, and others: all that are alive, or only those without classes, if that can be done
+        without the outputs."""
+        if source.classes or not source.computes or not self._take_rows():
+            self.settle()
+
+    def read_numbers(self) -> None:
+        """Compute what is made of the outputs and has no classes, if somebody has such a tensor and nobody has read it."""
+        waiting = next(iter(self.numbers()), None)
+        if waiting is not None and not self.is_sharded() and not self.stepped:
+            self.read(waiting.source)
+
+    def numbers(self) -> list[Any]:
+        """Return the deferred tensors that were computed of the outputs, have no classes, and are alive and unread."""
+        unread = [t for t in self._members() if t._value is None and t._source is not None]
+        return [t for t in unread if t._source.computes and not t._source.classes]
+
+    def _take_rows(self) -> bool:
+        with self.reading, without_torch_function(), outside_of_functorch():
+            return self.losses is not None and not self.rows_taken and self.losses(self)
+
+    def values_of(self, sources: Iterable[Source]) -> dict[Source, Tensor]:
+        """Return the values of tensors of the family, and compute those that are alive."""
+        with self.reading, without_torch_function():
+            if any(member._value is None and member._source is not None for member in self._members()):
+                self.settle()
+            values = self._computed_of(list(sources))
+            self._values = None
+            return values
+
+    def _computed_of(self, wanted: Sequence[Source]) -> dict[Source, Tensor]:
+        """Return the values of ``wanted``. What is between is freed as soon as nothing needs it."""
+        order = list(in_order(wanted))
+        readers = Counter(parent for source in order if not has_value(source) for parent in source.parents())
+        values: dict[Source, Tensor] = {}
+        for source in order:
+            if has_value(source):
+                values[source] = source.tensor._value
+                continue
+            value = values[source] = source.compute(values.__getitem__)
+            for hook in source.hooks:
+                hook.register(value)
+            for parent in source.parents():
+                readers[parent] -= 1
+                if not readers[parent] and parent not in wanted:
+                    del values[parent]
+        return values
+
     def settle(self) -> None:
         """Compute every tensor of the family that is alive."""
         with (
@@ -237,23 +324,28 @@ class Recipe:
             self.values()  # it may be refused on one rank: to count that as read would change what only this rank runs
             if self._met or not self.is_sharded():  # nor may what one rank reads alone, while FSDP has not freed the head
                 self.call.was_read(for_a_loss_outside=self.of_linear is not None)
-            for member in self._members():
-                if member._value is None:
-                    value = member.source.compute()
-                    member._value, member._seen[:] = value, [value, history_of(value)]
-                    member._taken = self.names[0] if self.rows_taken else None
-                    if self.of_linear is not None and member.step() is None and value.grad_fn is not None:
-                        value.grad_fn.register_prehook(lambda dys, call=self.call: call.was_differentiated())
-                    for hook in member._hooks:
-                        hook.register(value)
+            unread = [member for member in self._members() if member._value is None]
+            values = self._computed_of([member.source for member in unread])
+            for member in unread:
+                value = values[member.source]
+                self.give(member, value)
+                member._taken = self.names[0] if self.rows_taken else None
+                if self.of_linear is not None and not member.source.parents() and value.grad_fn is not None:
+                    value.grad_fn.register_prehook(lambda dys, call=self.call: call.was_differentiated())
             for member in self._members():  # what they were computed from is theirs no more
                 member._source = None
             self._values = self._computed = None
         wait_no_more(self)
 
+    @staticmethod
+    def give(member: Any, value: Tensor) -> None:
+        """Let a deferred tensor have its value."""
+        member._value, member._seen[:] = value, [value, history_of(value)]
+
     def keep(self, changing: Spans, copies: dict[int, Tensor]) -> None:
         """Copy the operands in memory that an optimizer is about to change, if somebody can still read the outputs.
-        ``copies``: by the id of an operand, shared by recipes."""
+        ``copies``: by the id of an operand, shared by recipes. Numbers and losses of rows are computed instead."""
+        self.read_numbers()
         if self._computed is not None or self.is_sharded() or self.stepped or not self._members():
             return
         with self.reading, torch.inference_mode(False), torch.enable_grad():
@@ -274,6 +366,7 @@ class Recipe:
         any more."""
         if not self._copied:
             return
+        self.read_numbers()
         with self.reading:
             if self._values is None and any_is_among(self._copied, called_with):
                 self.operands, self.stepped = tuple(None if isinstance(o, Tensor) else o for o in self.operands), True

@@ -103,10 +103,13 @@ def compiled_apart(
     backend: Callable[..., Compiled],
     around: Callable[[], contextlib.AbstractContextManager[Any]],
     failed: Callable[[BaseException], None],
+    *,
+    sizes_change: bool = False,
 ) -> Compiled:
     """``torch.compile(graph, backend=backend)`` outside of the frame that Dynamo is running: a compilation of its own, with
     guards and dynamic shapes of its own. Each call runs inside of ``around()``. Where it cannot be compiled, ``failed`` is
-    told, and it runs as it is. Raises RuntimeError while a CUDA graph is captured."""
+    told, and it runs as it is. ``sizes_change``: of its arguments, from call to call, and equal ones stay equal. Raises
+    RuntimeError while a CUDA graph is captured."""
     if is_capturing():
         raise RuntimeError("nothing is compiled while a CUDA graph is captured: call the model with a padded batch before")
     write_for_dynamo(graph)
@@ -118,7 +121,7 @@ def compiled_apart(
     forward.__code__ = forward.__code__.replace(co_name=f"graph_without_assumptions_{next(_numbers)}")
     # Sizes that come in as numbers beside tensors: symbolic, as in the graph, or a tensor whose dims the user marked as
     # dynamic contradicts them.
-    symbolic = any(isinstance(example(n), torch.SymInt) for n in graph.graph.find_nodes(op="placeholder"))
+    symbolic = sizes_change or any(isinstance(example(n), torch.SymInt) for n in graph.graph.find_nodes(op="placeholder"))
     with compiling_alone():
         compiled = torch.compile(forward, backend=backend, dynamic=True if symbolic else None)
 

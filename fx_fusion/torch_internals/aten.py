@@ -21,6 +21,13 @@ def mutates(op: Any) -> bool:
     return bool(op._schema.is_mutable)
 
 
+def functional(op: Any) -> Any:
+    """Return the op that returns what ``op`` writes (``masked_fill`` for ``masked_fill_``); None where there is none."""
+    name, _, overload = op.name().removeprefix("aten::").partition(".")
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    return getattr(packet, overload or "default", None)
+
+
 def draws(op: Any) -> bool:
     """Return True if an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags

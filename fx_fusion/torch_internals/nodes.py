@@ -183,6 +183,21 @@ def region_change(node: fx.Node) -> str | None:
     return None
 
 
+def set_grad(graph: fx.Graph, enabled: bool) -> None:
+    """Switch gradients on or off in a graph, as Dynamo does. Gone: raises AttributeError, and deferred logits are read."""
+    graph.call_function(torch._C._set_grad_enabled, (enabled,))
+
+
+def enter_autocast(graph: fx.Graph, device: str, dtype: torch.dtype) -> fx.Node:
+    """Begin a region of autocast in a graph, as Dynamo does. Gone: raises AttributeError, and deferred logits are read."""
+    return graph.call_function(torch.amp.autocast_mode._enter_autocast, (device, dtype, True, False))
+
+
+def exit_autocast(graph: fx.Graph, entered: fx.Node) -> None:
+    """End a region that ``enter_autocast`` began. Gone: as there."""
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
+
+
 _ENTERS = re.compile(r"^(\w+) = torch\.amp\.autocast_mode\._enter_autocast\((.*?)\)(;.*)?$")
 _EXITS = re.compile(r"^(\w+ = )?torch\.amp\.autocast_mode\._exit_autocast\((\w+)\)")
 

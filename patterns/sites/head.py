@@ -21,7 +21,7 @@ from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
 from fx_fusion.patterns.sites.shards import Shards, made_of, placed, shards_below
-from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
 @dataclass
@@ -112,6 +112,14 @@ def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None)
     if not trained(x, lm_head, bias) or not again_takes_longer(expected(x.shape[-1]), computed_in(x), device_type(x)):
         return None
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
+
+
+def leave_to_linear_rows(editor: Editor, match: Match) -> None:
+    """Raise Mismatch where a graph that runs op by op had better keep the logits for a backward of rows."""
+    x, lm_head, bias = (example(match.inputs[name]) if name in match.inputs else None for name in ("x", "lm_head", "bias"))
+    reason = why_again(x, lm_head, bias) if editor.eager and x is not None and lm_head is not None else None
+    if reason is not None and not editor.saves_memory:
+        raise Mismatch(reason)
 
 
 def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any, Any]:

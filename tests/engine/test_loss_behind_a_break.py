@@ -38,7 +38,7 @@ def of_graphs(report):
     return reads.calls, reads.calls_read, reads.calls_taken
 
 
-INSIDE = {name: loss for name, loss in LOSSES.items() if name not in ("permuted", "transposed")}
+INSIDE = {name: loss for name, loss in LOSSES.items() if name not in ("permuted", "transposed", "rows in chunks")}
 
 
 @pytest.mark.parametrize("name", INSIDE)
@@ -50,7 +50,7 @@ def test_a_break_between_lm_head_and_loss(name):
         for _ in range(4):
             torch.testing.assert_close(gradients(model, compiled(ids)), gradients(model, model(ids)), rtol=1e-4, atol=1e-6)
     assert of_graphs(report) == (4, 0, 4), str(report)
-    assert report.count("linear_cross_entropy") == 1, str(report)
+    assert report.count("linear_cross_entropy") + report.count("linear_rows") == 1, str(report)
     assert len(report.graphs) == 3, "the model's, the loss's, and the loss's with the lm_head"
     assert "graph 2: graph 1 with the lm_head of the graph that made its logits" in str(report)
     for graph in (report.graphs[0], report.graphs[2]):

@@ -25,6 +25,9 @@ LINEAR = {
 }  # fmt: skip
 
 
+_BEFORE_A_SELECTION = {"to", "float", "contiguous", "mul", "div", "neg", "exp", "log", "log_softmax", "softmax"}
+
+
 def region_of(view: View, root: fx.Node, *, float16: bool = False, may_return: bool = False) -> Region:
     """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided.
 
@@ -158,6 +161,7 @@ class _Finder:
             raise Opaque(f"{node.name} is no call of a function")
         around = self.view.effects.region[node]
         reader.region = self.region
+        reader.begin()
         try:
             with entered((False, *around[1:])), mode, without_guards(mode), without_tracing_context(), reader:
                 return target(*args, **kwargs)
@@ -261,19 +265,23 @@ class _Finder:
 
 
 def _selection(view: View, root: fx.Node, may_return: bool) -> list[fx.Node]:
-    """Return the calls through which alone the logits are read, if all take the same rows. Casts may come before."""
+    """Return the calls through which alone the logits are read, if all take the same rows. Casts may come before, and ops
+    that make values with classes of one tensor: if they mixed rows, the reader would say so."""
 
     def readers(node: fx.Node) -> list[fx.Node]:
         returned = may_return and any(user.op == "output" for user in node.users)
         return [u for u in node.users if not _asks_for_a_size(u) and not (returned and u.op == "output")]
 
+    def is_before(node: fx.Node) -> bool:
+        return view.name(node) in _BEFORE_A_SELECTION and len(node.all_input_nodes) == 1
+
     node = root
-    while len(users := readers(node)) == 1 and view.name(users[0]) in ("to", "float", "contiguous"):
+    while len(users := readers(node)) == 1 and is_before(users[0]):
         node = users[0]
     if not users or any(view.name(user) != "getitem" or user.args[0] is not node for user in users):
         return []
     index = index_of(users[0].args[1], example(node).dim())
-    plain = index is not None and index.only_slices and not index.new_axes and index.items[-1] == WHOLE
+    plain = index is not None and index.is_view and not index.new_axes and index.items[-1] == WHOLE
     return users if plain and all(user.args[1] == users[0].args[1] for user in users) else []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.graph.rows_of_logits.shapes import groups_of
+from fx_fusion.graph.rows_of_logits.shapes import broadcast, viewed
 from fx_fusion.graph.rows_of_logits.values import (
     CLASS,
     FEW,
@@ -26,10 +25,11 @@ from fx_fusion.graph.rows_of_logits.values import (
     Seam,
     Typed,
 )
-from fx_fusion.torch_internals.aten import RESHAPES, SOFTMAXES, TO_COPY, draws, mutates
+from fx_fusion.torch_internals.aten import RESHAPES, SOFTMAXES, TO_COPY, draws, functional, mutates
 from fx_fusion.torch_internals.aten import is_elementwise as of_elements
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map
 from fx_fusion.torch_internals.dispatch import DispatchMode, decomposed
+from fx_fusion.torch_internals.fakes import storage_of
 
 aten = torch.ops.aten
 _VIEWS = RESHAPES | {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default}
@@ -68,6 +68,7 @@ class Reader(DispatchMode):
         self.inputs: list[Input] = []
         self.region: Region
         self._alive: list[Tensor] = []  # an id stands for a tensor as long as that lives
+        self.begun = 0  # what came to be before the node that is being run
         self._taken: dict[Any, Typed] = {}
         labels = self.labels_like_logits(logits)
         if labels is None or not any(isinstance(label, Rows) for label in labels):
@@ -89,6 +90,10 @@ class Reader(DispatchMode):
             else:
                 return None
         return (*labels, CLASS)
+
+    def begin(self) -> None:
+        """Run another node from here on."""
+        self.begun = len(self._alive)
 
     def made(self, tensor: Tensor) -> Made | Seam:
         """Return how a tensor outside of the region is made. Raises Opaque where that is not known (``torch.vmap``)."""
@@ -186,7 +191,7 @@ class Reader(DispatchMode):
         nodes: dict[int, fx.Node] = {}
         for operand in tree_leaves((made.args, made.kwargs)):
             if isinstance(operand, Tensor):
-                nodes[id(operand)] = self._aligned(operand, labels, self._adopt(operand, _broadcast(operand, labels)))
+                nodes[id(operand)] = self._aligned(operand, labels, self._adopt(operand, broadcast(operand, labels)))
         return Typed(labels, self._emit_with(made.op, made.args, made.kwargs, nodes), reached=False)
 
     def _is_made_of_seams(self, made: Made) -> bool:
@@ -205,7 +210,7 @@ class Reader(DispatchMode):
         if not known:
             return self._outside(op, args, kwargs)
         if mutates(op):
-            raise Opaque(f"{op.name()} changes a value in place")
+            return self._written(op, args, kwargs)
         if draws(op):
             raise Opaque(f"{op.name()} draws random numbers")
         if any(t.dtype == torch.float64 for t in known):
@@ -218,6 +223,21 @@ class Reader(DispatchMode):
         if found is not NotImplemented:
             return found
         return self._outside(op, args, kwargs)
+
+    def _written(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that writes to a value which the same node of the graph made, and of which there is no view."""
+        target, instead = args[0] if args else None, functional(op)
+        new = any(t is target for t in self._alive[self.begun :]) and id(target) in self.typed
+        is_seam = any(seam.tensor is target for seam in self.region.seams)
+        if not isinstance(target, Tensor) or instead is None or not new or is_seam:
+            raise Opaque(f"{op.name()} changes a value in place")
+        alike = [t for t in self._alive if t is not target and id(t) in self.typed and storage_of(t) == storage_of(target)]
+        with self:
+            result = instead(*args, **kwargs)
+        if alike or result.dtype != target.dtype or id(result) not in self.typed:
+            raise Opaque(f"{op.name()} changes a value in place")
+        self.typed[id(target)] = self.typed[id(result)]
+        return target
 
     def _outside(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an op outside of the region. Values of the region that it reads are seams."""
@@ -260,7 +280,7 @@ class Reader(DispatchMode):
             return self._note(op(*args, **kwargs), typed.labels, self._emit(op, (typed.node,)), typed.reached)
         if op in _VIEWS:
             result = op(*args, **kwargs)
-            return self._note(result, self._viewed(first, result, typed), typed.node, typed.reached)
+            return self._note(result, viewed(self.shape, first, result, typed), typed.node, typed.reached)
         if op is aten.expand.default:
             return self._expand(op(*args, **kwargs), first, typed)
         if op in (aten.permute.default, aten.transpose.int, aten.t.default):
@@ -301,7 +321,7 @@ class Reader(DispatchMode):
         for t in operands:
             typed = self.typed.get(id(t))
             if typed is None:
-                typed = self._adopt(t, _broadcast(t, labels))
+                typed = self._adopt(t, broadcast(t, labels))
             nodes[id(t)] = self._aligned(t, tuple(labels), typed)
         reached = any(self.typed[id(t)].reached for t in known)
         return self._note(result, labels, self._emit_with(op, args, kwargs, nodes), reached)
@@ -335,7 +355,7 @@ class Reader(DispatchMode):
         result = aten.stack.default(*args, **kwargs)
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % result.dim()
         labels = next(self.typed[id(t)].labels for t in tensors if id(t) in self.typed)
-        all_typed = [self.typed.get(id(t)) or self._adopt(t, _broadcast(t, labels)) for t in tensors]
+        all_typed = [self.typed.get(id(t)) or self._adopt(t, broadcast(t, labels)) for t in tensors]
         if any(typed.labels != labels for typed in all_typed) or not all_typed[0].has_rows:
             raise Opaque("aten::stack combines values of other rows or classes")
         at = all_typed[0].position(dim)
@@ -458,43 +478,6 @@ class Reader(DispatchMode):
             raise Opaque("some of the rows are taken")
         raise NoRule
 
-    def _viewed(self, before: Tensor, after: Tensor, typed: Typed) -> list[Label]:
-        """Return the labels of a view: dims of size 1 come and go, row axes are merged and split as they were."""
-        for size, label in zip(before.shape, typed.labels, strict=True):
-            if label == ONE and not statically_known_true(size == 1):
-                raise Opaque("a view of what was expanded")
-            if label in (CLASS, FEW) and statically_known_true(size == 1):
-                raise Opaque("a view of one class") if typed.has_classes else NoRule
-        labels: list[Label] = [ONE] * after.dim()
-        for old, new in groups_of(before.shape, after.shape):
-            found = [typed.labels[i] for i in old]
-            if len(old) == len(new) == 1:
-                labels[new[0]] = found[0]
-                continue
-            rows = [label for label in found if isinstance(label, Rows)]
-            follow = all(a.last == b.first for a, b in itertools.pairwise(rows))
-            if len(rows) < len(found) or not rows or not follow:
-                raise Opaque("a view mixes rows and classes")
-            axes = [i for i in range(rows[0].first, rows[-1].last) if not statically_known_true(self.shape[i] == 1)]
-            if len(new) == 1:
-                labels[new[0]] = Rows(rows[0].first, rows[-1].last)
-                continue
-            sizes = [after.shape[i] for i in new]
-            known = [self.shape[i] for i in axes]
-            if len(sizes) != len(known) or not all(map(statically_known_true, map(operator.eq, sizes, known))):
-                raise Opaque("a view splits the rows in another way than the logits have them")
-            for i, axis in zip(new, axes, strict=True):
-                labels[i] = Rows(axis, axis + 1)
-        return labels
-
 
 def _words(label: Label) -> str:
     return {CLASS: "classes", FEW: "a few numbers a row"}.get(label, "rows") if isinstance(label, str) else "rows"
-
-
-def _broadcast(tensor: Tensor, labels: Sequence[Label]) -> tuple[Label, ...]:
-    """Return the labels of an operand that is broadcast to a value with ``labels``."""
-    offset = len(labels) - tensor.dim()
-    if offset < 0:
-        raise Opaque("an operand has more dims than the rows")
-    return tuple(ONE if statically_known_true(size == 1) else labels[i + offset] for i, size in enumerate(tensor.shape))

@@ -1,0 +1,308 @@
+"""Losses outside of the compiled model: what was computed of deferred logits is a graph, which is rewritten as any other.
+
+    logits = model(x)                                                  deferred
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())          deferred, too
+    loss.backward()                                                    reads it
+
+The calls between the linear layer and what is read are a record (``runtime.sources``). When a number or the losses of rows
+are read, the linear layer and the record are one graph. Where a fusion takes the layer, the losses are computed without the
+logits, by the graph as it was rewritten, op by op. Where none does, the logits are made, and the calls repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fx_fusion.runtime.capture import is_capturing
+from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.runtime.recorded_ops import LAYOUT, inserted
+from fx_fusion.runtime.sources import Output, Source, Step, in_order
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
+from fx_fusion.torch_internals.fsdp import is_freed
+from fx_fusion.torch_internals.nodes import enter_autocast, exit_autocast, set_grad
+
+Compiled = Callable[..., Any]
+Program = tuple[Compiled, Callable[[], bool]]
+
+_MOST_RECORDS = 64  # of one graph's outputs
+_MOST_PROGRAMS = 8  # of one record, for numbers that change from step to step
+
+
+@dataclass(frozen=True)
+class Record:
+    """Some sources of one recipe, in order, and what they read.
+
+    Attributes:
+        steps: the calls.
+        wanted: what of them, or of the outputs, is computed.
+        operands: input, weight and perhaps bias of the linear layer; then the tensors that the calls take.
+        key: equal for records that differ in their tensors and numbers alone.
+        numbers: that the calls take.
+    """
+
+    recipe: Recipe
+    steps: list[Step]
+    wanted: list[Source]
+    operands: list[Tensor]
+    key: tuple[Any, ...]
+    numbers: tuple[float, ...]
+
+    @property
+    def sizes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the operands."""
+        return tuple(t.shape for t in self.operands)
+
+    def graph(self, changing: Sequence[int] = ()) -> tuple[fx.Graph, list[fx.Node]]:
+        """Return a graph of placeholders for the operands, then for the numbers at ``changing``; and the wanted nodes."""
+        graph, recipe = fx.Graph(), self.recipe
+        head_size = _head_size(recipe)
+        given = [graph.placeholder(f"operand_{i}") for i in range(len(self.operands))]
+        numbers: list[Any] = list(self.numbers)
+        for at in changing:
+            numbers[at] = graph.placeholder(f"number_{at}")
+        modes = _Modes(graph, recipe.device().type)
+        first = self.steps[0].autocast if self.steps else None
+        modes.enter(True, first if first == recipe.of_linear else None)
+        made = recipe.of_linear
+        dtypes = [t.dtype for t in self.operands[:head_size]]
+        cast = [n if t == made else graph.call_method("to", (n, made)) for n, t in zip(given, dtypes, strict=False)]
+        nodes: dict[Source, fx.Node] = {}
+
+        def logits(x: fx.Node, dtype: torch.dtype) -> fx.Node:
+            result = graph.call_function(F.linear, (x, *cast[1:]))
+            result.meta["stack_trace"] = self.steps[0].place if self.steps else ""
+            return result if dtype == made else graph.call_method("to", (result, dtype))
+
+        apart = _in_parts(self)
+        if not apart:
+            outputs = (source for source in in_order(self.wanted) if isinstance(source, Output))
+            nodes |= {source: logits(cast[0], source.meta.dtype) for source in outputs}
+        parts: dict[Any, fx.Node] = {}
+        tensors, values = iter(given[head_size:]), iter(numbers)
+        for step in self.steps:
+            modes.enter(step.grad or step.func is Tensor.detach, step.autocast)
+            args, kwargs = _replaced(step, nodes, tensors, values)
+            if step in apart:
+                key = repr(step.args[1]), step.meta.dtype, modes.grad, modes.autocast
+                if key not in parts:
+                    rows = graph.call_function(operator.getitem, (cast[0], args[1]))
+                    parts[key] = logits(rows, step.meta.dtype)
+                nodes[step] = parts[key]
+                continue
+            nodes[step] = inserted(graph, step.func, args, kwargs)
+            nodes[step].meta["stack_trace"] = step.place
+        wanted = [nodes[source] for source in self.wanted]
+        modes.enter(True, None)
+        return graph, wanted
+
+
+def _in_parts(record: Record) -> set[Step]:
+    """Return the calls that take rows of an output, if nothing else reads it and they are parts of it: each makes logits of
+    its own then, because a region of rows has one set of rows."""
+    of_outputs = [step for step in record.steps if any(isinstance(p, Output) for p in step.parents())]
+    if any(isinstance(source, Output) for source in record.wanted) or not all(map(_takes_rows, of_outputs)):
+        return set()
+    taken = {repr(step.args[1]): step.meta.numel() for step in of_outputs}
+    return set(of_outputs) if len(taken) > 1 and sum(taken.values()) <= record.recipe.elements else set()
+
+
+def _takes_rows(step: Step) -> bool:
+    """Return True for an index that takes rows by slices and numbers, and all classes."""
+    if step.func is not Tensor.__getitem__:
+        return False
+    index, dims = step.args[1], step.parents()[0].meta.dim()
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or isinstance(item, (int, slice)) for item in items):
+        return False
+    reaches = Ellipsis in items or len(items) == dims  # the last dim, with the last item
+    return not reaches or items[-1] is Ellipsis or items[-1] == slice(None)
+
+
+def _replaced(step: Step, nodes: Mapping[Source, fx.Node], tensors: Any, numbers: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call with nodes in place of tensors, and with other numbers."""
+
+    def changed(item: Any, spec: Any) -> Any:
+        if spec == "parent":
+            return nodes.get(item)
+        if spec == "tensor":
+            return next(tensors)
+        if spec[0] == "number":
+            return next(numbers)
+        if spec[0] == "dict":
+            return {name: changed(item[name], inner) for name, inner in spec[1:]}
+        if isinstance(item, slice):
+            bounds = zip((item.start, item.stop, item.step), spec[1:], strict=True)
+            return slice(*(changed(bound, inner) for bound, inner in bounds))
+        if isinstance(item, (tuple, list)):
+            made = (changed(each, inner) for each, inner in zip(item, spec[1:], strict=True))
+            return list(made) if isinstance(item, list) else tuple(made)
+        return item
+
+    _, args, kwargs = step.spec
+    return changed(step.args, args), changed(step.kwargs, kwargs)
+
+
+class _Modes:
+    """Writes the grad mode and the autocast of calls into a graph."""
+
+    def __init__(self, graph: fx.Graph, device: str):
+        self.graph, self.device = graph, device
+        self.grad, self.autocast = True, None
+        self.entered: fx.Node | None = None
+
+    def enter(self, grad: bool, autocast: torch.dtype | None) -> None:
+        """Be in these modes from here on."""
+        if grad != self.grad:
+            set_grad(self.graph, grad)
+            self.grad = grad
+        if autocast != self.autocast:
+            if self.entered is not None:
+                exit_autocast(self.graph, self.entered)
+            self.entered = None if autocast is None else enter_autocast(self.graph, self.device, autocast)
+            self.autocast = autocast
+
+
+def record_of(recipe: Recipe, wanted: Sequence[Source]) -> Record | None:
+    """Return what ``wanted`` is made of, down to the linear layer. None where somebody waits for a gradient in between, or
+    where the layer's operands are not at hand. Raises StaleTensorError if what it is made of has changed."""
+    if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad:
+        return None
+    if any(map(is_freed, recipe.operands)) or (has_saved_tensor_hooks() and not recipe.is_checkpointed):
+        return None  # a checkpointed loss alone runs again when they may have been read
+    order = list(in_order(wanted))
+    if any(source.hooks for source in order):
+        return None
+    recipe.check()
+    steps = [source for source in order if isinstance(source, Step)]
+    for step in steps:
+        step.check()
+    place = {source: i for i, source in enumerate(order)}
+    tensors: list[Tensor] = []
+    described = []
+    for step in steps:
+        parents = tuple(map(place.__getitem__, step.parents()))
+        described.append((step.spec, parents, step.grad, step.autocast, step.inference))
+        tensors += step.tensors
+    head = [t for t in _linear(recipe) if t is not None]
+    outputs = tuple((place[s], s.meta.dtype) for s in order if isinstance(s, Output))
+    key = (recipe.of_linear, len(head), outputs, tuple(described), tuple(place[source] for source in wanted))
+    numbers = tuple(number for step in steps for number in step.numbers)
+    return Record(recipe, steps, list(wanted), [*head, *tensors], key, numbers)
+
+
+def _linear(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input, weight and bias of the linear layer of a recipe."""
+    placeholders = recipe.module.graph.find_nodes(op="placeholder")
+    node = next(n for n in recipe.module.graph.nodes if n.op == "call_function" and n.target is F.linear)
+    given = dict(zip(placeholders, recipe.as_called(), strict=True))
+    named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+    bias = named.get("bias")
+    return given[named["input"]], given[named["weight"]], None if bias is None else given[bias]
+
+
+def _head_size(recipe: Recipe) -> int:
+    return sum(t is not None for t in _linear(recipe))
+
+
+@dataclass
+class _Programs:
+    """The programs of records that differ in their numbers and sizes alone.
+
+    Attributes:
+        numbers, sizes: of the first record.
+        sizes_change: whether a later one had others.
+        changing: places of numbers that were others in a later one.
+        compiled: by the numbers that a program holds.
+        reads: no fusion takes the linear layer.
+    """
+
+    numbers: tuple[float, ...]
+    sizes: tuple[torch.Size, ...]
+    sizes_change: bool = False
+    changing: set[int] = field(default_factory=set)
+    compiled: dict[tuple[Any, ...], Program] = field(default_factory=dict)
+    reads: bool = False
+
+
+class LossesOutside:
+    """Computes losses of the deferred logits of one compiled graph.
+
+    Args:
+        compile_graph: compiles a graph that begins with the linear layer, for sizes that change or not. It returns the
+            compiled graph, and a function that says, after a call, whether that layer is left in it.
+    """
+
+    def __init__(self, compile_graph: Callable[[fx.GraphModule, bool], Program]):
+        self._compile, self._known = compile_graph, dict[Any, _Programs]()
+
+    def __call__(self, recipe: Recipe) -> bool:
+        """Compute all that is alive, was computed of the logits and has no classes. Return False where that takes logits."""
+        members = recipe.numbers()
+        record = record_of(recipe, [member.source for member in members])
+        if record is None or any(step.inference for step in record.steps):
+            return False
+        if record.key not in self._known and len(self._known) == _MOST_RECORDS:
+            return False
+        programs = self._known.setdefault(record.key, _Programs(record.numbers, record.sizes))
+        program = None if programs.reads else self._program(record, programs)
+        if program is None:
+            return False
+        compiled, head_is_left, changing = program
+        with _plain_modes(recipe):
+            values = compiled(*record.operands, *changing)
+        programs.reads = head_is_left()
+        if programs.reads:
+            return False
+        for member, value in zip(members, values, strict=True):
+            recipe.give(member, value)
+            member._source = None
+        recipe.was_taken(recipe.elements // recipe.classes)
+        return True
+
+    def _program(self, record: Record, programs: _Programs) -> tuple[Compiled, Callable[[], bool], list[Any]] | None:
+        """Return what computes a record, whether its linear layer is left, and the numbers that it takes."""
+        known = zip(record.numbers, programs.numbers, strict=True)
+        programs.changing |= {i for i, (now, then) in enumerate(known) if now != then and not (now != now and then != then)}
+        programs.sizes_change |= record.sizes != programs.sizes
+        inputs = {at: given for at in sorted(programs.changing) if (given := _as_input(record, at)) is not None}
+        constant = tuple(number for at, number in enumerate(record.numbers) if at not in inputs)
+        key = constant, tuple(inputs), programs.sizes_change
+        if key not in programs.compiled:
+            if is_capturing() or len(programs.compiled) == _MOST_PROGRAMS:
+                return None
+            graph, wanted = record.graph(tuple(inputs))
+            graph.output(tuple(wanted))
+            programs.compiled[key] = self._compile(fx.GraphModule(torch.nn.Module(), graph), programs.sizes_change)
+        return *programs.compiled[key], list(inputs.values())
+
+
+def _as_input(record: Record, at: int) -> Tensor | int | None:
+    """Return the number at a place as what a program takes for it: a size as it is, another number as a tensor with which
+    its op computes the same. None where there is none."""
+    for step in record.steps:
+        if at < len(step.numbers):
+            number, operands = step.numbers[at], [parent.meta for parent in step.parents()] + step.tensors
+            if step.kind == LAYOUT:
+                return int(number)
+            if not all(t.is_floating_point() for t in operands) or not step.meta.is_floating_point():
+                return None
+            if any(t.dim() for t in operands):  # without dims it takes no part in type promotion
+                return torch.tensor(float(number), dtype=torch.float64)
+            return torch.tensor(float(number)) if step.meta.dtype == torch.float32 else None
+        at -= len(step.numbers)
+    return None
+
+
+@contextlib.contextmanager
+def _plain_modes(recipe: Recipe) -> Iterator[None]:
+    """Inside, the modes are those that the graph of a record begins in."""
+    with torch.autocast(recipe.device().type, enabled=False), torch.enable_grad(), recipe.unfrozen():
+        yield
