@@ -119,7 +119,7 @@ class Recipe:
     def records(self, layout: bool) -> bool:
         """Return True if what an op makes of the outputs may wait. ``layout``: it only casts, views or slices.
 
-        In a loss that is checkpointed alone nothing else may wait. When it runs again, the outputs have been read, and it would
+        In a loss that is checkpointed alone nothing else may wait. When it runs again the outputs were read, and it would
         save other tensors. Nor may anything once a loss took the outputs: a second one needs them."""
         if layout:
             return True
