@@ -24,8 +24,8 @@ from fx_fusion.rewrite.deferral import DeferredOutputs, activation_positions, de
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.loss_behind_a_break import only_read, read_by_rows
-from fx_fusion.rewrite.loss_outside import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.results_apart import keep_results_apart
+from fx_fusion.rewrite.returned_logits import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.written_halves import join_written_halves
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.speculate import Checks

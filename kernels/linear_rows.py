@@ -17,7 +17,8 @@ The last inputs of the body may be logits of other heads without a gradient, a t
 of, a chunk at a time. Each of them is x (m, k), the weight (v, k), and the bias (v) or an empty tensor.
 
 Shapes     x: (m, h); lm_head: (v, h); bias: (v); inputs: (m, ..) or any, as the program says; seams: (m, ..).
-Dtypes     x, lm_head, bias alike: bf16 | fp32, and so are those of a head; inputs and seams any.
+Dtypes     x, lm_head, bias alike: bf16 | fp32, fp16 without cotangents, whose gradient would not be scaled; so are those of
+           a head; inputs and seams any.
            Gradients of inputs that have no rows are added up in
            fp32.
 Saved      x, lm_head, bias and the inputs, perhaps the logits; with cotangents dx, dW, db and the gradients of the inputs.

@@ -65,8 +65,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if linear is None or not _makes_logits(view, node, example(linear.weight).shape[1]):
             continue
         try:
-            guarded = torch.float16 in (example(linear.x).dtype, example(linear.weight).dtype)
-            region = region_of(view, node, float16=guarded, may_return=search.may_defer)
+            region = region_of(view, node, may_return=search.may_defer)
         except Opaque as opaque:
             if opaque.node is not None and opaque.node is not node:
                 yield NearMiss("linear_rows", node, opaque.node, opaque.reason)
@@ -166,7 +165,8 @@ def emit(editor: Editor, match: Match) -> None:
         needs = [bool(grad and n is not None and example(n).requires_grad) for n in (x, lm_head, bias)]
         cotangents, skips, keep = None, False, False
         if any(needs) or any(given.typed.node in trained_in(region, given) for given in region.inputs):
-            found = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point)
+            known = not region.float16
+            found = cotangents_of(editor, match, region, lambda seam: builder.zeros(seam, x), point) if known else None
             cotangents, skips = (None, False) if found is None else found
             slowly = cotangents is None and not editor.saves_memory and _makes_them_slowly_again(example(x))
             keep = slowly and editor.eager
@@ -326,8 +326,6 @@ def _of_a_row(seam: Seam) -> tuple[int, ...]:
 
 
 def guard(x, lm_head, bias, values, kind):
-    if torch.float16 in (x.dtype, lm_head.dtype):
-        return "a gradient could overflow in float16; bfloat16 and float32 are fused"
     return wrong_dtype(x=x, lm_head=lm_head)
 
 

@@ -219,7 +219,7 @@ class Editor:
     ) -> None:  # fmt: skip
         """``outputs`` leave the results of the graph; they will be computed from ``cuts`` when one of them is read, in the
         grad mode and autocast region of ``like``. ``can_compute``: whether ``compute`` could make them. ``of_linear``: the
-        dtype of the linear layer whose result, or a cast of it, they are (``rewrite.loss_outside``). ``grad``: False where
+        dtype of the linear layer whose result, or a cast of it, they are (``returned_logits``). ``grad``: False where
         they are detached."""
         sources, region = [self.now(cut) for cut in cuts], self.view.effects.region[like]
         region = region if grad else (False, *region[1:])

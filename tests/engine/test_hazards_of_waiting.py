@@ -11,7 +11,7 @@ from torch import nn
 
 import fx_fusion
 from fx_fusion.kernels.logits import logit_chunks
-from fx_fusion.rewrite import deferral, loss_outside
+from fx_fusion.rewrite import deferral, returned_logits
 from fx_fusion.runtime import reads, speculate, steps, streams
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from tests.helpers import rewriting_backend, tiny_llama, tokens
@@ -83,8 +83,8 @@ def test_a_parameter_that_is_frozen_while_logits_are_read_has_its_gradient(reads
 
 
 def test_a_parameter_that_is_frozen_while_the_loss_is_taken_has_its_gradient(monkeypatch):
-    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1})
-    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", V)
     model = nn.Sequential(nn.Linear(H, H), nn.Linear(H, V, bias=False))
 
     def grads(call):
@@ -310,8 +310,8 @@ class OfEightBits(torch.Tensor):
 
 
 def test_a_head_of_another_kind_of_tensor_does_not_wait(monkeypatch):
-    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1})
-    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", V)
     layer, weight = nn.Linear(H, H), OfEightBits(torch.randint(-127, 127, (V, H), dtype=torch.int8), torch.tensor(0.01))
 
     def run(given):
@@ -487,8 +487,8 @@ READS = {
 @pytest.mark.parametrize("how", GRADIENTS_OF_LOGITS)
 def test_a_gradient_of_logits_that_a_loss_took_raises(how, read, monkeypatch):
     """It would lack the part of that loss. Whether something has read the logits then makes no difference."""
-    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1})
-    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", V)
     model = Head()
     z = torch.compile(model, backend=rewriting_backend())(x)
     viewed = z.view(2, B // 2, V)

@@ -12,7 +12,7 @@ from fx_fusion.kernels import linear_rows as linear_rows_kernel
 from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.patterns import linear_rows
 from fx_fusion.patterns.sites import head
-from fx_fusion.rewrite import loss_outside
+from fx_fusion.rewrite import returned_logits
 from fx_fusion.runtime import reads
 from tests.helpers import rewriting_backend, tiny_llama, tokens
 
@@ -25,8 +25,8 @@ of_classes = torch.rand(V, generator=torch.Generator().manual_seed(2)) + 0.5
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
     """Few logits are many, and are made in chunks of a few rows."""
-    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 1, "cuda": 1})
-    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V)
+    monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", V)
     monkeypatch.setattr(logit_chunks, "_CHUNK_BYTES", {"cpu": (5 * V * 4,) * 2, "cuda": (5 * V * 4,) * 2})
 
 
@@ -304,9 +304,9 @@ def test_errors_are_those_of_pytorch():
 @pytest.mark.parametrize("why", ["switched off", "no gradient", "small", "few classes", "read in the graph"])
 def test_logits_are_there_at_once(why, monkeypatch):
     if why == "small":
-        monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cpu": 2**24})
+        monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cpu": 2**24})
     if why == "few classes":
-        monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", V + 1)
+        monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", V + 1)
     model = Model()
     function = (lambda i: model(i) * 2) if why == "read in the graph" else model
     options = {"defer_outputs": False} if why == "switched off" else {}

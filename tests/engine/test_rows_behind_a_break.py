@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fx_fusion
-from fx_fusion.rewrite import loss_outside
+from fx_fusion.rewrite import returned_logits
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.testing import rewriting_backend
 from tests.rows import B, H, T, V, of_labels, rows_kl, small_chunks  # noqa: F401  a fixture
@@ -13,8 +13,8 @@ from tests.rows import B, H, T, V, of_labels, rows_kl, small_chunks  # noqa: F40
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    monkeypatch.setattr(loss_outside, "_FEWEST_CLASSES", 100)
-    monkeypatch.setattr(loss_outside, "_FEWEST_LOGITS", {"cuda": 0, "cpu": 0})
+    monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", 100)
+    monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cuda": 0, "cpu": 0})
 
 
 class Model(nn.Module):

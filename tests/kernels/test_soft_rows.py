@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from fx_fusion.kernels.linear_soft_cross_entropy import linear_soft_cross_entropy
 from fx_fusion.kernels.logits import logit_chunks
-from fx_fusion.kernels.logits.kept_logits import class_and_sum_of_kept_logits
 
 pytestmark = pytest.mark.kernel
 M, H, V = 13, 16, 131
@@ -113,28 +112,6 @@ def test_rows_that_lie_apart(device):
     check(every_second, "log_probabilities", False, torch.rand(M, device=device), device)
     column = values_of("probabilities", device, (V, M)).t()
     check(column, "probabilities", False, torch.rand(M, device=device), device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_class_and_the_sum_of_all(bias, dtype, device):
-    """Logits that are kept for one backward of both, as a loss outside of the model takes them."""
-    x, w, b = torch.randn(M, H, device=device) / 2, torch.randn(V, H, device=device) / 2, torch.randn(V, device=device)
-    given = [t.to(dtype).requires_grad_() for t in ((x, w, b) if bias else (x, w))]
-    exact = [t.detach().double().requires_grad_() for t in given]
-    target, scale = torch.randint(0, V, (M,), device=device), 0.7
-    found = class_and_sum_of_kept_logits(given[0], given[1], given[2] if bias else None, target, scale)
-    log_p = (F.linear(*exact) * scale).log_softmax(-1)
-    wanted = -log_p.gather(-1, target[:, None])[:, 0], -log_p.sum(-1)
-    eps = 64 * torch.finfo(dtype).eps
-    upstream = torch.rand(M, device=device), torch.rand(M, device=device) / V
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=eps, atol=eps)
-    for use in ((0, 1), (0,), (1,)):
-        grads = torch.autograd.grad([found[i] for i in use], given, [upstream[i] for i in use], retain_graph=True)
-        right = torch.autograd.grad([wanted[i] for i in use], exact, [upstream[i].double() for i in use], retain_graph=True)
-        for ours, theirs in zip(grads, right, strict=True):
-            torch.testing.assert_close(ours.double(), theirs, rtol=eps, atol=eps * float(theirs.abs().max()))
 
 
 def test_rows_of_weight_zero_need_no_logits(monkeypatch, device):

@@ -218,11 +218,11 @@ def alone(rank, name):
 def train(name, rank, backend):
     """Losses by step, the last logits, sums of gradients by step; whether logits waited; what was compiled."""
     import fx_fusion
-    from fx_fusion.rewrite import loss_outside
+    from fx_fusion.rewrite import returned_logits
     from fx_fusion.runtime.deferred_tensor import DeferredTensor
 
     torch._dynamo.reset()
-    loss_outside._FEWEST_LOGITS, loss_outside._FEWEST_CLASSES = (
+    returned_logits._FEWEST_LOGITS, returned_logits._FEWEST_CLASSES = (
         ({"cpu": 1}, 256) if "the head" in name else ({"cpu": 2**24}, 30000)
     )
     model = made(name)
@@ -346,10 +346,10 @@ def sharded_by_fsdp1(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     import fx_fusion
-    from fx_fusion.rewrite import loss_outside
+    from fx_fusion.rewrite import returned_logits
     from fx_fusion.testing import rewriting_backend
 
-    loss_outside._FEWEST_LOGITS, loss_outside._FEWEST_CLASSES = {"cpu": 1}, 256
+    returned_logits._FEWEST_LOGITS, returned_logits._FEWEST_CLASSES = {"cpu": 1}, 256
     found, ids = {}, tokens(4)[rank][None]
     setups = ("layer", "whole", "inside"), ("lm_head", "lm_head", "inside"), ("lm_head", "lm_head", "outside")
     for unit, compiled, loss_is in setups:

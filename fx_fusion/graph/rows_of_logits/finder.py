@@ -28,24 +28,23 @@ LINEAR = {
 _BEFORE_A_SELECTION = {"to", "float", "contiguous", "mul", "div", "neg", "exp", "log", "log_softmax", "softmax"}
 
 
-def region_of(view: View, root: fx.Node, *, float16: bool = False, may_return: bool = False) -> Region:
+def region_of(view: View, root: fx.Node, *, may_return: bool = False) -> Region:
     """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided.
 
     Args:
-        float16: read values in float16, too, because the caller declines them itself.
         may_return: allow that the graph returns values with classes (``Region.returned``).
     """
-    return _Finder(view, root, float16, may_return).region
+    return _Finder(view, root, may_return).region
 
 
 class _Finder:
     """Runs the nodes that read the logits, on fake tensors, and sorts them: inside, at the seam, behind it."""
 
-    def __init__(self, view: View, root: fx.Node, float16: bool, may_return: bool):
+    def __init__(self, view: View, root: fx.Node, may_return: bool):
         self.view, self.may_return = view, may_return
         selected = _selection(view, root, may_return)
         logits = _rows_of(example(root), selected[0]) if selected else example(root)
-        self.reader = Reader(logits, float16=float16)
+        self.reader = Reader(logits)
         rows = tuple(logits.shape[:-1])
         of = selected[0] if selected else None
         self.region = Region(root, rows, self.reader.body, of, made_by=self.reader.made_by)
@@ -187,6 +186,7 @@ class _Finder:
                 region.ends[node] = self.reader.seam(value)
             elif any(user not in region.nodes for user in node.users):
                 raise Opaque(f"{node.name} has several results that are read outside")
+        region.float16 = self.reader.float16
         self.reader.body.output(tuple(seam.typed.node for seam in region.seams))
         _remove_dead(self.reader.body)
         used = {n for n in self.reader.body.nodes if n.users}

@@ -115,6 +115,7 @@ class Region:
         rest: nodes that mix rows after a seam inside of one call (``F.kl_div``), as what is made of seams.
         nodes: all nodes of the graph that the region stands for.
         returned: nodes with classes that the graph returns.
+        float16: whether values of the body are in float16, whose gradient overflows without its upstream gradient.
         made_by: the node of the graph, or the op below it, that makes a tensor outside of the region.
     """
 
@@ -128,6 +129,7 @@ class Region:
     rest: dict[fx.Node, Made | Seam] = field(default_factory=dict)
     nodes: set[fx.Node] = field(default_factory=set)
     returned: list[fx.Node] = field(default_factory=list)
+    float16: bool = False
     made_by: Callable[[Tensor], fx.Node | Made | None] = field(default=lambda tensor: None, repr=False)
 
     def nodes_below(self, made: Iterable[fx.Node | Made | Seam]) -> dict[fx.Node, None]:
