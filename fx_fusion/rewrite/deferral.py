@@ -26,7 +26,7 @@ from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.reads import Call, Reads
-from fx_fusion.runtime.recipe import Recipe
+from fx_fusion.runtime.recipe import Losses, Recipe
 from fx_fusion.runtime.steps import waiting
 from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fakes import set_example
@@ -186,7 +186,7 @@ class DeferredOutputs:
             output.args = (tuple(kept),)
 
     def wrap(
-        self, compiled: Callable[..., Any], reads: Reads, losses: Callable[[Recipe], bool] | None = None
+        self, compiled: Callable[..., Any], reads: Reads, losses: Losses | None = None
     ) -> Callable[..., Any]:  # fmt: skip
         """Around the compiled graph: returns what the graph returned before. ``reads`` learns which calls are read.
         ``losses`` computes losses of what waits, as ``Recipe.losses`` says."""
@@ -205,7 +205,7 @@ class DeferredOutputs:
         return run
 
     def _made(
-        self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call, losses: Callable[[Recipe], bool] | None
+        self, d: int, args: Sequence[Any], results: Sequence[Any], call: Call, losses: Losses | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
         deferral, metas = self._deferrals[d], self._metas[d]
         operands = [args[i] if kind == "argument" else results[i] for kind, i in self._sources[d]]

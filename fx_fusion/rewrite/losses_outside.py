@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Record:
 
         apart = _in_parts(self)
         if not apart:
-            outputs = (source for source in in_order(self.wanted) if isinstance(source, Output))
+            outputs = (source for source in in_order(self.wanted, values=False) if isinstance(source, Output))
             nodes |= {source: logits(cast[0], source.meta.dtype) for source in outputs}
         parts: dict[Any, fx.Node] = {}
         tensors, values = iter(given[head_size:]), iter(numbers)
@@ -177,25 +177,29 @@ def record_of(recipe: Recipe, wanted: Sequence[Source]) -> Record | None:
         return None
     if any(map(is_freed, recipe.operands)) or (has_saved_tensor_hooks() and not recipe.is_checkpointed):
         return None  # a checkpointed loss alone runs again when they may have been read
-    order = list(in_order(wanted))
-    if any(source.hooks for source in order):
-        return None
+    order = list(in_order(wanted, values=False))
+    return None if any(source.hooks for source in order) else _recorded(recipe, wanted, order)
+
+
+def _recorded(recipe: Recipe, wanted: Sequence[Source], order: Sequence[Source]) -> Record:
+    """Return the record of some sources in order. Raises StaleTensorError if what they are made of has changed."""
     recipe.check()
     steps = [source for source in order if isinstance(source, Step)]
-    for step in steps:
-        step.check()
     place = {source: i for i, source in enumerate(order)}
-    tensors: list[Tensor] = []
     described = []
     for step in steps:
+        step.check()
         parents = tuple(map(place.__getitem__, step.parents()))
         described.append((step.spec, parents, step.grad, step.autocast, step.inference))
-        tensors += step.tensors
     head = [t for t in _linear(recipe) if t is not None]
     outputs = tuple((place[s], s.meta.dtype) for s in order if isinstance(s, Output))
     key = (recipe.of_linear, len(head), outputs, tuple(described), tuple(place[source] for source in wanted))
     numbers = tuple(number for step in steps for number in step.numbers)
-    return Record(recipe, steps, list(wanted), [*head, *tensors], key, numbers)
+    return Record(recipe, steps, list(wanted), [*head, *_tensors(steps)], key, numbers)
+
+
+def _tensors(order: Sequence[Source]) -> list[Tensor]:
+    return [tensor for step in order if isinstance(step, Step) for tensor in step.tensors]
 
 
 def _linear(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -247,25 +251,47 @@ class LossesOutside:
         """Compute all that is alive, was computed of the logits and has no classes. Return False where that takes logits."""
         members = recipe.numbers()
         record = record_of(recipe, [member.source for member in members])
-        if record is None or any(step.inference for step in record.steps):
+        values = None if record is None or any(step.inference for step in record.steps) else self._values(record)
+        if values is None:
             return False
+        for member, value in zip(members, values, strict=True):
+            member.has_value(value)
+        recipe.was_taken(recipe.elements // recipe.classes)
+        return True
+
+    def operands(self, source: Source) -> list[Tensor]:
+        """Return the tensors that a number is made of: those of the linear layer, then those of the calls."""
+        head = [t for t in _linear(source.recipe) if t is not None]
+        return [*head, *_tensors(list(in_order([source], values=False)))]
+
+    def again(self, source: Source, wanted: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Compute a number once more, of leaves in the place of its operands; those at ``wanted`` need a gradient."""
+        record = _recorded(source.recipe, [source], list(in_order([source], values=False)))
+        leaves = [t.detach() for t in record.operands]
+        for at in wanted:
+            leaves[at].requires_grad_()
+        record = replace(record, operands=leaves)
+        values = self._values(record)
+        if values is None:
+            graph, nodes = record.graph()
+            graph.output(tuple(nodes))
+            with _plain_modes(source.recipe):
+                values = fx.GraphModule(torch.nn.Module(), graph)(*leaves)
+        return leaves, values[0]
+
+    def _values(self, record: Record) -> Sequence[Tensor] | None:
+        """Return what a record wants, computed without the logits; None where that takes them."""
         if record.key not in self._known and len(self._known) == _MOST_RECORDS:
-            return False
+            return None
         programs = self._known.setdefault(record.key, _Programs(record.numbers, record.sizes))
         program = None if programs.reads else self._program(record, programs)
         if program is None:
-            return False
+            return None
         compiled, head_is_left, changing = program
-        with _plain_modes(recipe):
+        with _plain_modes(record.recipe):
             values = compiled(*record.operands, *changing)
         programs.reads = head_is_left()
-        if programs.reads:
-            return False
-        for member, value in zip(members, values, strict=True):
-            recipe.give(member, value)
-            member._source = None
-        recipe.was_taken(recipe.elements // recipe.classes)
-        return True
+        return None if programs.reads else values  # type: ignore[no-any-return]
 
     def _program(self, record: Record, programs: _Programs) -> tuple[Compiled, Callable[[], bool], list[Any]] | None:
         """Return what computes a record, whether its linear layer is left, and the numbers that it takes."""

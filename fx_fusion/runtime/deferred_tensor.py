@@ -26,6 +26,7 @@ from fx_fusion.torch_internals.dispatch import (
     has_backward_hooks,
     history_of,
     is_in_functorch,
+    preserved_version,
     throw_on_data_ptr,
     without_saved_tensor_hooks,
     without_torch_function,
@@ -52,21 +53,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a deferred tensor has first derivatives only where code differentiates it that never reads it (a custom "
-                "autograd.Function, another compiled function), and this is create_graph=True: hand it tensor.clone()."
-            )
-        value, history = ctx.seen or (None, None)
-        for hook in ctx.hooks if value is None else ():
-            found = hook.function(dy)
-            dy = dy if found is None else found
-        if value is not None and (history_of(value) is not history or has_backward_hooks(value) or value.retains_grad):
-            raise RuntimeError(
-                "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
-                "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the "
-                'unchanged tensor. Hand that code a copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
-            )
+        dy, value = _upstream(ctx, dy)
         if value is None:
             ctx.source.recipe.check()
         ctx.source.recipe.call.was_differentiated()
@@ -83,6 +70,65 @@ class _Link(torch.autograd.Function):
         for n, gradient in zip(wanted, found, strict=True):
             grads[n] = gradient
         return (None, None, None, *grads)
+
+
+class _LinkOfNumbers(torch.autograd.Function):
+    """Makes a number, or losses of rows, part of the autograd graph, as ``_Link`` does. Its operands are what all of it is
+    made of, because gradients by way of the logits would take logits."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Source, *operands: Any) -> Any:
+        ctx.source = source
+        tensor = _unlinked(source, source.meta, source.recipe.device())
+        ctx.hooks, ctx.seen = source.hooks, tensor._seen
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        dy, _ = _upstream(ctx, dy)
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
+            leaves, value = ctx.source.recipe.losses.again(ctx.source, wanted)
+            found = torch.autograd.grad(value, [leaves[n] for n in wanted], dy, allow_unused=True)
+        grads: list[Any] = [None] * len(leaves)
+        for n, gradient in zip(wanted, found, strict=True):
+            grads[n] = gradient
+        return (None, *grads)
+
+
+class _LinkOfValue(torch.autograd.Function):
+    """Makes a deferred tensor whose value was computed part of the autograd graph of that."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredTensor, value: Tensor) -> DeferredTensor:
+        ctx.mark_dirty(tensor)
+        ctx.hooks, ctx.seen = (), (value, history_of(value))
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, _upstream(ctx, dy, create_graph=True)[0]
+
+
+def _upstream(ctx: Any, dy: Tensor, *, create_graph: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return a gradient of a deferred tensor behind the hooks that wait for it, and the tensor's value, if it was computed.
+    Raises RuntimeError where the value has another gradient by now. ``create_graph``: there may be second derivatives."""
+    if torch.is_grad_enabled() and not create_graph:
+        raise RuntimeError(
+            "a deferred tensor has first derivatives only where code differentiates it that never reads it (a custom "
+            "autograd.Function, another compiled function), and this is create_graph=True: hand it tensor.clone()."
+        )
+    value, history = ctx.seen or (None, None)
+    for hook in ctx.hooks if value is None else ():
+        found = hook.function(dy)
+        dy = dy if found is None else found
+    if value is not None and (history_of(value) is not history or has_backward_hooks(value) or value.retains_grad):
+        raise RuntimeError(
+            "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
+            "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the "
+            'unchanged tensor. Hand that code a copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
+        )
+    return dy, value
 
 
 class _Given(torch.autograd.Function):
@@ -145,6 +191,8 @@ class DeferredTensor(torch.Tensor):
             grad = source.grad and (source.meta.is_floating_point() or source.meta.is_complex())
             if not grad or not any(isinstance(o, Tensor) and o.requires_grad for o in operands):
                 tensor = _unlinked(source, source.meta, device)
+            elif source.is_number:
+                tensor = _LinkOfNumbers.apply(source, *recipe.losses.operands(source))
             else:
                 tensor = _Link.apply(source, source.meta, device, *operands)
         source.belongs_to(tensor)
@@ -190,6 +238,17 @@ class DeferredTensor(torch.Tensor):
                 'gradient than it has: hand the function tensor.clone(), or compile with options={"defer_outputs": False}.'
             )
         return self._value
+
+    def has_value(self, value: Tensor) -> None:
+        """Remember the value of a number or of losses of rows, which were computed apart from the rest of the family."""
+        self._value, self._seen[:] = value, [value, history_of(value)]
+        self._source = None
+        with without_torch_function():
+            if self.requires_grad and value.requires_grad:  # what it was made of may be freed
+                with torch.enable_grad(), preserved_version(self):
+                    self.detach_()
+                    _LinkOfValue.apply(self, value)
+                self._is_given = True
 
     def _was_returned(self) -> bool:
         """Return True if a custom Function has returned this tensor: its history is no link of ours any more."""
@@ -303,6 +362,8 @@ class DeferredTensor(torch.Tensor):
         if source is None or not source.recipe.records(RECORDED[func] == LAYOUT):
             return None
         recipe = source.recipe
+        if any(tensor._was_returned() for tensor in waiting):
+            return None  # its gradient is that of a custom Function
         others = (t._source for t in waiting if t._source is not None and t._source.recipe is not recipe)
         if any(other.classes for other in others):
             return None  # who compares the logits of two calls needs both
@@ -322,7 +383,7 @@ class DeferredTensor(torch.Tensor):
             if step.changes_nothing:
                 return waiting[0]
             made = DeferredTensor._make(step)
-        if step.computes and not step.classes and not recipe.may_wait_for_a_number():
+        if step.is_number and not recipe.may_wait_for_a_number():
             recipe.read(step)
         return made
 

@@ -6,8 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,19 @@ _MOST_RECORDED = 256  # computed of one graph's outputs: rows in a loop make a r
 _PATIENCE = 300  # seconds for which a rank that reads waits for the others
 _calls: Counter[tuple[str, str]] = Counter()  # of this rank, by the name of a group and that of an output
 _NOT_DEFERRED = 'compile with options={"defer_outputs": False} (FX_FUSION_DEFER_OUTPUTS=0 where a trainer compiles)'
+
+
+class Losses(Protocol):
+    """Computes numbers and losses of rows that are made of outputs, without these."""
+
+    def __call__(self, recipe: Recipe) -> bool:
+        """Compute those that are alive. Return False where it can't be done."""
+
+    def operands(self, source: Source) -> list[Tensor]:
+        """Return the tensors that one is made of."""
+
+    def again(self, source: Source, wanted: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Compute one once more, of leaves in the place of its operands; those at ``wanted`` need a gradient."""
 
 
 class Recipe:
@@ -84,7 +97,7 @@ class Recipe:
         self._values: tuple[Tensor, ...] | None = None
         self._samples: list[Tensor | None] = [None] * len(self.operands)
         self.classes = self.elements = 0  # of the outputs
-        self.losses: Callable[[Recipe], bool] | None = None  # computes what has no classes without the outputs, if it can
+        self.losses: Losses | None = None
         self._recorded = 0
         self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]] = {}
 
@@ -267,7 +280,7 @@ class Recipe:
     def read(self, source: Source) -> None:
         """Compute a tensor of the family, and others: all that are alive, or only those without classes, if that can be done
         without the outputs."""
-        if source.classes or not source.computes or not self._take_rows():
+        if not source.is_number or not self._take_rows():
             self.settle()
 
     def read_numbers(self) -> None:
@@ -279,7 +292,7 @@ class Recipe:
     def numbers(self) -> list[Any]:
         """Return the deferred tensors that were computed of the outputs, have no classes, and are alive and unread."""
         unread = [t for t in self._members() if t._value is None and t._source is not None]
-        return [t for t in unread if t._source.computes and not t._source.classes]
+        return [t for t in unread if t._source.is_number]
 
     def _take_rows(self) -> bool:
         with self.reading, without_torch_function(), outside_of_functorch():

@@ -60,6 +60,11 @@ class Source:
         self._tensor: weakref.ref[Any] | None = None
 
     @property
+    def is_number(self) -> bool:
+        """Whether it is computed of outputs and has no classes: a number, or numbers of rows."""
+        return self.computes and not self.classes
+
+    @property
     def tensor(self) -> Any:
         """The deferred tensor; None if nobody has it any more."""
         return None if self._tensor is None else self._tensor()
@@ -322,8 +327,9 @@ def _are_in_range(step: Step) -> bool:
     return bool(weight.dtype in of_weight and not weight.requires_grad)
 
 
-def in_order(wanted: Iterable[Source]) -> Iterator[Source]:
-    """Yield sources and all that they are made of, what comes first in front. What has a value is not taken apart."""
+def in_order(wanted: Iterable[Source], *, values: bool = True) -> Iterator[Source]:
+    """Yield sources and all that they are made of, what comes first in front. What has a value is not taken apart, unless
+    ``values`` is False."""
     seen: set[Source] = set()
     stack = [(source, False) for source in reversed(list(wanted))]
     while stack:
@@ -333,7 +339,7 @@ def in_order(wanted: Iterable[Source]) -> Iterator[Source]:
         elif source not in seen:
             seen.add(source)
             stack.append((source, True))
-            if not has_value(source):
+            if not (values and has_value(source)):
                 stack += [(parent, False) for parent in reversed(source.parents())]
 
 

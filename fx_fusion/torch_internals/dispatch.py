@@ -220,6 +220,13 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def preserved_version(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which writes to a tensor are not counted. Gone: they are, and a custom Function that saved the
+    tensor before raises."""
+    preserve = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    return contextlib.nullcontext() if preserve is None else preserve(tensor)
+
+
 def has_backward_hooks(tensor: Tensor) -> bool:
     """Whether the user registered hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks)

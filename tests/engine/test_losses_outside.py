@@ -570,3 +570,55 @@ def test_a_long_record_reads(monkeypatch):
     model = Model()
     check(model, lambda z: sum(F.cross_entropy(z[b, i], ids[b, i]) for b in range(B) for i in range(L)) * sum(z.mean() for _ in range(300)),
           taken=0, read=1, rtol=1e-3, atol=1e-3)  # fmt: skip
+
+
+class Scaled(torch.autograd.Function):
+    """Code that differentiates a tensor, perhaps without ever asking for its values."""
+
+    @staticmethod
+    def forward(ctx, loss, reads):
+        return loss * 2 if reads else torch.ones(loss.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2, None
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "never"])
+@pytest.mark.parametrize("of", [LOSSES["rows"], each_of, lambda z: each_of(z).mul_(0.5)], ids=["number", "rows", "in place"])
+def test_a_custom_function_of_a_loss(of, when):
+    """Its gradient goes to the model by way of the loss's own graph: no logits are made for it."""
+    found = []
+    for ours in (False, True):
+        model = Model()
+        call = compiled_of(model) if ours else model
+        with fx_fusion.recording() as report:
+            loss = of(call(ids))
+            if when == "before":
+                loss.tolist()
+            (Scaled.apply(loss, when != "never").sum() + loss.sum()).backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert (report.graphs[0].reads.calls_taken, report.graphs[0].reads.calls_read) == (1, 0), str(report)
+
+
+def test_a_loss_that_was_read_keeps_nothing_of_what_it_was_made_of():
+    """A step that returns its loss: neither hidden states nor the teacher's logits outlive it."""
+    model = Model()
+    call = compiled_of(model)
+
+    def step():
+        q = teacher.clone()
+        loss = F.kl_div(call(ids).log_softmax(-1), q.softmax(-1), reduction="batchmean")
+        loss.backward()
+        return loss
+
+    def alive():
+        gc.collect()
+        found = (o for o in gc.get_objects() if type(o) is torch.Tensor and not o.is_meta)
+        return sum(o.shape in ((B, L, V), (B, L, 16)) for o in found)
+
+    before = alive()
+    loss = step()
+    assert alive() == before
+    assert loss.item() > 0
