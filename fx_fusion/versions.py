@@ -86,7 +86,7 @@ class Versions:
             return gm
 
         version = Version(self.report.index, "for a loss outside of it, with what makes its logits")
-        options = replace(self.options, select="always", eager=True)
+        options = replace(self.options, select="always", eager=True, defer_outputs=False)
         compiled = self._compiled(version, options, graph, op_by_op, sizes_change)
         return compiled, lambda: not left or left[-1]
 

@@ -23,8 +23,8 @@ from torch import Tensor, fx
 
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.recipe import Recipe
-from fx_fusion.runtime.recorded_ops import LAYOUT, inserted
-from fx_fusion.runtime.sources import Output, Source, Step, in_order
+from fx_fusion.runtime.recorded_ops import ARITHMETIC, LAYOUT, inserted
+from fx_fusion.runtime.sources import Output, Source, Step, comparable, in_order
 from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fsdp import is_freed
 from fx_fusion.torch_internals.nodes import enter_autocast, exit_autocast, set_grad
@@ -53,7 +53,7 @@ class Record:
     wanted: list[Source]
     operands: list[Tensor]
     key: tuple[Any, ...]
-    numbers: tuple[float, ...]
+    numbers: tuple[Any, ...]
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
@@ -65,7 +65,7 @@ class Record:
         graph, recipe = fx.Graph(), self.recipe
         head_size = _head_size(recipe)
         given = [graph.placeholder(f"operand_{i}") for i in range(len(self.operands))]
-        numbers: list[Any] = list(self.numbers)
+        numbers: list[Any] = [number for step in self.steps for number in step.numbers]
         for at in changing:
             numbers[at] = graph.placeholder(f"number_{at}")
         modes = _Modes(graph, recipe.device().type)
@@ -91,7 +91,7 @@ class Record:
             modes.enter(step.grad or step.func is Tensor.detach, step.autocast)
             args, kwargs = _replaced(step, nodes, tensors, values)
             if step in apart:
-                key = repr(step.args[1]), step.meta.dtype, modes.grad, modes.autocast
+                key = repr(args[1]), step.meta.dtype, modes.grad, modes.autocast
                 if key not in parts:
                     rows = graph.call_function(operator.getitem, (cast[0], args[1]))
                     parts[key] = logits(rows, step.meta.dtype)
@@ -178,7 +178,12 @@ def record_of(recipe: Recipe, wanted: Sequence[Source]) -> Record | None:
     if any(map(is_freed, recipe.operands)) or (has_saved_tensor_hooks() and not recipe.is_checkpointed):
         return None  # a checkpointed loss alone runs again when they may have been read
     order = list(in_order(wanted, values=False))
-    return None if any(source.hooks for source in order) else _recorded(recipe, wanted, order)
+    below = {parent for source in order for parent in source.parents()}
+    if any(source.hooks and (source in below or source not in wanted) for source in order):
+        return None
+    if any(isinstance(source, Step) and source.default != torch.float32 for source in order):
+        return None  # the graph would be run under the default dtype of who reads
+    return _recorded(recipe, wanted, order)
 
 
 def _recorded(recipe: Recipe, wanted: Sequence[Source], order: Sequence[Source]) -> Record:
@@ -194,7 +199,7 @@ def _recorded(recipe: Recipe, wanted: Sequence[Source], order: Sequence[Source])
     head = [t for t in _linear(recipe) if t is not None]
     outputs = tuple((place[s], s.meta.dtype) for s in order if isinstance(s, Output))
     key = (recipe.of_linear, len(head), outputs, tuple(described), tuple(place[source] for source in wanted))
-    numbers = tuple(number for step in steps for number in step.numbers)
+    numbers = tuple(comparable(number) for step in steps for number in step.numbers)
     return Record(recipe, steps, list(wanted), [*head, *_tensors(steps)], key, numbers)
 
 
@@ -228,7 +233,7 @@ class _Programs:
         reads: no fusion takes the linear layer.
     """
 
-    numbers: tuple[float, ...]
+    numbers: tuple[Any, ...]
     sizes: tuple[torch.Size, ...]
     sizes_change: bool = False
     changing: set[int] = field(default_factory=set)
@@ -255,6 +260,8 @@ class LossesOutside:
         if values is None:
             return False
         for member, value in zip(members, values, strict=True):
+            for hook in member.source.hooks:
+                hook.register(value)
             member.has_value(value)
         recipe.was_taken(recipe.elements // recipe.classes)
         return True
@@ -296,11 +303,11 @@ class LossesOutside:
     def _program(self, record: Record, programs: _Programs) -> tuple[Compiled, Callable[[], bool], list[Any]] | None:
         """Return what computes a record, whether its linear layer is left, and the numbers that it takes."""
         known = zip(record.numbers, programs.numbers, strict=True)
-        programs.changing |= {i for i, (now, then) in enumerate(known) if now != then and not (now != now and then != then)}
+        programs.changing |= {i for i, (now, then) in enumerate(known) if now != then}
         programs.sizes_change |= record.sizes != programs.sizes
         inputs = {at: given for at in sorted(programs.changing) if (given := _as_input(record, at)) is not None}
         constant = tuple(number for at, number in enumerate(record.numbers) if at not in inputs)
-        key = constant, tuple(inputs), programs.sizes_change
+        key = constant, tuple(inputs), programs.sizes_change, bool(_in_parts(record))
         if key not in programs.compiled:
             if is_capturing() or len(programs.compiled) == _MOST_PROGRAMS:
                 return None
@@ -318,11 +325,11 @@ def _as_input(record: Record, at: int) -> Tensor | int | None:
             number, operands = step.numbers[at], [parent.meta for parent in step.parents()] + step.tensors
             if step.kind == LAYOUT:
                 return int(number)
-            if not all(t.is_floating_point() for t in operands) or not step.meta.is_floating_point():
+            if step.kind != ARITHMETIC or "alpha" in step.kwargs or not all(t.is_floating_point() for t in operands):
                 return None
             if any(t.dim() for t in operands):  # without dims it takes no part in type promotion
                 return torch.tensor(float(number), dtype=torch.float64)
-            return torch.tensor(float(number)) if step.meta.dtype == torch.float32 else None
+            return torch.tensor(float(number), dtype=torch.float32) if step.meta.dtype == torch.float32 else None
         at -= len(step.numbers)
     return None
 
@@ -330,5 +337,6 @@ def _as_input(record: Record, at: int) -> Tensor | int | None:
 @contextlib.contextmanager
 def _plain_modes(recipe: Recipe) -> Iterator[None]:
     """Inside, the modes are those that the graph of a record begins in."""
-    with torch.autocast(recipe.device().type, enabled=False), torch.enable_grad(), recipe.unfrozen():
+    autocast = torch.autocast(recipe.device().type, enabled=False)
+    with torch.inference_mode(False), autocast, torch.enable_grad(), recipe.unfrozen():
         yield

@@ -8,6 +8,7 @@ loss is read, numbers and losses of rows are computed without the logits, which 
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from fx_fusion.torch_internals.dynamo import is_asking, is_compiling, never_capt
 from fx_fusion.torch_internals.fakes import fake_beside, unset_fake_temporarily
 from fx_fusion.torch_internals.fsdp import is_its_hook
 
+_WRITES = re.compile(r"[a-z]\w*[^_]_|__i\w+__")  # the name of a method: ``mul_``, ``__imul__``
 # By ``inputs``, their argument at this place.
 _DIFFERENTIATES = {torch.autograd.grad: 1, torch.autograd.backward: 5, torch.Tensor.backward: 4}
 
@@ -389,9 +391,12 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def _of_values(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function on the values."""
+        """Call a function on the values. A method that writes to its tensor returns that tensor."""
+        first = args[0] if args else None
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        writes = isinstance(first, DeferredTensor) and result is first._value and _WRITES.fullmatch(func.__name__)
+        return first if writes else result
 
     @classmethod
     @never_captured

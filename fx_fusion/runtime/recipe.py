@@ -80,7 +80,8 @@ class Recipe:
         self.grad, self.inference = grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._constant = [isinstance(o, Tensor) and not o.requires_grad for o in self.operands]
         self.is_checkpointed = has_saved_tensor_hooks()
-        self._stream = None if self.is_traced() else stream_of(self.device())
+        self._device = next(o.device for o in self.operands if isinstance(o, Tensor))
+        self._stream = None if self.is_traced() else stream_of(self._device)
         self.owners = [owner_of(o) for o in self.operands]
         self._occasions = self._number_this_call()
         self.versions = self._versions()
@@ -99,7 +100,6 @@ class Recipe:
         self.classes = self.elements = 0  # of the outputs
         self.losses: Losses | None = None
         self._recorded = 0
-        self._copies: dict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def wait(self) -> None:
         """From now on the operands may change before they are needed."""
@@ -110,7 +110,7 @@ class Recipe:
         wait(self)
 
     def device(self) -> torch.device:
-        return next(o.device for o in self.operands if isinstance(o, Tensor))
+        return self._device
 
     def is_traced(self) -> bool:
         """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
@@ -152,15 +152,6 @@ class Recipe:
     def may_wait_for_a_number(self) -> bool:
         """Return True if losses of rows may wait until somebody reads them. A checkpoint counts what is saved inside."""
         return not has_saved_tensor_hooks()
-
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, the same one until the tensor is written to."""
-        key = id(tensor), version_of(tensor)
-        known = self._copies.get(key)
-        if known is None or known[0]() is not tensor:
-            with torch.enable_grad():
-                known = self._copies[key] = weakref.ref(tensor), tensor.clone()
-        return known[1]
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""
@@ -359,7 +350,8 @@ class Recipe:
         """Copy the operands in memory that an optimizer is about to change, if somebody can still read the outputs.
         ``copies``: by the id of an operand, shared by recipes. Numbers and losses of rows are computed instead."""
         self.read_numbers()
-        if self._computed is not None or self.is_sharded() or self.stepped or not self._members():
+        unread = any(member._value is None for member in self._members())
+        if self._computed is not None or self.is_sharded() or self.stepped or not unread:
             return
         with self.reading, torch.inference_mode(False), torch.enable_grad():
             if self._values is not None or self._versions() != self.versions:

@@ -16,6 +16,7 @@ from fx_fusion.runtime.tensor_methods import KEPT_LAZY
 # The kinds of ops, by what becomes of the classes.
 LAYOUT = "layout"  # renames, casts or slices
 POINTWISE = "pointwise"  # each element by itself: a result has the classes of an operand
+ARITHMETIC = "arithmetic"  # pointwise, and another operand may be a number that changes from step to step
 SOFTMAX = "softmax"  # of a dim that stays
 REDUCTION = "reduction"  # over dims that go
 CHOICE = "choice"  # of one class by an index of int64
@@ -24,12 +25,12 @@ LOSS = "loss"  # of classes or of probabilities
 _NAMES = {
     LAYOUT: "reshape flatten unsqueeze squeeze transpose permute narrow select",
     POINTWISE: """
-        abs add sub subtract rsub mul multiply div divide true_divide neg negative exp exp2 expm1 log log2 log10 log1p
-        sigmoid tanh square sqrt rsqrt reciprocal pow clamp clip clamp_min clamp_max minimum maximum min max fmin fmax where
-        masked_fill logaddexp xlogy sign cumsum eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite
-        nan_to_num
+        abs neg negative exp exp2 expm1 log log2 log10 log1p sigmoid tanh square sqrt rsqrt reciprocal pow clamp clip
+        clamp_min clamp_max minimum maximum min max fmin fmax where masked_fill logaddexp xlogy sign logical_and logical_or
+        logical_not isnan isinf isfinite nan_to_num
         """,
-    SOFTMAX: "softmax log_softmax",
+    ARITHMETIC: "add sub subtract rsub mul multiply div divide true_divide eq ne lt le gt ge",
+    SOFTMAX: "softmax log_softmax cumsum",
     REDUCTION: "sum mean logsumexp amax amin argmax argmin",
     CHOICE: "gather take_along_dim",
 }
@@ -61,7 +62,10 @@ for _kind, _names in _NAMES.items():
 for _kind, _names in _OF_FUNCTIONAL.items():
     RECORDED |= dict.fromkeys(_functions(_names, (F,)), _kind)
 _operators = {getattr(Tensor, name): name for name in (*_OPERATORS, *_REFLECTED) if hasattr(Tensor, name)}
-RECORDED |= {method: POINTWISE for method, name in _operators.items() if name != "__getitem__"}
+_CHANGING = {"__eq__", "__ne__", "__rsub__", "__rdiv__"}
+RECORDED |= {
+    method: ARITHMETIC if name in _CHANGING else POINTWISE for method, name in _operators.items() if name != "__getitem__"
+}  # fmt: skip
 
 
 def inserted(graph: fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

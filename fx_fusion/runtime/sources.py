@@ -21,7 +21,7 @@ from fx_fusion import errors
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.runtime.hook import Hooks
-from fx_fusion.runtime.recorded_ops import CHOICE, LAYOUT, LOSS, POINTWISE, RECORDED, REDUCTION
+from fx_fusion.runtime.recorded_ops import ARITHMETIC, CHOICE, LAYOUT, LOSS, RECORDED, REDUCTION
 from fx_fusion.torch_internals.containers import tree_map_only
 from fx_fusion.torch_internals.dispatch import version_of, without_torch_function
 from fx_fusion.torch_internals.fakes import FakeTensorMode
@@ -127,7 +127,7 @@ class Step(Source):
         self.args, self.kwargs = args, kwargs
         self.spec = (func, self._spec(args), self._spec(kwargs))
         device = recipe.device().type
-        self.autocast, self.place = autocast_dtype(device), _users_line()
+        self.autocast, self.place, self.default = autocast_dtype(device), _users_line(), torch.get_default_dtype()
         self.inference = torch.is_inference_mode_enabled()
         self.grad = torch.is_grad_enabled() and func is not Tensor.detach
         self.computes = self.kind != LAYOUT or any(p.computes for p in self._parents)
@@ -152,7 +152,7 @@ class Step(Source):
             return ("dict", *((name, self._spec(value)) for name, value in item.items()))
         if kind is slice:
             return ("slice", *map(self._spec, (item.start, item.stop, item.step)))
-        if kind in (int, float) and self.kind in (POINTWISE, LAYOUT):  # a temperature, a count; a size
+        if kind is float or (kind is int and self.kind in (ARITHMETIC, LAYOUT)):  # a temperature, a count; a size
             self.numbers.append(item)
             return ("number", kind.__name__)
         if kind not in _NEVER_CHANGE:
@@ -193,7 +193,7 @@ class Step(Source):
     def _type(self) -> Tensor:
         """Return the result on the meta device. Raises NotRecorded where there is none without values."""
         types = tuple(map(_type_of, (*(p.meta for p in self._parents), *self._tensors)))
-        key = self.spec, types, tuple(self.numbers), self.recipe.device(), self.autocast, torch.get_default_dtype()
+        key = self.spec, types, tuple(map(comparable, self.numbers)), self.recipe.device(), self.autocast, self.default
         if key not in _types:
             if len(_types) == _MOST_KNOWN:
                 _types.clear()
@@ -249,7 +249,8 @@ class Step(Source):
 
     def _copy_small(self) -> None:
         """Replace tensors that may be written to before they are read by copies; remember the version of large ones."""
-        copies = {id(t): self.recipe.copy_of(t) for t in self._tensors if t.numel() * _SMALL <= self.recipe.elements}
+        with torch.enable_grad():
+            copies = {id(t): t.clone() for t in self._tensors if t.numel() * _SMALL <= self.recipe.elements}
         self._tensors = [copies.get(id(t), t) for t in self._tensors]
         self._versions = list(map(version_of, self._tensors))
         self.args, self.kwargs = tree_map_only(Tensor, lambda t: copies.get(id(t), t), (self.args, self.kwargs))
@@ -271,7 +272,7 @@ class Step(Source):
         args, kwargs = tree_map_only(
             (Source, Tensor), lambda item: next(given if isinstance(item, Source) else tensors), (self.args, self.kwargs)
         )
-        with _autocast(self.recipe.device().type, self.autocast):
+        with _autocast(self.recipe.device().type, self.autocast), _default(self.default):
             return self.func(*args, **kwargs)  # type: ignore[no-any-return]
 
     def compute(self, value_of: Callable[[Source], Tensor]) -> Tensor:
@@ -283,8 +284,13 @@ class Step(Source):
 _types: dict[Any, Tensor | None] = {}
 _OURS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, errors))  # and torch's
 _MAY_RETURN_ITSELF = {
-    getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "contiguous", "reshape", "flatten")
+    getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "contiguous")
 }
+
+
+def comparable(number: float) -> Any:
+    """Return a number, or a word for one that is not equal to itself."""
+    return number if number == number else "nan"
 
 
 def _users_line() -> str:
@@ -303,6 +309,20 @@ def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractCont
     if dtype is None and autocast_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, ``dtype`` is the default of floats."""
+    ambient = torch.get_default_dtype()
+    if ambient == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(ambient)
 
 
 def _is_of_last_dim(step: Step) -> bool:
