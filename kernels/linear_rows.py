@@ -268,7 +268,9 @@ def _backward(ctx, upstream):
             found = _gradients_of_kept(logits, cotangents, x, lm_head, bias, inputs, ctx.key, ctx.needs)
     dx, dw, db, *d_inputs = found
     needed = [g if n else None for g, n in zip((dx, dw, db), ctx.needs, strict=True)]
-    return *needed, [d if want else None for d, want in zip(d_inputs, wants, strict=False)], *no_grads
+    given = {i for i, u in enumerate(upstream) if u is not None}
+    of_inputs = zip(d_inputs, wants, program(ctx.key).seams_of_inputs, strict=False)
+    return *needed, [d if want and given & seams_of else None for d, want, seams_of in of_inputs], *no_grads
 
 
 register_autograd("linear_rows", _backward, _setup_context)

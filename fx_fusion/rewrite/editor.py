@@ -117,6 +117,9 @@ class Editor:
         """Nodes as they are after the rewrites so far, and symbolic sizes as nodes: a graph that holds a symbol itself can't
         be run as it is."""
         items = map_nodes(self.now, items)
+        gone = next((n for n in tree_leaves(items) if isinstance(n, fx.Node) and is_erased(n)), None)
+        if gone is not None:  # a region of rows reads what its graph does not read there
+            raise Mismatch(f"{gone.name} is part of another fusion")
         tensors = [n for n in tree_leaves(items) if isinstance(n, fx.Node) and is_tensor(n)]
         return tree_map_only(torch.SymInt, lambda size: self._size(size, tensors, like), items)
 

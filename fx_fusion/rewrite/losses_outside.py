@@ -325,8 +325,11 @@ def _as_input(record: Record, at: int) -> Tensor | int | None:
             number, operands = step.numbers[at], [parent.meta for parent in step.parents()] + step.tensors
             if step.kind == LAYOUT:
                 return int(number)
-            if step.kind != ARITHMETIC or "alpha" in step.kwargs or not all(t.is_floating_point() for t in operands):
+            floats = [t.is_floating_point() for t in operands]
+            if step.kind != ARITHMETIC or "alpha" in step.kwargs or any(floats) != all(floats):
                 return None
+            if not any(floats):  # a count, which makes integers what a number of its kind makes of them
+                return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float32)
             if any(t.dim() for t in operands):  # without dims it takes no part in type promotion
                 return torch.tensor(float(number), dtype=torch.float64)
             return torch.tensor(float(number), dtype=torch.float32) if step.meta.dtype == torch.float32 else None

@@ -151,7 +151,7 @@ def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTen
     throw_on_data_ptr(tensor)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
     tensor._hooks, tensor._seen, tensor._taken, tensor._relatives = source.hooks, [], None, []
-    tensor._is_given = False
+    tensor._is_given = tensor._is_connected = False
     return tensor
 
 
@@ -174,6 +174,7 @@ class DeferredTensor(torch.Tensor):
     _hooks: Hooks
     _taken: str | None  # the name of the output, if a loss took what it would be computed of before it was read
     _is_given: bool  # the value has the gradient that a custom Function gave the tensor
+    _is_connected: bool  # the tensor has the gradient of its value
     _relatives: list[weakref.ref[DeferredTensor]]  # all tensors of the recipe
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
@@ -246,11 +247,15 @@ class DeferredTensor(torch.Tensor):
         self._value, self._seen[:] = value, [value, history_of(value)]
         self._source = None
         with without_torch_function():
-            if self.requires_grad and value.requires_grad:  # what it was made of may be freed
-                with torch.enable_grad(), preserved_version(self):
-                    self.detach_()
-                    _LinkOfValue.apply(self, value)
-                self._is_given = True
+            if self.requires_grad and value.requires_grad:
+                self._connect()
+
+    def _connect(self) -> None:
+        """Let gradients go to the value: what the tensor was made of may be freed."""
+        self._is_given = self._is_connected = True
+        with torch.enable_grad(), preserved_version(self), without_torch_function():
+            self.detach_()
+            _LinkOfValue.apply(self, self._value)
 
     def _was_returned(self) -> bool:
         """Return True if a custom Function has returned this tensor: its history is no link of ours any more."""
@@ -395,8 +400,11 @@ class DeferredTensor(torch.Tensor):
         first = args[0] if args else None
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
         result = func(*args, **kwargs)
-        writes = isinstance(first, DeferredTensor) and result is first._value and _WRITES.fullmatch(func.__name__)
-        return first if writes else result
+        if not (isinstance(first, DeferredTensor) and result is first._value and _WRITES.fullmatch(func.__name__)):
+            return result
+        if first._is_connected and result.requires_grad:  # type: ignore[union-attr]
+            first._connect()  # to what it is now
+        return first
 
     @classmethod
     @never_captured

@@ -7,6 +7,7 @@ A program is registered when a graph is rewritten, in every process, by a key th
 key, so compile caches find graphs that call it. On a CPU the body runs uncompiled.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,6 +67,22 @@ class RowProgram:
         dz, *rest = (torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True))
         z.copy_(dz)
         return (*(s.detach() for s in seams), *rest)
+
+    @functools.cached_property
+    def seams_of_inputs(self) -> list[set[int]]:
+        """Which seams each input is read for."""
+        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
+        read: dict[fx.Node, set[int]] = {p: set() for p in placeholders}
+        for i, seam in enumerate(self.body.graph.output_node().args[0]):
+            waiting, seen = [seam], set()
+            while waiting:
+                node = waiting.pop()
+                if node not in seen:
+                    seen.add(node)
+                    waiting += node.all_input_nodes
+            for p in read.keys() & seen:
+                read[p].add(i)
+        return [read[p] for p in placeholders]
 
     def compile(self) -> None:
         """Compile both programs, where they run on a GPU."""

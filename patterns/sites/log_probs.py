@@ -108,7 +108,7 @@ def _one_class_a_row(view: View, index: fx.Node, source: fx.Node) -> tuple[fx.No
     broadcast it and the source to each other."""
     if example(index).dim() != example(source).dim() or example(index).dtype != torch.int64:
         return None
-    if not same_shape(example(index)[..., 0], example(source)[..., 0]) or example(index).shape[-1] != 1:
+    if example(index).shape[-1] != 1 or not same_shape(example(index)[..., 0], example(source)[..., 0]):
         return None
     edge = view.edge(index)
     if not isinstance(edge.base, fx.Node) or edge.roundings:

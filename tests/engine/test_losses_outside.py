@@ -130,6 +130,7 @@ TAKEN = {
     "a clipped ratio": clipped,
     "odds": odds,
     "focal": LOSSES["focal"],
+    "narrower": lambda z: F.cross_entropy(z.half().float().view(-1, V), ids.view(-1)),
     "accuracy": lambda z: LOSSES["rows"](z) + 0 * (z.argmax(-1) == ids).float().mean(),
     "in place behind it": lambda z: each_of(z).mul_(2.0).mean(),
 }  # fmt: skip
@@ -622,3 +623,134 @@ def test_a_loss_that_was_read_keeps_nothing_of_what_it_was_made_of():
     loss = step()
     assert alive() == before
     assert loss.item() > 0
+
+
+# -- what a reading of the record found ------------------------------------------------------------------------------------
+def slices_that_change(z, step):
+    """Equal in one step, and different in another."""
+    (a, b), e = ((1, 3), (2, 2), (1, 4))[step % 3], lambda i, j: F.cross_entropy(z[:, i:j].flatten(0, 1), ids[:, i:j].flatten())
+    return e(0, 1) + 2 * e(a, a + 2) + 3 * e(b, b + 2).square()
+
+
+def an_old_policy(z, step):
+    now = of_class(z.log_softmax(-1))
+    with torch.no_grad():
+        before = now.reshape(-1).view(B, L)
+    return ((now - before).exp() * now).mean()
+
+
+def another_dim(z, step):
+    return weighed(z.logsumexp(-1).cumsum(step % 2))
+
+
+def an_accuracy(z, step):
+    right = (z.argmax(-1) == ids).sum() / (20 + step)
+    return LOSSES["rows"](z) + 0 * right.item()
+
+
+def in_inference_mode(z, step):
+    loss = LOSSES["rows"](z)
+    with torch.inference_mode():
+        loss.item()
+    return loss
+
+
+def in_a_transform(z, step):
+    rows = each_of(z, ids)
+    torch.func.grad(lambda t: (rows * t).mean())(torch.tensor(2.0))
+    return rows.mean()
+
+
+def two_metrics(z, step):
+    loss = LOSSES["rows"](z)
+    return loss + 0 * z.square().mean().item() + 0 * z.amax(-1).detach().mean()
+
+
+FOUND = (slices_that_change, an_old_policy, another_dim, an_accuracy, in_inference_mode, in_a_transform, two_metrics)
+
+
+@pytest.mark.parametrize("loss_of", FOUND, ids=lambda f: f.__name__)
+def test_steps_are_eagers(loss_of):
+    model = Model()
+    with fx_fusion.recording() as report:
+        call = compiled_of(model)
+        for step in range(4):
+            expected, of_eager = trained(model, model, lambda z, step=step: loss_of(z, step))
+            found, ours = trained(model, call, lambda z, step=step: loss_of(z, step))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-5)
+    assert report.graphs[0].reads.calls_taken == 4, str(report)
+
+
+def test_two_losses_of_one_call_each_with_a_backward():
+    found = []
+    for call in (compiled_of(Model()), Model()):
+        z = call(ids)
+        one, other = LOSSES["rows"](z), z_loss(z)
+        one.backward(retain_graph=True)
+        other.backward()
+        model = getattr(call, "_orig_mod", call)
+        found.append([one.detach(), other.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hook_on_a_loss_makes_no_logits():
+    found = []
+    for call in (compiled_of(Model()), Model()):
+        with fx_fusion.recording() as report:
+            loss = LOSSES["rows"](call(ids))
+            loss.register_hook(lambda g: 3 * g)
+            loss.backward()
+        found.append([p.grad for p in getattr(call, "_orig_mod", call).parameters()])
+        assert all((g.reads.calls_taken, g.reads.calls_read) == (1, 0) for g in report.graphs[:1]), str(report)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_no_parameter_is_copied_for_a_loss_that_was_read(monkeypatch):
+    from fx_fusion.runtime import recipe
+
+    copies, apply = [], recipe.Kept.apply
+    monkeypatch.setattr(recipe.Kept, "apply", lambda t: copies.append(1) or apply(t))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = compiled_of(model)
+    for _ in range(3):
+        loss = LOSSES["rows"](call(ids))
+        loss.backward()
+        optimizer.step()
+    assert not copies
+
+
+def test_logits_that_are_kept_over_two_steps_are_an_error():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = compiled_of(model)
+    kept = []
+    for _ in range(3):
+        z = call(ids)
+        LOSSES["rows"](z).backward()
+        optimizer.step()
+        kept.append(z)
+    with pytest.raises(StaleTensorError):
+        kept[0].detach().float().tolist()
+
+
+def test_a_custom_function_that_writes_returns_its_tensor():
+    rows = each_of(compiled_of(Model())(ids))
+    assert rows.mul_(2) is rows
+    rows += 1
+    torch.testing.assert_close(rows.detach() + 0, 2 * each_of(Model()(ids)).detach() + 1)
+
+
+def test_a_write_behind_a_reentrant_checkpoint():
+    """Its logits have the gradient of the checkpoint, also where they are written to."""
+    found = []
+    for ours in (False, True):
+        model = Model()
+        call = compiled_of(model) if ours else model
+        z = checkpoint(lambda i, t, call=call: call(i), ids, torch.ones(1, requires_grad=True), use_reentrant=True)
+        z.argmax(-1).tolist()
+        z.mul_(2.0)
+        z.square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)

@@ -241,3 +241,57 @@ def test_teachers_with_a_head_of_their_own(name, first, monkeypatch):
     assert report.graphs[0].after.count(f"{V}] = linear(") == (not in_chunks)
     if name == "trained":
         assert teacher.weight.grad is not None
+
+
+def two_heads(head, x, t, y):
+    """The second loss reads what the first one makes: one of both is a fusion's already."""
+    log_probs, z = head(x).log_softmax(-1), head(x)
+    return (z.logsumexp(-1) - log_probs.gather(-1, y[..., None])[..., 0]).square().mean()
+
+
+def an_empty_choice(head, x, t, y):
+    log_probs = head(x).log_softmax(-1)
+    return log_probs.gather(-1, y[..., None][..., :0]).sum() + log_probs.logsumexp(-1).mean() + log_probs.square().mean()
+
+
+@pytest.mark.parametrize("loss", [two_heads, an_empty_choice])
+def test_odd_graphs_are_compiled(loss):
+    found, expected = (
+        results_of(call, *operands(torch.float32))
+        for call in (torch.compile(loss, backend=rewriting_backend(select="always")), loss)
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("again", [lambda a: a.squeeze(-1), lambda a: a[..., 0], lambda a: a.view(-1), lambda a: a.squeeze(-1)[None]])
+def test_views_of_losses_that_are_returned_share_memory(again):
+    def loss(z, t, y):
+        each = z.logsumexp(-1, keepdim=True)
+        return each, again(each)
+
+    head, x, t, y = operands(torch.float32)
+    with fx_fusion.recording() as report:
+        each, other = torch.compile(of(loss), backend=rewriting_backend(select="always"))(head, x, t, y)
+    assert report.count("linear_rows") == 1, str(report)
+    with torch.no_grad():
+        each.zero_()
+    assert (other == 0).all()
+
+
+def test_an_input_of_a_loss_without_a_gradient_has_none():
+    """A baseline that only a second result reads, which nobody differentiates."""
+
+    def loss(z, t, y, baseline):
+        return z.logsumexp(-1).square().mean(), ((z - t).square().mean(-1) - baseline).square().mean()
+
+    head, x, t, y = operands(torch.float32)
+    baseline, call = torch.zeros(B, T, requires_grad=True), of_baseline(loss)
+    one, other = torch.compile(call, backend=rewriting_backend(select="always"))(head, x, t, y, baseline)
+    one.backward(retain_graph=True)
+    assert baseline.grad is None
+    other.backward()
+    assert baseline.grad is not None
+
+
+def of_baseline(loss):
+    return lambda head, x, t, y, baseline: loss(head(x), t, y, baseline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -171,6 +171,7 @@ class _Finder:
         """Every value that is read outside is a seam."""
         region = self.region
         self._leave_out_weights()
+        self._leave_out_views()
         if not region.nodes:
             raise Opaque("nothing that treats rows one by one reads the logits")
         for node in [region.root, *region.nodes]:
@@ -208,6 +209,26 @@ class _Finder:
                 self.region.nodes.discard(node)
                 waiting += self._operands_reached(node)
 
+    def _leave_out_views(self) -> None:
+        """Let views of losses that are read outside, too, be made of these: they share memory."""
+        while True:
+            known: dict[int, fx.Node] = {}
+            for node in (n for n in self.view.graph.nodes if n in self.region.nodes and self._is_read_outside(n)):
+                first = min((known.setdefault(memory, node) for memory in storages(node)), key=self.view.order.__getitem__)
+                below = self._operands_reached(node)
+                if first is not node and len(below) == 1 and not self._have_classes(below) and self._is_cut_before(node):
+                    self.region.nodes.discard(node)
+                    break
+            else:
+                return
+
+    def _is_read_outside(self, node: fx.Node) -> bool:
+        plain = node not in self.region.rest and self._is_reached(node) and isinstance(self.values[node], Tensor)
+        return plain and any(user not in self.region.nodes for user in node.users)
+
+    def _have_classes(self, nodes: Iterable[fx.Node]) -> bool:
+        return any(typed.has_classes for n in nodes for typed in self._typed(self.values[n]))
+
     def _ends_at(self, node: fx.Node) -> bool:
         """Return True for a number a row that is read outside of the region alone."""
         plain = node not in self.region.rest and self._is_reached(node) and isinstance(self.values[node], Tensor)
@@ -219,7 +240,7 @@ class _Finder:
     def _has_a_weight(self, node: fx.Node) -> bool:
         """Return True if losses of rows are weighed at a node, or below it by way of ops that are linear in them."""
         name, reached = self.view.name(node), self._operands_reached(node)
-        if name not in LINEAR or any(t.has_classes for n in reached for t in self._typed(self.values[n])):
+        if name not in LINEAR or self._have_classes(reached):
             return False
         bound = self.view.arguments(node) or {}
         if name in ("where", "masked_fill") and bound.get("condition", bound.get("mask")) not in reached:

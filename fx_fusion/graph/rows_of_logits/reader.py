@@ -141,6 +141,8 @@ class Reader(DispatchMode):
         return self.region.seams[-1]
 
     def _note(self, tensor: Tensor, labels: Sequence[Label], node: fx.Node, reached: bool) -> Tensor:
+        if any(label == FEW and statically_known_true(n == 0) for n, label in zip(tensor.shape, labels, strict=True)):
+            raise Opaque("a row has no numbers")
         self.float16 |= tensor.dtype == torch.float16
         self.typed[id(tensor)] = Typed(tuple(labels), node, reached)
         self._alive.append(tensor)
