@@ -26,7 +26,7 @@ from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.runtime.recorded_ops import ARITHMETIC, LAYOUT, inserted
 from fx_fusion.runtime.sources import Output, Source, Step, comparable, in_order
 from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
-from fx_fusion.torch_internals.fsdp import is_freed
+from fx_fusion.torch_internals.fsdp import is_freed, is_its_hook
 from fx_fusion.torch_internals.nodes import enter_autocast, exit_autocast, set_grad
 
 Compiled = Callable[..., Any]
@@ -179,8 +179,9 @@ def record_of(recipe: Recipe, wanted: Sequence[Source]) -> Record | None:
         return None  # a checkpointed loss alone runs again when they may have been read
     order = list(in_order(wanted, values=False))
     below = {parent for source in order for parent in source.parents()}
-    if any(source.hooks and (source in below or source not in wanted) for source in order):
-        return None
+    inside = [source for source in order if source in below or source not in wanted]
+    if any(not is_its_hook(hook.function) for source in inside for hook in source.hooks):
+        return None  # FSDP's own is on the loss, too, and hands gradients on as they are
     if any(isinstance(source, Step) and source.default != torch.float32 for source in order):
         return None  # the graph would be run under the default dtype of who reads
     return _recorded(recipe, wanted, order)
