@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,7 +64,7 @@ class Record:
     def graph(self, changing: Sequence[int] = ()) -> tuple[fx.Graph, list[fx.Node]]:
         """Return a graph of placeholders for the operands, then for the numbers at ``changing``; and the wanted nodes."""
         graph, recipe = fx.Graph(), self.recipe
-        head_size = _head_size(recipe)
+        head_size = len(_head(recipe))
         given = [graph.placeholder(f"operand_{i}") for i in range(len(self.operands))]
         numbers: list[Any] = [number for step in self.steps for number in step.numbers]
         for at in changing:
@@ -197,7 +198,7 @@ def _recorded(recipe: Recipe, wanted: Sequence[Source], order: Sequence[Source])
         step.check()
         parents = tuple(map(place.__getitem__, step.parents()))
         described.append((step.spec, parents, step.grad, step.autocast, step.inference))
-    head = [t for t in _linear(recipe) if t is not None]
+    head = _head(recipe)
     outputs = tuple((place[s], s.meta.dtype) for s in order if isinstance(s, Output))
     key = (recipe.of_linear, len(head), outputs, tuple(described), tuple(place[source] for source in wanted))
     numbers = tuple(comparable(number) for step in steps for number in step.numbers)
@@ -208,18 +209,19 @@ def _tensors(order: Sequence[Source]) -> list[Tensor]:
     return [tensor for step in order if isinstance(step, Step) for tensor in step.tensors]
 
 
-def _linear(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input, weight and bias of the linear layer of a recipe."""
-    placeholders = recipe.module.graph.find_nodes(op="placeholder")
-    node = next(n for n in recipe.module.graph.nodes if n.op == "call_function" and n.target is F.linear)
-    given = dict(zip(placeholders, recipe.as_called(), strict=True))
-    named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-    bias = named.get("bias")
-    return given[named["input"]], given[named["weight"]], None if bias is None else given[bias]
+def _head(recipe: Recipe) -> list[Tensor]:
+    """Return input and weight of the linear layer of a recipe, and its bias, if it has one."""
+    if recipe.module not in _places:
+        placeholders = recipe.module.graph.find_nodes(op="placeholder")
+        node = next(n for n in recipe.module.graph.nodes if n.op == "call_function" and n.target is F.linear)
+        named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        given = (named["input"], named["weight"], named.get("bias"))
+        _places[recipe.module] = [placeholders.index(n) for n in given if n is not None]
+    operands = recipe.as_called()
+    return [operands[i] for i in _places[recipe.module]]
 
 
-def _head_size(recipe: Recipe) -> int:
-    return sum(t is not None for t in _linear(recipe))
+_places: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # of the layer's operands, by the module
 
 
 @dataclass
@@ -269,8 +271,7 @@ class LossesOutside:
 
     def operands(self, source: Source) -> list[Tensor]:
         """Return the tensors that a number is made of: those of the linear layer, then those of the calls."""
-        head = [t for t in _linear(source.recipe) if t is not None]
-        return [*head, *_tensors(list(in_order([source], values=False)))]
+        return [*_head(source.recipe), *_tensors(list(in_order([source], values=False)))]
 
     def again(self, source: Source, wanted: Sequence[int]) -> tuple[list[Tensor], Tensor]:
         """Compute a number once more, of leaves in the place of its operands; those at ``wanted`` need a gradient."""

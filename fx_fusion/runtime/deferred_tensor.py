@@ -20,7 +20,7 @@ from fx_fusion.errors import StaleTensorError
 from fx_fusion.runtime.hook import Hook, Hooks
 from fx_fusion.runtime.recipe import Recipe, refuse_gradient
 from fx_fusion.runtime.recorded_ops import LAYOUT, RECORDED
-from fx_fusion.runtime.sources import NotRecorded, Output, Source, Step
+from fx_fusion.runtime.sources import NotRecorded, Output, Source, Step, mapped
 from fx_fusion.runtime.tensor_methods import ANSWERED
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map_only
 from fx_fusion.torch_internals.dispatch import (
@@ -364,7 +364,9 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def _recorded(cls, func: Any, args: Any, kwargs: Any) -> DeferredTensor | None:
         """The result of a recorded op, deferred; None where it can't wait."""
-        waiting = [t for t in tree_leaves((args, kwargs)) if type(t) is DeferredTensor and t._source is not None]
+        found: list[DeferredTensor] = []
+        mapped(DeferredTensor, found.append, (args, kwargs))
+        waiting = [tensor for tensor in found if tensor._source is not None]
         source = waiting[0]._source if waiting else None  # another thread may compute it in between
         if source is None or not source.recipe.records(RECORDED[func] == LAYOUT):
             return None
@@ -380,7 +382,7 @@ class DeferredTensor(torch.Tensor):
             return tensor._source if own else tensor.materialize()
 
         with recipe.reading:
-            args, kwargs = tree_map_only(DeferredTensor, read, (args, kwargs))
+            args, kwargs = mapped(DeferredTensor, read, (args, kwargs))
             if waiting[0]._value is not None:
                 return None
             try:

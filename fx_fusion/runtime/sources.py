@@ -22,13 +22,24 @@ from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.runtime.hook import Hooks
 from fx_fusion.runtime.recorded_ops import ARITHMETIC, CHOICE, LAYOUT, LOSS, RECORDED, REDUCTION
-from fx_fusion.torch_internals.containers import tree_map_only
 from fx_fusion.torch_internals.dispatch import version_of, without_torch_function
 from fx_fusion.torch_internals.fakes import FakeTensorMode
 
 _NEVER_CHANGE = {int, float, bool, str, type(None), type(...), torch.dtype, torch.memory_format}
 _SMALL = 16  # an operand of at most this part of the logits' elements is copied: it may be written to
 _MOST_KNOWN = 4096  # types of results
+
+
+def mapped(kinds: Any, change: Callable[[Any], Any], item: Any) -> Any:
+    """Return containers with ``change`` of what is of these kinds in them. (A recorded op takes tuples, lists and
+    dictionaries, and this is called for each: PyTorch's own function takes ten times as long.)"""
+    if isinstance(item, kinds):
+        return change(item)
+    if type(item) in (tuple, list):
+        return type(item)([mapped(kinds, change, inner) for inner in item])
+    if type(item) is dict:
+        return {name: mapped(kinds, change, inner) for name, inner in item.items()}
+    return item
 
 
 class NotRecorded(Exception):
@@ -213,7 +224,7 @@ class Step(Source):
                 like, at = (item.meta, device) if isinstance(item, Source) else (next(tensors), item.device)
                 return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=at)
 
-            args, kwargs = tree_map_only((Source, Tensor), fake, (self.args, self.kwargs))
+            args, kwargs = mapped((Source, Tensor), fake, (self.args, self.kwargs))
             try:
                 with _autocast(device.type, self.autocast):
                     made = self.func(*args, **kwargs)
@@ -253,7 +264,8 @@ class Step(Source):
             copies = {id(t): t.clone() for t in self._tensors if t.numel() * _SMALL <= self.recipe.elements}
         self._tensors = [copies.get(id(t), t) for t in self._tensors]
         self._versions = list(map(version_of, self._tensors))
-        self.args, self.kwargs = tree_map_only(Tensor, lambda t: copies.get(id(t), t), (self.args, self.kwargs))
+        if copies:
+            self.args, self.kwargs = mapped(Tensor, lambda t: copies.get(id(t), t), (self.args, self.kwargs))
 
     def check(self) -> None:
         """Raise StaleTensorError if a tensor that it takes was written to since."""
@@ -269,7 +281,7 @@ class Step(Source):
     def again(self, operands: Sequence[Any]) -> Tensor:
         given = iter(operands[: len(self._parents)])
         tensors = iter(operands[len(self._parents) :])
-        args, kwargs = tree_map_only(
+        args, kwargs = mapped(
             (Source, Tensor), lambda item: next(given if isinstance(item, Source) else tensors), (self.args, self.kwargs)
         )
         with _autocast(self.recipe.device().type, self.autocast), _default(self.default):
