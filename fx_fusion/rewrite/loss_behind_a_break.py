@@ -126,7 +126,7 @@ def _reading(logits: Any) -> Iterator[Record | None]:
     with source.recipe.reading:
         record = None
         if logits._value is None and autocast_dtype(logits.device.type) in (None, source.recipe.of_linear):
-            record = record_of(source.recipe, [source])
+            record = None if logits.has_hooks() else record_of(source.recipe, [source])
         yield record
 
 
