@@ -19,7 +19,7 @@ from torch import Tensor
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.runtime.hook import Hook, Hooks
 from fx_fusion.runtime.recipe import Recipe, refuse_gradient
-from fx_fusion.runtime.recorded_ops import LAYOUT, RECORDED
+from fx_fusion.runtime.recorded_ops import LAYOUT, RECORDED, SPLITS, parts_of
 from fx_fusion.runtime.sources import NotRecorded, Output, Source, Step, mapped
 from fx_fusion.runtime.tensor_methods import ANSWERED
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map_only
@@ -355,6 +355,10 @@ class DeferredTensor(torch.Tensor):
                         "`backward(inputs=[...])` computes no gradient of a deferred output. Call retain_grad() on it "
                         'before the loss, or compile with options={"defer_outputs": False}.'
                     )
+        if func in SPLITS and args and isinstance(args[0], DeferredTensor) and args[0]._source is not None:
+            sizes = tree_leaves((args[1:], kwargs))
+            if not any(isinstance(item, torch.Tensor) for item in sizes):
+                return tuple(args[0][index] for index in parts_of(args[0].shape, func, args[1:], kwargs))
         if func in RECORDED:
             found = cls._recorded(func, args, kwargs)
             if found is not None:

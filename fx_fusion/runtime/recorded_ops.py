@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,23 @@ _CHANGING = {"__eq__", "__ne__", "__rsub__", "__rdiv__"}
 RECORDED |= {
     method: ARITHMETIC if name in _CHANGING else POINTWISE for method, name in _operators.items() if name != "__getitem__"
 }  # fmt: skip
+
+
+# Ops that return parts of a tensor along a dim, by the place of that among their arguments.
+SPLITS: dict[Any, int] = dict.fromkeys(_functions("chunk split tensor_split", (torch, Tensor)), 2)
+SPLITS |= dict.fromkeys(_functions("unbind", (torch, Tensor)), 1)
+
+
+def parts_of(shape: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the indices that take the parts which one of ``SPLITS`` returns of a tensor of this shape."""
+    parts = function(torch.empty(shape, device="meta"), *args, **kwargs)
+    place = SPLITS[function] - 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0) % len(shape)
+    whole = (slice(None),) * dim
+    if parts and parts[0].dim() < len(shape):
+        return [(*whole, i) for i in range(len(parts))]
+    ends = list(itertools.accumulate(part.shape[dim] for part in parts))
+    return [(*whole, slice(start, end)) for start, end in itertools.pairwise([0, *ends])]
 
 
 def inserted(graph: fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

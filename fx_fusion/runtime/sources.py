@@ -55,7 +55,7 @@ class Source:
         grad: whether it is computed with gradients.
         autocast: the dtype of the autocast around the call; None where there is none.
         place: the line of the user's code that calls it, as a stack trace has it.
-        classes: whether it has the classes of the logits.
+        classes: how many classes it has, of those of the logits; 0 for a number, or numbers of rows.
         computes: whether it is more than an output, or a cast or view of one.
         hooks: on its gradient.
     """
@@ -63,7 +63,7 @@ class Source:
     recipe: Any
     meta: Tensor
     grad: bool
-    classes: bool
+    classes: int
     computes: bool
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Output(Source):
     def __init__(self, recipe: Any, index: int, meta: Tensor):
         super().__init__()
         self.recipe, self.index, self.grad, self.meta = recipe, index, recipe.grad, meta
-        self.classes, self.computes = True, False
+        self.classes, self.computes = meta.shape[-1], False
 
     def operands(self) -> list[Any]:
         return list(self.recipe.operands)
@@ -144,7 +144,7 @@ class Step(Source):
         self.computes = self.kind != LAYOUT or any(p.computes for p in self._parents)
         self._check()
         self.meta = self._type()
-        self.classes = self._has_classes()
+        self.classes = self._classes()
         self._copy_small()
 
     # -- what it is called with ------------------------------------------------------------------------------------------
@@ -244,19 +244,28 @@ class Step(Source):
         same = casts and below is not None and _type_of(below) == _type_of(self.meta)
         return bool(same and (self.func is not Tensor.to or not any(arg is True for arg in self.args[2:])))
 
-    def _has_classes(self) -> bool:
-        """Return True if a dim of the result is that of the classes, as far as its size tells."""
-        with_classes = [p for p in self._parents if p.classes]
-        if not with_classes or self.recipe.classes not in self.meta.shape:
-            return False
-        below = with_classes[0].meta
-        if self.kind == LOSS:
-            return self.meta.shape == below.shape
-        if self.kind == REDUCTION and below.shape[-1] == self.recipe.classes:
+    def _classes(self) -> int:
+        """Return how many classes the result has, as far as the sizes of its dims tell."""
+        below = max(self._parents, key=lambda parent: parent.classes)
+        before, after, classes = below.meta.shape, self.meta.shape, below.classes
+        if not classes or not after:
+            return 0
+        if self.kind == LAYOUT and classes not in after:
+            return after[-1] if before[-1] == classes and self._slices_the_last_dim(len(before)) else 0
+        if classes not in after or (self.kind == LOSS and after != before):
+            return 0
+        if self.kind == REDUCTION and before[-1] == classes:
             dim = self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else None)
             dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-            return not any(d is None or d in (-1, below.dim() - 1) for d in dims)
-        return True
+            return 0 if any(d is None or d in (-1, len(before) - 1) for d in dims) else classes
+        return classes
+
+    def _slices_the_last_dim(self, dims: int) -> bool:
+        if self.func is Tensor.narrow:
+            return self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else None) in (-1, dims - 1)
+        index = self.args[1] if self.func is Tensor.__getitem__ else ()
+        items = index if isinstance(index, tuple) else (index,)
+        return bool(items) and isinstance(items[-1], slice) and (Ellipsis in items or len(items) == dims)
 
     def _copy_small(self) -> None:
         """Replace tensors that may be written to before they are read by copies; remember the version of large ones."""
@@ -344,7 +353,7 @@ def _is_of_last_dim(step: Step) -> bool:
 
 def _are_in_range(step: Step) -> bool:
     """Return True unless eager refuses classes or class weights: its error comes when the op is called."""
-    classes = step.recipe.classes
+    classes = max(parent.classes for parent in step.parents())
     ignored = step.kwargs.get("ignore_index", -100) if step.kind == LOSS else None
     for tensor in step.tensors:
         if not tensor.is_floating_point():

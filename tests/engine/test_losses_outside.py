@@ -132,6 +132,10 @@ TAKEN = {
     "focal": LOSSES["focal"],
     "narrower": lambda z: F.cross_entropy(z.half().float().view(-1, V), ids.view(-1)),
     "accuracy": lambda z: LOSSES["rows"](z) + 0 * (z.argmax(-1) == ids).float().mean(),
+    "chunks": lambda z: sum(F.cross_entropy(c.flatten(0, 1), y.flatten()) for c, y in zip(z.chunk(4, 1), ids.chunk(4, 1), strict=True)),
+    "sequence by sequence": lambda z: torch.stack([F.cross_entropy(row, y) for row, y in zip(z, ids, strict=True)]).mean(),
+    "parts": lambda z: sum((c.log_softmax(-1).exp() * c).sum(-1).mean() for c in torch.split(z, [2, 6], dim=1)),
+    "a padded vocabulary": lambda z: (lambda p: weighed(of_class(p, ids.clamp(max=3999))) + 0 * len(p))(z[..., :4000].log_softmax(-1)),
     "in place behind it": lambda z: each_of(z).mul_(2.0).mean(),
 }  # fmt: skip
 READS = {
