@@ -236,6 +236,13 @@ SETUPS = {
     "own-log-probs": Setup(plain, step=train_outside(of_log_probs)),
     "own-loss-read": Setup(plain, step=train_outside(written_out)),
     "own-loss-rows": Setup(plain, step=train_outside(of_rows)),
+    **{
+        f"own-{loss_of.__name__}": Setup(plain, step=train_outside(loss_of))
+        for loss_of in (
+            own_losses.clipped, own_losses.odds, own_losses.with_accuracy, own_losses.in_chunks,
+            own_losses.sequence_by_sequence,
+        )
+    },
     "label-smoothing": Setup(plain, step=train_outside(smoothed)),
     "z-loss": Setup(plain, lambda layers: own_losses.WithZLoss(llama(layers))),
     "masked-loss": Setup(plain, lambda layers: own_losses.WithMaskedLoss(llama(layers))),
