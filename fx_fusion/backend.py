@@ -174,7 +174,9 @@ def rewrite(
         before_writes(report.memory.written, [getattr(untouched, name) for name in report.memory.attributes]),
         hand_masks_on(untouched),
         verifying(gm, captured, graph.sites_of, options.verify, report.verified),
-        lambda compiled: graph.deferred.wrap(compiled, report.reads, LossesOutside(versions.with_loss_outside)),
+        lambda compiled: graph.deferred.wrap(
+            compiled, report.reads, LossesOutside(versions.with_loss_outside), replayed=options.cuda_graphs
+        ),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, versions.computing) if graph.deferred.can_compute else deferring,
         lambda fast: versions.speculating(fast, checks, unmet),

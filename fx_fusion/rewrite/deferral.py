@@ -186,16 +186,19 @@ class DeferredOutputs:
             output.args = (tuple(kept),)
 
     def wrap(
-        self, compiled: Callable[..., Any], reads: Reads, losses: Losses | None = None
+        self, compiled: Callable[..., Any], reads: Reads, losses: Losses | None = None, *, replayed: bool = False
     ) -> Callable[..., Any]:  # fmt: skip
         """Around the compiled graph: returns what the graph returned before. ``reads`` learns which calls are read.
-        ``losses`` computes losses of what waits, as ``Recipe.losses`` says."""
+        ``losses`` computes losses of what waits, as ``Recipe.losses`` says. ``replayed``: the next call of the graph writes
+        over the results of this one, as a CUDA graph does. Losses that wait are computed before it."""
         if not self._deferrals:
             return compiled
 
         def run(*args: Any) -> tuple[Any, ...]:
             for recipe in waiting():
                 if recipe.graph is self:
+                    if replayed:
+                        recipe.read_numbers()
                     recipe.forget_copies(args)
             results = compiled(*args)
             call = reads.next_call()

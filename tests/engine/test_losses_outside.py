@@ -758,3 +758,13 @@ def test_a_write_behind_a_reentrant_checkpoint():
         z.square().mean().backward()
         found.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_cuda_graph_writes_over_what_losses_are_made_of(replayed):
+    """They are computed before the next call of the model."""
+    call = compiled_of(Model(), **({"triton.cudagraphs": True} if replayed else {}))
+    with fx_fusion.recording() as report:
+        kept = [LOSSES["rows"](call(ids)) for _ in range(3)]
+    assert report.graphs[0].reads.calls_taken == (2 if replayed else 0)
+    torch.testing.assert_close(torch.stack(kept), LOSSES["rows"](Model()(ids)).expand(3))
