@@ -768,3 +768,12 @@ def test_a_cuda_graph_writes_over_what_losses_are_made_of(replayed):
         kept = [LOSSES["rows"](call(ids)) for _ in range(3)]
     assert report.graphs[0].reads.calls_taken == (2 if replayed else 0)
     torch.testing.assert_close(torch.stack(kept), LOSSES["rows"](Model()(ids)).expand(3))
+
+
+@pytest.mark.parametrize("level", ["first", "graph"])
+def test_losses_outside_are_verified(level):
+    """As any graph: its sites, or the whole of it, against eager in float64."""
+    call = compiled_of(Model(), verify=level)
+    with fx_fusion.recording() as report:
+        TAKEN["reverse KL"](call(ids)).backward()
+    assert "graph 1: verified" in str(report), str(report)
