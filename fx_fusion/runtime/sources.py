@@ -212,9 +212,10 @@ class Step(Source):
         found = _types[key]
         if found is None:
             raise NotRecorded
-        return found
+        shape, stride, dtype = found
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
-    def _traced(self) -> Tensor | None:
+    def _traced(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
         device = self.recipe.device()
         tensors = iter(self._tensors)
         with without_torch_function(), FakeTensorMode(), torch.no_grad(), warnings.catch_warnings():
@@ -230,11 +231,11 @@ class Step(Source):
                     made = self.func(*args, **kwargs)
             except Exception:  # eager raises it, with values
                 return None
-        if type(made) is not type(torch.empty(0)) and not isinstance(made, Tensor):
+        if not isinstance(made, Tensor):
             return None
         if made.device != device or made.layout is not torch.strided:
             return None
-        return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta")
+        return torch.Size(made.shape), tuple(made.stride()), made.dtype
 
     @property
     def changes_nothing(self) -> bool:
@@ -302,7 +303,7 @@ class Step(Source):
             return self.again([*map(value_of, self._parents), *self._tensors])
 
 
-_types: dict[Any, Tensor | None] = {}
+_types: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}  # no tensors: they would stay
 _OURS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, errors))  # and torch's
 _MAY_RETURN_ITSELF = {
     getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "contiguous")
