@@ -30,7 +30,7 @@ _MOST_VERSIONS = 8  # of one graph
 
 
 def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int, ...], bool]:
-    """Those of the deferred inputs of a graph, as Dynamo wrote it, that it reads and nothing else: who has them sees what is
+    """Return those of the deferred inputs of a graph, as Dynamo wrote it, that it reads and nothing else: who has them sees what is
     written to them or to a view, hooks of theirs want their gradient, and a view that is returned has their memory. And
     whether it writes to one of them; then it is none."""
     if not deferred:
@@ -43,7 +43,7 @@ def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int,
 
 
 def only_losses_read(gm: fx.GraphModule, inputs: Collection[int], losses: Collection[str]) -> tuple[int, ...]:
-    """Those of the ``inputs`` of a graph, as Dynamo wrote it, that only losses look at. ``losses``: the names of nodes of
+    """Return those of the ``inputs`` of a graph, as Dynamo wrote it, that only losses look at. ``losses``: the names of nodes of
     sites of losses, be they near misses (of slices, say)."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return tuple(i for i in inputs if _ends_in(placeholders[i], losses))
@@ -68,7 +68,7 @@ def _is_read_by_rows(view: View, node: fx.Node) -> bool:
 
 
 def _ends_in(node: fx.Node, names: Collection[str]) -> bool:
-    """Whether everything that is made of a node ends in nodes of these names, or is handed out beside them."""
+    """Return True if everything that is made of a node ends in nodes of these names, or is handed out beside them."""
     seen: dict[fx.Node, None] = {}
     stack, ends = [node], False
     while stack:
@@ -118,7 +118,7 @@ def beginning_with_lm_head(
 
 @contextlib.contextmanager
 def _reading(logits: Any) -> Iterator[Record | None]:
-    """What a deferred input is made of, which nobody else reads inside; None where the graph has to have it."""
+    """Yield what a deferred input is made of, which nobody else reads inside; None where the graph has to have it."""
     source = logits._source if type(logits) is DeferredTensor else None
     if source is None or not source.classes or not torch.is_grad_enabled():
         yield None

@@ -341,7 +341,7 @@ def _as_input(record: Record, at: int) -> Tensor | int | None:
 
 @contextlib.contextmanager
 def _plain_modes(recipe: Recipe) -> Iterator[None]:
-    """Inside, the modes are those that the graph of a record begins in."""
+    """Set the modes that the graph of a record begins in."""
     autocast = torch.autocast(recipe.device().type, enabled=False)
     with torch.inference_mode(False), autocast, torch.enable_grad(), recipe.unfrozen():
         yield

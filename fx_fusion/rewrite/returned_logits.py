@@ -58,7 +58,7 @@ def defer_for_a_loss_outside(found: Iterable[Head], editor: Editor) -> None:
 
 
 def is_large(logits: Tensor) -> bool:
-    """Whether logits are those of a vocabulary, and too many to be made at once without need."""
+    """Return True if logits are those of a vocabulary, and too many to be made at once without need."""
     fewest = _FEWEST_LOGITS.get(logits.device.type)
     if fewest is None or logits.dim() == 0:
         return False

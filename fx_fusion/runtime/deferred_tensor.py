@@ -156,7 +156,7 @@ def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTen
 
 
 def _around(value: Tensor, token: Tensor | None = None) -> DeferredTensor:
-    """What a compiler sees of a deferred tensor: ``value`` and ``token`` are fake ones."""
+    """Return what a compiler sees of a deferred tensor: ``value`` and ``token`` are fake ones."""
     tensor = wrapper(DeferredTensor, value, value.device)
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = None, value, None, True, token
     tensor._hooks, tensor._taken = Hooks(), None
@@ -205,7 +205,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def source(self) -> Source:
-        """How it is computed, until it is."""
+        """Return how it is computed, until it is."""
         assert self._source is not None, "it was computed already"
         return self._source
 
@@ -219,7 +219,7 @@ class DeferredTensor(torch.Tensor):
             refuse_gradient(taken)
 
     def has_hooks(self) -> bool:
-        """Whether somebody waits for its gradient."""
+        """Return True if somebody waits for its gradient."""
         return bool(self._hooks)
 
     @never_captured
@@ -303,7 +303,7 @@ class DeferredTensor(torch.Tensor):
         return ["_read" if self._traced and not is_asking() else "_token"], None
 
     def _stable_hash_for_caching(self) -> str:
-        """What the compile cache knows of this input of a graph: its type. Symbolic sizes are in the cache's guards."""
+        """Return what the compile cache knows of this input of a graph: its type. Symbolic sizes are in the cache's guards."""
         value = self._value
         assert value is not None
         return str((value.dtype, value.device, tuple(value.shape), value.stride(), self.requires_grad))

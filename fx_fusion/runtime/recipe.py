@@ -1,4 +1,4 @@
-"""How deferred outputs are computed: from what, whether that is still what it was, and all of a family at once."""
+"""Compute deferred outputs: from what, whether that is still what it was, and all of a family at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Losses(Protocol):
 
 
 class Recipe:
-    """How outputs that share memory are computed, from what, and whether that is still what it was.
+    """Says how outputs that share memory are computed, from what, and whether that is still what it was.
 
     Args:
         module: returns a tuple with one tensor for each of ``names``.
@@ -113,15 +113,15 @@ class Recipe:
         return self._device
 
     def is_traced(self) -> bool:
-        """Whether the operands are fake: somebody asks for the types of the results and will never read them."""
+        """Return True if the operands are fake: somebody asks for the types of the results and will never read them."""
         return any(isinstance(o, FakeTensor) for o in self.operands)
 
     def is_sharded(self) -> bool:
-        """Whether FSDP has an operand in parts, and gathers it for the model alone."""
+        """Return True if FSDP has an operand in parts, and gathers it for the model alone."""
         return any(owner is not None for owner in self.owners)
 
     def may_wait(self, is_all: bool) -> bool:
-        """Whether who reads them, or a loss that follows, will find the operands: parameters that are in parts on the ranks
+        """Return True if who reads them, or a loss that follows, will find the operands: parameters that are in parts on the ranks
         are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
         if any(map(is_gathered_for_its_module_alone, self.operands)):
             return False
@@ -163,7 +163,7 @@ class Recipe:
         )
 
     def _versions(self) -> list[Any]:
-        """What changes with an operand: of a parameter that FSDP frees and gathers again, what this rank's part says."""
+        """Return what changes with an operand: of a parameter that FSDP frees and gathers again, what this rank's part says."""
         pairs = zip(self.operands, self.owners, strict=True)
         return [_version(o) if owner is None else version_of(owner.sharded) for o, owner in pairs]
 
@@ -207,7 +207,7 @@ class Recipe:
 
     @contextlib.contextmanager
     def unfrozen(self) -> Iterator[None]:
-        """Inside, parameters that needed a gradient when the model ran need one, though they may be frozen now."""
+        """Let parameters that needed a gradient when the model ran need one inside, though they may be frozen now."""
         pairs = zip(self.operands, self._constant, strict=True)
         frozen = [o for o, constant in pairs if isinstance(o, Tensor) and not (constant or o.requires_grad)]
         for operand in frozen:
@@ -220,7 +220,7 @@ class Recipe:
 
     @contextlib.contextmanager
     def _in_its_modes(self) -> Iterator[None]:
-        """Inside, gradients are recorded, or not, as when the model ran."""
+        """Record gradients inside, or not, as when the model ran."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.unfrozen():
             yield
 
@@ -236,14 +236,14 @@ class Recipe:
             return self.module(*operands)
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, parameters that FSDP has freed are whole. Raises RuntimeError unless all ranks that have a part of the
+        """Make parameters that FSDP has freed whole inside. Raises RuntimeError unless all ranks that have a part of the
         operands read now: to gather it takes all of them."""
         freed = [owner for o, owner in zip(self.operands, self.owners, strict=True) if owner is not None and is_freed(o)]
         self._meet([*_groups_of(self.operands), *(owner.group for owner in freed if owner.group is not None)])
         return gathered(freed) if freed else contextlib.nullcontext()
 
     def _number_this_call(self) -> dict[str, int]:
-        """Which of all calls whose outputs have this name this is, by the name of each group that is asked to read them. All
+        """Return which of all calls whose outputs have this name this is, by the name of each group that is asked to read them. All
         ranks make the same calls in the same order, so the number stands for the same tensor on each."""
         if self.is_traced():
             return {}

@@ -1,4 +1,4 @@
-"""How a deferred tensor is computed: as an output of a graph, or by a call of other deferred tensors.
+"""Say how a deferred tensor is computed: as an output of a graph, or by a call of other deferred tensors.
 
 The calls between a graph's outputs and the tensors that somebody has are a record of what was done to them. A step of it
 does not keep the tensors alive that it was called with, only how these are computed.
@@ -47,7 +47,7 @@ class NotRecorded(Exception):
 
 
 class Source:
-    """How one deferred tensor is computed.
+    """Says how one deferred tensor is computed.
 
     Attributes:
         recipe: of the graph's outputs that it is made of.
@@ -72,7 +72,7 @@ class Source:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is computed of outputs and has no classes: a number, or numbers of rows."""
+        """Return True if it is computed of outputs and has no classes: a number, or numbers of rows."""
         return self.computes and not self.classes
 
     @property
@@ -239,7 +239,7 @@ class Step(Source):
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether it is a cast that returns its operand."""
+        """Return True if it is a cast that returns its operand."""
         below = self._parents[0].meta if self._parents else None
         casts = self.func in _MAY_RETURN_ITSELF and below is not None and not self.kwargs.get("copy")
         same = casts and below is not None and _type_of(below) == _type_of(self.meta)
@@ -335,7 +335,7 @@ def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractCont
 
 @contextlib.contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, ``dtype`` is the default of floats."""
+    """Make ``dtype`` the default of floats inside."""
     ambient = torch.get_default_dtype()
     if ambient == dtype:
         yield

@@ -1,4 +1,4 @@
-"""What is computed of deferred logits outside of the compiled model: a record, which becomes a graph when it is read."""
+"""Compute losses of deferred logits outside of the compiled model: a record becomes a graph when it is read."""
 
 import gc
 
@@ -467,7 +467,7 @@ def test_gradients_of_what_goes_in():
 # -- checkpoints and hooks on what is saved ----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["gather", "nll_loss", "class first", "a log_softmax", "batchmean", "probabilities", "a clipped ratio"])
 def test_a_loss_that_is_checkpointed_alone(name):
-    """What waited in the first run would be there in the second, which would save other tensors."""
+    """Nothing waits: it would be there in the second run, which would save other tensors."""
     model, exact = Model(), Model()
     checkpoint(TAKEN[name], compiled_of(model)(ids), use_reentrant=False).backward()
     checkpoint(TAKEN[name], exact(ids), use_reentrant=False).backward()
