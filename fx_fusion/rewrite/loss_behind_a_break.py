@@ -30,9 +30,11 @@ _MOST_VERSIONS = 8  # of one graph
 
 
 def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int, ...], bool]:
-    """Return those of the deferred inputs of a graph, as Dynamo wrote it, that it reads and nothing else: who has them sees what is
-    written to them or to a view, hooks of theirs want their gradient, and a view that is returned has their memory. And
-    whether it writes to one of them; then it is none."""
+    """Return those of the deferred inputs of a graph, as Dynamo wrote it, that it reads and nothing else; and whether it
+    writes to one of them (then it is none).
+
+    Who has an input sees what is written to it or to a view. Its hooks want its gradient. A view that is returned has its
+    memory."""
     if not deferred:
         return (), False
     placeholders, effects = gm.graph.find_nodes(op="placeholder"), View(gm.graph).effects
@@ -43,8 +45,9 @@ def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int,
 
 
 def only_losses_read(gm: fx.GraphModule, inputs: Collection[int], losses: Collection[str]) -> tuple[int, ...]:
-    """Return those of the ``inputs`` of a graph, as Dynamo wrote it, that only losses look at. ``losses``: the names of nodes of
-    sites of losses, be they near misses (of slices, say)."""
+    """Return those of the ``inputs`` of a graph, as Dynamo wrote it, that only losses look at.
+
+    ``losses``: the names of nodes of sites of losses, be they near misses (of slices, say)."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return tuple(i for i in inputs if _ends_in(placeholders[i], losses))
 

@@ -303,7 +303,7 @@ class DeferredTensor(torch.Tensor):
         return ["_read" if self._traced and not is_asking() else "_token"], None
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what the compile cache knows of this input of a graph: its type. Symbolic sizes are in the cache's guards."""
+        """Return the type, which is what the compile cache knows of this input. Symbolic sizes are in the cache's guards."""
         value = self._value
         assert value is not None
         return str((value.dtype, value.device, tuple(value.shape), value.stride(), self.requires_grad))

@@ -121,8 +121,8 @@ class Recipe:
         return any(owner is not None for owner in self.owners)
 
     def may_wait(self, is_all: bool) -> bool:
-        """Return True if who reads them, or a loss that follows, will find the operands: parameters that are in parts on the ranks
-        are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
+        """Return True if who reads them, or a loss that follows, will find the operands. Parameters that are in parts on the
+        ranks are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
         if any(map(is_gathered_for_its_module_alone, self.operands)):
             return False
         if any(isinstance(o, Tensor) and o.is_inference() for o in self.operands):
@@ -163,7 +163,7 @@ class Recipe:
         )
 
     def _versions(self) -> list[Any]:
-        """Return what changes with an operand: of a parameter that FSDP frees and gathers again, what this rank's part says."""
+        """Return what changes with an operand. Of a parameter that FSDP frees and gathers again, this rank's part says it."""
         pairs = zip(self.operands, self.owners, strict=True)
         return [_version(o) if owner is None else version_of(owner.sharded) for o, owner in pairs]
 
@@ -243,8 +243,8 @@ class Recipe:
         return gathered(freed) if freed else contextlib.nullcontext()
 
     def _number_this_call(self) -> dict[str, int]:
-        """Return which of all calls whose outputs have this name this is, by the name of each group that is asked to read them. All
-        ranks make the same calls in the same order, so the number stands for the same tensor on each."""
+        """Return which of all calls whose outputs have this name this is, by the name of each group that is asked to read
+        them. All ranks make the same calls in the same order, so the number stands for the same tensor on each."""
         if self.is_traced():
             return {}
         groups = [*_groups_of(self.operands), *(owner.group for owner in self.owners if owner is not None)]
