@@ -121,7 +121,7 @@ class Recipe:
         return any(owner is not None for owner in self.owners)
 
     def may_wait(self, is_all: bool) -> bool:
-        """Return True if who reads them, or a loss that follows, will find the operands. Parameters that are in parts on the
+        """Return True if who reads them, or a loss that follows, will find the operands. Parameters that are in parts on
         ranks are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
         if any(map(is_gathered_for_its_module_alone, self.operands)):
             return False
@@ -163,7 +163,7 @@ class Recipe:
         )
 
     def _versions(self) -> list[Any]:
-        """Return what changes with an operand. Of a parameter that FSDP frees and gathers again, this rank's part says it."""
+        """Return what changes with an operand. Of a parameter that FSDP frees and gathers again, this rank's part tells."""
         pairs = zip(self.operands, self.owners, strict=True)
         return [_version(o) if owner is None else version_of(owner.sharded) for o, owner in pairs]
 
