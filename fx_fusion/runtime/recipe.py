@@ -122,7 +122,7 @@ class Recipe:
 
     def may_wait(self, is_all: bool) -> bool:
         """Return True if who reads them, or a loss that follows, will find the operands. Parameters that are in parts on
-        ranks are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP's that goes on."""
+        ranks are freed behind their module. ``is_all``: the graph is this linear layer, in a module of FSDP that goes on."""
         if any(map(is_gathered_for_its_module_alone, self.operands)):
             return False
         if any(isinstance(o, Tensor) and o.is_inference() for o in self.operands):
