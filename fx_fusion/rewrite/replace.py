@@ -89,9 +89,9 @@ def insertion_point(match: Match, editor: Editor) -> fx.Node:
         behind = behind.next
         if behind.op == "output":
             raise Mismatch(f"{last.name} is made in another grad-mode or autocast region")
-    at = order[behind]
+    place = {node: i for i, node in enumerate(editor.graph.nodes)}  # other rewrites have inserted nodes since
     for output in match.outputs:
         for user in output.users:
-            if user not in match.nodes and order.get(user, at + 1) <= at:
+            if user not in match.nodes and place[user] <= place[behind]:
                 raise Mismatch(f"{last.name} does not exist yet where {user.name} needs a result")
     return behind.next

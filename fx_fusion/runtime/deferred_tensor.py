@@ -48,7 +48,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Source, meta: Tensor, device: torch.device, *sources: Any) -> Any:
-        ctx.source = source
+        ctx.source, ctx.is_ours = source, True
         tensor = _unlinked(source, meta, device)
         ctx.hooks, ctx.seen = source.hooks, tensor._seen  # the tensor itself may be gone when the gradient comes
         return tensor
@@ -80,7 +80,7 @@ class _LinkOfNumbers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Source, *operands: Any) -> Any:
-        ctx.source = source
+        ctx.source, ctx.is_ours = source, True
         tensor = _unlinked(source, source.meta, source.recipe.device())
         ctx.hooks, ctx.seen = source.hooks, tensor._seen
         return tensor
@@ -88,6 +88,7 @@ class _LinkOfNumbers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         dy, _ = _upstream(ctx, dy)
+        ctx.source.recipe.call.was_differentiated()
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
             leaves, value = ctx.source.recipe.losses.again(ctx.source, wanted)
@@ -104,6 +105,7 @@ class _LinkOfValue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DeferredTensor, value: Tensor) -> DeferredTensor:
         ctx.mark_dirty(tensor)
+        ctx.is_ours = True
         ctx.hooks, ctx.seen = (), (value, history_of(value))
         return tensor
 
@@ -133,6 +135,15 @@ def _upstream(ctx: Any, dy: Tensor, *, create_graph: bool = False) -> tuple[Tens
     return dy, value
 
 
+def _refuse_gradient_of_function() -> None:
+    """Raise RuntimeError because gradients reach a deferred tensor by way of code that took it before it was read."""
+    raise RuntimeError(
+        "a custom autograd.Function took a deferred tensor, or what is made of it, before that was read; gradients of the "
+        "tensor by way of the Function are not computed. Hand the Function a copy (tensor.clone()), or compile with "
+        'options={"defer_outputs": False}.'
+    )
+
+
 class _Given(torch.autograd.Function):
     """The values of a deferred tensor, with the gradient that the tensor itself was given."""
 
@@ -152,6 +163,7 @@ def _unlinked(source: Source, meta: Tensor, device: torch.device) -> DeferredTen
     tensor._source, tensor._value, tensor._inner, tensor._traced, tensor._given = source, None, None, False, None
     tensor._hooks, tensor._seen, tensor._taken, tensor._relatives = source.hooks, [], None, []
     tensor._is_given = tensor._is_connected = False
+    tensor._link = None
     return tensor
 
 
@@ -175,6 +187,7 @@ class DeferredTensor(torch.Tensor):
     _taken: str | None  # the name of the output, if a loss took what it would be computed of before it was read
     _is_given: bool  # the value has the gradient that a custom Function gave the tensor
     _is_connected: bool  # the tensor has the gradient of its value
+    _link: weakref.ref[Any] | None  # its node of the autograd graph before that; alive if somebody took the tensor then
     _relatives: list[weakref.ref[DeferredTensor]]  # all tensors of the recipe
     _seen: list[Any]  # the value, and history_of it when it was computed: for the autograd graph, which may live longer
 
@@ -182,7 +195,7 @@ class DeferredTensor(torch.Tensor):
     def all_of(recipe: Recipe, metas: Sequence[Tensor]) -> tuple[DeferredTensor, ...]:
         """The outputs of a recipe, which waits from now on."""
         recipe.wait()
-        recipe.classes, recipe.elements = metas[0].shape[-1], metas[0].numel()
+        recipe.classes, recipe.elements = metas[0].shape[-1] if metas[0].dim() else 0, metas[0].numel()
         return tuple(DeferredTensor._make(Output(recipe, i, meta)) for i, meta in enumerate(metas))
 
     @staticmethod
@@ -252,15 +265,24 @@ class DeferredTensor(torch.Tensor):
 
     def _connect(self) -> None:
         """Let gradients go to the value: what the tensor was made of may be freed."""
-        self._is_given = self._is_connected = True
+        if self._link is None:
+            with without_torch_function():
+                self._link = weakref.ref(self.grad_fn)
+        self._is_connected = True
         with torch.enable_grad(), preserved_version(self), without_torch_function():
             self.detach_()
             _LinkOfValue.apply(self, self._value)
 
+    def _disconnect(self) -> None:
+        """Let no gradients go to the value, which was detached."""
+        self._is_connected = False
+        with preserved_version(self), without_torch_function():
+            self.detach_()
+
     def _was_returned(self) -> bool:
         """Return True if a custom Function has returned this tensor: its history is no link of ours any more."""
         with without_torch_function():
-            return self.grad_fn is not None and not isinstance(getattr(self.grad_fn, "source", None), Source)
+            return self.grad_fn is not None and not getattr(self.grad_fn, "is_ours", False)
 
     def _family(self) -> list[DeferredTensor]:
         """Return the tensors of one recipe that were computed and are alive."""
@@ -343,11 +365,7 @@ class DeferredTensor(torch.Tensor):
         if func is torch.Tensor.retain_grad:
             args[0]._check_gradient()
         if func in _DIFFERENTIATES:
-            place = _DIFFERENTIATES[func]
-            for tensor in tree_leaves(kwargs.get("inputs", args[place] if len(args) > place else ())):
-                if isinstance(tensor, DeferredTensor):
-                    tensor._check_gradient()
-                    tensor.materialize()  # before a loss that waits, whose gradient has to come through it
+            return cls._differentiate(func, args, kwargs)
         if func is torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
             with without_torch_function():
                 if args[0].retains_grad:  # set by ``backward(inputs=[z])``, which does not reach the values of z
@@ -364,6 +382,28 @@ class DeferredTensor(torch.Tensor):
             if found is not None:
                 return found
         return cls._of_values(func, args, kwargs)
+
+    @classmethod
+    def _differentiate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function that starts a backward, also under ``no_grad``."""
+        place = _DIFFERENTIATES[func]
+        inputs = tree_leaves(kwargs.get("inputs", args[place] if len(args) > place else ()))
+        waiting = [tensor for tensor in inputs if isinstance(tensor, DeferredTensor)]
+        for tensor in waiting:
+            tensor._check_gradient()
+            if tensor._link is not None and tensor._link() is not None:
+                _refuse_gradient_of_function()
+        roots = [root for root in tree_leaves(args[:1]) if isinstance(root, DeferredTensor)]
+        if waiting and all(t._value is None for t in waiting) and not any(root._value is None for root in roots):
+            with without_torch_function():  # nobody has read them: only code that never does leads to them
+                return func(*args, **kwargs)
+        if waiting and any(root._was_returned() for root in roots):
+            _refuse_gradient_of_function()
+        for tensor in waiting:
+            tensor.materialize()  # before a loss that waits, whose gradient has to come through it
+        with torch.enable_grad():
+            args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def _recorded(cls, func: Any, args: Any, kwargs: Any) -> DeferredTensor | None:
@@ -408,8 +448,13 @@ class DeferredTensor(torch.Tensor):
         result = func(*args, **kwargs)
         if not (isinstance(first, DeferredTensor) and result is first._value and _WRITES.fullmatch(func.__name__)):
             return result
-        if first._is_connected and result.requires_grad:  # type: ignore[union-attr]
-            first._connect()  # to what it is now
+        if first._is_connected and isinstance(result, torch.Tensor):
+            with without_torch_function():
+                same = first.shape == result.shape
+            if same and result.requires_grad:
+                first._connect()  # to what it is now
+            elif same:
+                first._disconnect()
         return first
 
     @classmethod

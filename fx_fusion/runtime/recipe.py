@@ -150,8 +150,9 @@ class Recipe:
         self.rows_taken += rows
 
     def may_wait_for_a_number(self) -> bool:
-        """Return True if losses of rows may wait until somebody reads them. A checkpoint counts what is saved inside."""
-        return not has_saved_tensor_hooks()
+        """Return True if losses of rows may wait until somebody reads them. A checkpoint counts what is saved inside, and
+        FSDP may free the head at the end of the module that computes the loss."""
+        return not has_saved_tensor_hooks() and not self.is_sharded()
 
     def metas(self, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         """Shape and stride of the results, by running the module on meta tensors, whose dtypes autocast leaves alone."""

@@ -107,7 +107,7 @@ class Output(Source):
     def __init__(self, recipe: Any, index: int, meta: Tensor):
         super().__init__()
         self.recipe, self.index, self.grad, self.meta = recipe, index, recipe.grad, meta
-        self.classes, self.computes = meta.shape[-1], False
+        self.classes, self.computes = meta.shape[-1] if meta.dim() else 0, False
 
     def operands(self) -> list[Any]:
         return list(self.recipe.operands)

@@ -108,6 +108,8 @@ def _tail(editor: Editor, match: Match, region: Region, number: fx.Node) -> list
         if node in wanted and node not in match.outputs:
             wanted.update(n for n in node.all_input_nodes if n in reached)
     nodes = [n for n in editor.graph.nodes if n in wanted and n not in match.outputs]
+    if any(n not in view.order for n in nodes):
+        return None  # another rewrite has made one
     mode = view.effects.region[region.root]
     plain = all(not view.effects.mutated(n) and view.effects.region[n] == mode and is_plain_call(n) for n in nodes)
     hidden = any(view.effects.region[n] != mode for n in match.outputs)
@@ -190,7 +192,7 @@ def _with_what_comes_later(
     while True:
         operands = _operands(region, match, nodes)
         late = [n for n in operands if order.get(n, -1) >= order[at] and n.op in ("call_function", "call_method")]
-        if not late:
+        if not late or any(n not in order for n in late):
             return nodes, operands
         nodes = sorted({*nodes, *late}, key=order.__getitem__)
 

@@ -25,6 +25,7 @@ from tests.engine.test_loss_outside import (  # noqa: F401  a fixture
     keeps_logits,
     of_classes,
     of_sequences,
+    products,
     small_sizes,
     some,
     trained,
@@ -777,3 +778,86 @@ def test_losses_outside_are_verified(level):
     with fx_fusion.recording() as report:
         TAKEN["reverse KL"](call(ids)).backward()
     assert "graph 1: verified" in str(report), str(report)
+
+
+# -- what a second reading found -----------------------------------------------------------------------------------------
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        ctx.mark_dirty(loss)
+        return loss.mul_(2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_custom_function_that_writes_to_a_loss_is_an_error(read):
+    """Its gradient would be lost. PyTorch may ask in the middle of its own call."""
+    loss = LOSSES["rows"](compiled_of(Model())(ids))
+    if read:
+        loss.tolist()
+    with pytest.raises((RuntimeError, SystemError)):
+        (Dirty.apply(loss) * 1).backward()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_loss_that_is_detached_in_place(read):
+    model = Model()
+    loss = LOSSES["rows"](compiled_of(model)(ids))
+    if read:
+        loss.tolist()
+    assert loss.detach_() is loss
+    assert (loss.requires_grad, loss.is_leaf, loss.grad_fn) == (False, True, None)
+    weight = torch.ones((), requires_grad=True)
+    (Scaled.apply(loss * weight, True) + loss).backward()
+    torch.testing.assert_close(weight.grad, 2 * LOSSES["rows"](Model()(ids)).detach())
+    assert model.head.weight.grad is None
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_of_what_a_custom_function_took(reads):
+    """Eager's, or an error: never none."""
+    rows = each_of(compiled_of(Model())(ids))
+    made = Scaled.apply(rows, reads).mean()
+    if reads:
+        with pytest.raises(RuntimeError, match="took a deferred tensor"):
+            torch.autograd.grad(made, rows, allow_unused=True)
+    else:
+        gradient, = torch.autograd.grad(made, rows, allow_unused=True)
+        torch.testing.assert_close(gradient, torch.full((B * L,), 2 / (B * L)))
+
+
+def test_a_backward_under_no_grad():
+    found = []
+    for ours in (False, True):
+        model = Model()
+        loss = Scaled.apply(LOSSES["rows"]((compiled_of(model) if ours else model)(ids)), True)
+        with torch.no_grad():
+            loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_that_a_custom_function_takes_in_call_after_call_cost_no_second_product():
+    model = Model()
+    call = compiled_of(model)
+
+    def step():
+        Scaled.apply(LOSSES["rows"](call(ids)), True).backward()
+
+    for _ in range(3):
+        step()
+    assert products(step) == 3
+
+
+def test_a_number_that_a_graph_returns_beside_its_loss():
+    model = Model()
+
+    def run(i):
+        z = model(i)
+        return LOSSES["rows"](z), z[0, 0, 5]
+
+    for found, expected in zip(torch.compile(run, backend=rewriting_backend())(ids), run(ids), strict=True):
+        torch.testing.assert_close(found + 0, expected)
