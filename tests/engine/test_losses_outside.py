@@ -256,21 +256,28 @@ def test_a_loss_that_nobody_reads_is_never_computed():
     assert (report.graphs[0].reads.calls_taken, report.graphs[0].reads.calls_read) == (0, 0)
 
 
+def steps_as_eager(loss_of, count, atol):
+    """Yield the report behind each step of a loop whose losses ``loss_of(logits, step)`` and gradients are eager's."""
+    model = Model()
+    with fx_fusion.recording() as report:
+        call = compiled_of(model)
+        for step in range(count):
+            expected, of_eager = trained(model, model, lambda z, step=step: loss_of(z, step))
+            found, ours = trained(model, call, lambda z, step=step: loss_of(z, step))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=atol)
+            yield report
+
+
 def test_numbers_that_change_from_step_to_step():
     """A schedule of the temperature, and how many tokens there are: two programs, not one for each."""
-    model, made = Model(), []
 
     def loss_of(z, step):
         return F.cross_entropy((z / (1 + step / 10)).view(-1, V), ids.view(-1), reduction="sum") / (20 + step) * 0.5
 
-    with fx_fusion.recording() as report:
-        call = compiled_of(model)
-        for step in range(5):
-            expected, of_eager = trained(model, model, lambda z, step=step: loss_of(z, step))
-            found, ours = trained(model, call, lambda z, step=step: loss_of(z, step))
-            torch.testing.assert_close(found, expected)
-            torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-6)
-            made.append(len(report.graphs))
+    made = []
+    for report in steps_as_eager(loss_of, 5, atol=1e-6):
+        made.append(len(report.graphs))
     assert made == [2, 3, 3, 3, 3]
     assert report.graphs[0].reads.calls_taken == 5
 
@@ -676,14 +683,7 @@ FOUND = (slices_that_change, an_old_policy, another_dim, an_accuracy, in_inferen
 
 @pytest.mark.parametrize("loss_of", FOUND, ids=lambda f: f.__name__)
 def test_steps_are_eagers(loss_of):
-    model = Model()
-    with fx_fusion.recording() as report:
-        call = compiled_of(model)
-        for step in range(4):
-            expected, of_eager = trained(model, model, lambda z, step=step: loss_of(z, step))
-            found, ours = trained(model, call, lambda z, step=step: loss_of(z, step))
-            torch.testing.assert_close(found, expected)
-            torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-5)
+    *_, report = steps_as_eager(loss_of, 4, atol=1e-5)
     assert report.graphs[0].reads.calls_taken == 4, str(report)
 
 
