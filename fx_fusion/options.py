@@ -64,18 +64,18 @@ class Options:
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether Inductor captures CUDA graphs, so that the host's time counts for nothing."""
+        """Return True if Inductor captures CUDA graphs, so that the host's time counts for nothing."""
         return captures_cuda_graphs(self.inductor)
 
     def for_inputs(self, inputs: tuple[bool, str | None] | None) -> Options:
-        """Those of a version for such inputs (``runtime.speculate.Inputs``)."""
+        """Return those of a version for such inputs (``runtime.speculate.Inputs``)."""
         if inputs is None:
             return self
         ones, masks = inputs
         return replace(self, speculate=self.speculate and ones, masks=self.masks if masks == GUESS else masks)
 
     def key(self) -> tuple[Any, ...]:
-        """What decides about our rewrite, for the compile cache."""
+        """Return what decides about our rewrite, for the compile cache."""
         names = tuple(sorted(self.fusions))
         version = self.outputs_are_read, self.masks
         float8 = self.float8, self.float8_keep

@@ -47,6 +47,11 @@ class Index:
         return all(item is None or isinstance(item, slice) or _is_number(item) for item in self.items)
 
     @property
+    def takes_rows(self) -> bool:
+        """Return True if it takes rows by slices and integers, and all of the last dim."""
+        return self.is_view and not self.new_axes and self.items[-1] == WHOLE
+
+    @property
     def only_slices(self) -> bool:
         """Whether every item is a slice or a new axis: then the result is a view, and no dim goes."""
         return all(item is None or isinstance(item, slice) for item in self.items)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fx_fusion.graph.indices import index_of
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.runtime.recorded_ops import ARITHMETIC, LAYOUT, inserted
@@ -119,12 +120,8 @@ def _takes_rows(step: Step) -> bool:
     """Return True for an index that takes rows by slices and numbers, and all classes."""
     if step.func is not Tensor.__getitem__:
         return False
-    index, dims = step.args[1], step.parents()[0].meta.dim()
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is Ellipsis or isinstance(item, (int, slice)) for item in items):
-        return False
-    reaches = Ellipsis in items or len(items) == dims  # the last dim, with the last item
-    return not reaches or items[-1] is Ellipsis or items[-1] == slice(None)
+    index = index_of(step.args[1], step.parents()[0].meta.dim())
+    return index is not None and index.takes_rows
 
 
 def _replaced(step: Step, nodes: Mapping[Source, fx.Node], tensors: Any, numbers: Any) -> tuple[Any, Any]:
@@ -265,7 +262,7 @@ class LossesOutside:
         for member, value in zip(members, values, strict=True):
             for hook in member.source.hooks:
                 hook.register(value)
-            member.has_value(value)
+            member.give_apart(value)
         recipe.was_taken(recipe.elements // recipe.classes)
         return True
 

@@ -255,9 +255,13 @@ class DeferredTensor(torch.Tensor):
             )
         return self._value
 
-    def has_value(self, value: Tensor) -> None:
-        """Remember the value of a number or of losses of rows, which were computed apart from the rest of the family."""
+    def give(self, value: Tensor) -> None:
+        """Remember the value."""
         self._value, self._seen[:] = value, [value, history_of(value)]
+
+    def give_apart(self, value: Tensor) -> None:
+        """Remember the value of a number or of losses of rows, which were computed apart from the rest of the family."""
+        self.give(value)
         self._source = None
         with without_torch_function():
             if self.requires_grad and value.requires_grad:

@@ -22,7 +22,6 @@ from fx_fusion.runtime.streams import on_stream, stream_of
 from fx_fusion.torch_internals.collectives import present_within
 from fx_fusion.torch_internals.dispatch import (
     has_saved_tensor_hooks,
-    history_of,
     outside_of_functorch,
     version_of,
     without_saved_tensor_hooks,
@@ -333,7 +332,7 @@ class Recipe:
             values = self._computed_of([member.source for member in unread])
             for member in unread:
                 value = values[member.source]
-                self.give(member, value)
+                member.give(value)
                 member._taken = self.names[0] if self.rows_taken else None
                 if self.of_linear is not None and not member.source.parents() and value.grad_fn is not None:
                     value.grad_fn.register_prehook(lambda dys, call=self.call: call.was_differentiated())
@@ -341,11 +340,6 @@ class Recipe:
                 member._source = None
             self._values = self._computed = None
         wait_no_more(self)
-
-    @staticmethod
-    def give(member: Any, value: Tensor) -> None:
-        """Let a deferred tensor have its value."""
-        member._value, member._seen[:] = value, [value, history_of(value)]
 
     def keep(self, changing: Spans, copies: dict[int, Tensor]) -> None:
         """Copy the operands in memory that an optimizer is about to change, if somebody can still read the outputs.

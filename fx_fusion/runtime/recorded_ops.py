@@ -39,9 +39,6 @@ _OF_FUNCTIONAL = {
     SOFTMAX: "softmax log_softmax",
     LOSS: "cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
 }
-
-
-
 # Methods that Python calls for operators, which a graph has as operators; those of other names are listed above.
 _OPERATORS = {
     "__pow__": operator.pow, "__eq__": operator.eq, "__ne__": operator.ne, "__and__": operator.and_,

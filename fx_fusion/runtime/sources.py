@@ -20,8 +20,10 @@ from torch import Tensor
 from fx_fusion import errors
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.graph.dtypes import autocast_dtype
+from fx_fusion.graph.indices import WHOLE, index_of
 from fx_fusion.runtime.hook import Hooks
 from fx_fusion.runtime.recorded_ops import ARITHMETIC, CHOICE, LAYOUT, LOSS, RECORDED, REDUCTION
+from fx_fusion.runtime.tensor_methods import CASTS
 from fx_fusion.torch_internals.dispatch import version_of, without_torch_function
 from fx_fusion.torch_internals.fakes import FakeTensorMode
 
@@ -240,10 +242,8 @@ class Step(Source):
     @property
     def changes_nothing(self) -> bool:
         """Return True if it is a cast that returns its operand."""
-        below = self._parents[0].meta if self._parents else None
-        casts = self.func in _MAY_RETURN_ITSELF and below is not None and not self.kwargs.get("copy")
-        same = casts and below is not None and _type_of(below) == _type_of(self.meta)
-        return bool(same and (self.func is not Tensor.to or not any(arg is True for arg in self.args[2:])))
+        copies = self.kwargs.get("copy") or (self.func is Tensor.to and any(arg is True for arg in self.args[2:]))
+        return self.func in _MAY_RETURN_ITSELF and not copies and _type_of(self._parents[0].meta) == _type_of(self.meta)
 
     def _classes(self) -> int:
         """Return how many classes the result has, as far as the sizes of its dims tell."""
@@ -264,9 +264,8 @@ class Step(Source):
     def _slices_the_last_dim(self, dims: int) -> bool:
         if self.func is Tensor.narrow:
             return self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else None) in (-1, dims - 1)
-        index = self.args[1] if self.func is Tensor.__getitem__ else ()
-        items = index if isinstance(index, tuple) else (index,)
-        return bool(items) and isinstance(items[-1], slice) and (Ellipsis in items or len(items) == dims)
+        index = index_of(self.args[1], dims) if self.func is Tensor.__getitem__ else None
+        return index is not None and isinstance(index.items[-1], slice) and index.items[-1] != WHOLE
 
     def _copy_small(self) -> None:
         """Replace tensors that may be written to before they are read by copies; remember the version of large ones."""
@@ -305,9 +304,7 @@ class Step(Source):
 
 _types: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}  # no tensors: they would stay
 _OURS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, errors))  # and torch's
-_MAY_RETURN_ITSELF = {
-    getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "contiguous")
-}
+_MAY_RETURN_ITSELF = {*CASTS, Tensor.contiguous}
 
 
 def comparable(number: float) -> Any:

@@ -74,7 +74,7 @@ def speculate(
 
 
 def first_inputs(checks: Checks, examples: Sequence[Any]) -> Inputs:
-    """What the arguments are that a graph is compiled for, as far as they have values; else as assumed."""
+    """Return what the arguments are that a graph is compiled for, as far as they have values; else as assumed."""
     if not checks or not all(isinstance(examples[i], torch.Tensor) and not _has_no_values(examples[i]) for i, _ in checks):
         return None
     with unset_fake_temporarily():

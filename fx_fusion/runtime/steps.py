@@ -73,13 +73,13 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> Spans:
 
 
 def any_is_among(parameters: Sequence[weakref.ref[Tensor]], tensors: Sequence[Any]) -> bool:
-    """Whether one of the tensors has memory of a parameter, or a parameter is gone."""
+    """Return True if one of the tensors has memory of a parameter, or a parameter is gone."""
     spans = Spans(t for t in tensors if parameters and isinstance(t, Tensor))
     return any((p := reference()) is None or spans.overlap(p) for reference in parameters)
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether it is a tensor with memory of its own, all in one piece."""
+    """Return True if it is a tensor with memory of its own, all in one piece."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return plain and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
 
@@ -114,7 +114,7 @@ def _is_closure(item: Any) -> bool:
 
 @functools.lru_cache(64)
 def _place_of_closure(step: Callable[..., Any]) -> int:
-    """Which of its arguments a step calls ``closure``; -1 if none."""
+    """Return which of its arguments a step calls ``closure``; -1 if none."""
     names = list(inspect.signature(step).parameters)
     return names.index("closure") if "closure" in names else -1
 
@@ -172,7 +172,7 @@ def _copy(recipes: list[_Recipe], changing: Spans) -> None:
 
 
 def _has_lost_memory(recipe: _Recipe) -> bool:
-    """Whether an operand is a result of a CUDA graph that ran again: torch raises where one asks for its address."""
+    """Return True if an operand is a result of a CUDA graph that ran again. Torch raises where one asks for its address."""
     try:
         for operand in recipe.operands:
             if isinstance(operand, Tensor) and _is_plain(operand):

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.effects import entered, storages
-from fx_fusion.graph.indices import WHOLE, index_of
+from fx_fusion.graph.indices import index_of
 from fx_fusion.graph.rows_of_logits.reader import Reader, is_elementwise
 from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed, is_plain_call
 from fx_fusion.graph.terms import example, is_tensor
@@ -302,7 +302,7 @@ def _selection(view: View, root: fx.Node, may_return: bool) -> list[fx.Node]:
     if not users or any(view.name(user) != "getitem" or user.args[0] is not node for user in users):
         return []
     index = index_of(users[0].args[1], example(node).dim())
-    plain = index is not None and index.is_view and not index.new_axes and index.items[-1] == WHOLE
+    plain = index is not None and index.takes_rows
     return users if plain and all(user.args[1] == users[0].args[1] for user in users) else []
 
 
