@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.backend import compile_graph
+from fx_fusion.inductor import compile as joint_passes
 from fx_fusion.memory import candidates, cost, recompute
 from fx_fusion.options import OptionError, parse
 from tests import zoo
@@ -53,6 +54,27 @@ def test_families(family):
     assert after.bytes <= SHARES[family] * before.bytes, (after.bytes / before.bytes, after.again())
     for name, gradient in before.gradients.items():
         assert torch.equal(after.gradients[name], gradient), name
+
+
+def test_recomputing_takes_at_most_half_of_what_the_fusions_gain(monkeypatch):
+    """The gain is an estimate: where it is twice too high, the step still takes no longer than Inductor's."""
+    model, ids = tiny_llama(intermediate_size=192), tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    every = sum(v.seconds for v in partitioned(model, batch, "min", step=False).decisions.values if v.again)
+    monkeypatch.setattr(recompute, "_SHARE", 1.0)
+    spent = {}
+    for gain in (0.0, every, 4 * every):
+
+        def decide(graph, memory, decisions, gain=gain):
+            decisions.gained = gain  # estimates are of GPUs
+            recompute.decide(graph, memory, decisions)
+
+        monkeypatch.setattr(joint_passes, "decide", decide)
+        found = partitioned(model, batch, "auto", step=False).decisions
+        spent[gain] = sum(v.seconds for v in found.values if v.again)
+    assert spent[0.0] == 0
+    assert 0 < spent[every] <= every / 2
+    assert spent[4 * every] == pytest.approx(every)
 
 
 def test_what_of_a_llama_is_saved():
