@@ -103,12 +103,19 @@ def code_of(model: nn.Module, inputs: dict[str, torch.Tensor], backend: str, opt
     The model and its inputs are ``on_gpu``; it is called, and what its graphs return has no values."""
     torch._dynamo.reset()
     _made.clear()
+    _bodies.clear()
     torch.compile(model, backend=backend, options=options)(**inputs)
     return list(_made)
 
 
+def bodies_of_rows() -> list[Code]:
+    """Return what became of losses that treat rows one by one, in the last ``code_of``: for a chunk of 1024 rows."""
+    return list(_bodies)
+
+
 # -- telling torch ---------------------------------------------------------------------------------------------------------
 _made: list[Code] = []
+_bodies: list[Code] = []
 _written = tempfile.TemporaryDirectory()  # gone with the process
 
 
@@ -181,6 +188,25 @@ def _tell_torch() -> None:
             setattr(CudaInterface, name, staticmethod(lambda *_, answer=answer, **__: answer))
     CudaInterface.Worker.get_device_properties = staticmethod(lambda *_: _PROPERTIES)
     GraphLowering.compile_to_module = _keep_code
+    torch._inductor.standalone_compile = _keep_body  # type: ignore[assignment]
+
+
+def _keep_body(gm: torch.fx.GraphModule, fakes: list[FakeTensor], **_: Any) -> None:
+    """In the place of ``torch._inductor.standalone_compile``: remember the code for the number of rows that is expected."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode, before = FakeTensorMode(), len(_made)
+    given = []
+    for fake in fakes:
+        sizes, strides = (tuple(getattr(n, "node", n).hint if isinstance(n, torch.SymInt) else n for n in of)
+                          for of in (fake.shape, fake.stride()))  # fmt: skip
+        given.append(on_gpu(torch.empty_strided(sizes, strides, dtype=fake.dtype, device="meta"), mode))
+    with mode:
+        static = make_fx(gm)(*given)
+    compile_fx(static, given)
+    _bodies.extend(_made[before:])
+    del _made[before:]
 
 
 def _keep_code(self: Any) -> types.ModuleType:

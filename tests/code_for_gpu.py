@@ -1,7 +1,7 @@
 """``python -m tests.code_for_gpu CASE [OPTIONS]``: what fx_fusion makes of a model on an H200, and what Inductor makes of it,
 without a GPU, as JSON. In a process of its own: see ``bench.absent_gpu``."""
 
-from bench.absent_gpu import Code, code_of, on_gpu  # isort: skip  before torch
+from bench.absent_gpu import Code, bodies_of_rows, code_of, on_gpu  # isort: skip  before torch
 
 import json
 import re
@@ -99,6 +99,52 @@ def built(case: str) -> tuple[nn.Module, dict[str, torch.Tensor], FakeTensorMode
     return model, {name: on_gpu(value, mode) for name, value in given.items()}, mode
 
 
+class HeadAndLoss(nn.Module):
+    """A linear layer to 32768 classes, and a loss of ``LOSSES_OF_ROWS`` behind it."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.head, self.loss = nn.Linear(1024, 32768, bias=False), loss
+
+    def forward(self, x, y, advantage, teacher):
+        log_p = self.head(x).float().log_softmax(-1)
+        return self.loss(log_p, teacher.float().log_softmax(-1), y, advantage).mean()
+
+
+def mixed(log_p, log_q):
+    mixture = torch.logaddexp(log_p, log_q) - 0.6931471805599453
+    return (log_p.exp() * (log_p - mixture) + log_q.exp() * (log_q - mixture)).sum(-1) / 2
+
+
+LOSSES_OF_ROWS = {
+    "policy": lambda log_p, log_q, y, a: (log_p.gather(-1, y[:, None])[:, 0] - a).exp() * a,
+    "policy and entropy": lambda log_p, log_q, y, a: (
+        (log_p.gather(-1, y[:, None])[:, 0] - a).exp() * a - 0.01 * (log_p.exp() * log_p).sum(-1)
+    ),
+    "reverse KL": lambda log_p, log_q, y, a: (log_p.exp() * (log_p - log_q)).sum(-1),
+    "total variation": lambda log_p, log_q, y, a: (log_p.exp() - log_q.exp()).abs().sum(-1),
+    "Jensen-Shannon": lambda log_p, log_q, y, a: mixed(log_p, log_q),
+}
+
+
+def moved_by_rows() -> dict[str, list[float]]:
+    """Return the bytes a logit that each loss moves: for its values, and for its values and gradient."""
+    found, m, v = {}, 4096, 32768
+    for name, loss in LOSSES_OF_ROWS.items():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.device("meta"):
+            model = HeadAndLoss(loss)
+            given = {"x": torch.empty(m, 1024), "teacher": torch.empty(m, v)}
+            given = {name: t.bfloat16() for name, t in given.items()}
+            given |= {"y": torch.empty(m, dtype=torch.int64), "advantage": torch.empty(m)}
+        on_gpu(model.bfloat16().train(), mode)
+        given = {name: on_gpu(t, mode) for name, t in given.items()}
+        with mode:
+            code_of(model, given, "fx_fusion", {"select": "always", "fusions": ["linear_rows"]})
+        found[name] = [sum(kernel.bytes for kernel in body.kernels) / 1024 / v for body in bodies_of_rows()]
+    return found
+
+
 def compiled(case: str, options: dict[str, object]) -> dict[str, object]:
     """Return what both backends make of a case; ``options`` are those of fx_fusion."""
     found: dict[str, object] = {}
@@ -120,4 +166,4 @@ def compiled(case: str, options: dict[str, object]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(sys.argv[1], json.loads(sys.argv[2]) if sys.argv[2:] else {})))
+    print(json.dumps(moved_by_rows() if sys.argv[1] == "rows" else compiled(sys.argv[1], json.loads(sys.argv[2]) if sys.argv[2:] else {})))

@@ -58,3 +58,13 @@ def test_norms_beside_pointwise_ops(case):
     found = printed_without_interpreter("tests.code_for_gpu", case, json.dumps(options))
     assert found["fallbacks"] == [], found["report"]
     assert found["fx_fusion"]["moved"] <= BESIDE[case] * found["inductor"]["moved"], found["report"]
+
+
+def test_losses_of_rows_store_nothing_but_their_gradient():
+    """A chunk of logits in 16 bits is read, and its gradient written over it: 2 bytes each, and 2 for a teacher's. Values of
+    a policy gradient are another kernel, and read the logits once more. A value in float32 in memory would be 8."""
+    found = printed_without_interpreter("tests.code_for_gpu", "rows")
+    for name, (values, gradients) in found.items():
+        assert values < (2.01 if "policy" in name else 4.01), found
+        assert gradients < 6.01, found
+    assert len(found) == 5
