@@ -33,6 +33,7 @@ from fx_fusion.rewrite.deferral import read_deferred_inputs
 from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
 from fx_fusion.rewrite.losses_outside import LossesOutside
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
+from fx_fusion.rewrite.rows_apart import take_rows_first
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
 from fx_fusion.rewrite.written_halves import join_written_halves
@@ -98,7 +99,7 @@ class Rewritten:
     def changed(self) -> bool:
         """Return True if anything of the graph was replaced."""
         report = self.report
-        before = report.floats or report.joined or report.deferred
+        before = report.floats or report.joined or report.apart or report.deferred
         return bool(before or any(site.status == "fused" for site in self.sites))
 
 
@@ -164,8 +165,10 @@ def rewrite(
     report.unassumed = tuple(s for s in unmet.sentences if s not in report.assumes) if unmet is not None else ()
     versions = Versions(compile_graph, untouched, options, rest, report)
     captured = untouched
-    if report.joined and options.verify:
+    if (report.joined or report.apart) and options.verify:
         join_written_halves(captured := snapshot(untouched))  # the sites read it so
+        take_rows_first(captured.graph)
+        captured.recompile()
     of_logits = {fusion.name for fusion in all_fusions() if fusion.of_logits}
     losses = {name for site in graph.sites if site.fusion in of_logits for name in site.nodes}
     taken = sorted({*graph.by_rows, *only_losses_read(untouched, graph.untaken, losses)})

@@ -26,6 +26,7 @@ from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.loss_behind_a_break import only_read, read_by_rows
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.returned_logits import defer_for_a_loss_outside, heads
+from fx_fusion.rewrite.rows_apart import Parts, settle, take_rows_first
 from fx_fusion.rewrite.written_halves import join_written_halves
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.speculate import Checks
@@ -73,8 +74,9 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     by_rows = read_by_rows(gm, untaken)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     report.joined = join_written_halves(gm)
+    apart = take_rows_first(gm.graph)
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
-    sites_of, deferred = rewrite_graphs(gm, options, assumptions, report)
+    sites_of, deferred = rewrite_graphs(gm, options, assumptions, report, apart)
     graph = RewrittenGraph(
         gm, example_inputs, sites_of, deferred, assumptions.checks(), assumptions.sentences(), activations, untaken, writes,
         by_rows,
@@ -86,10 +88,10 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
 
 
 def rewrite_graphs(
-    gm: fx.GraphModule, options: Options, assumptions: Assumptions, report: GraphReport
-) -> tuple[dict[fx.GraphModule, list[Site]], DeferredOutputs]:
+    gm: fx.GraphModule, options: Options, assumptions: Assumptions, report: GraphReport, apart: Sequence[Parts] = ()
+) -> tuple[dict[fx.GraphModule, list[Site]], DeferredOutputs]:  # fmt: skip
     """Rewrite every graph of the module in place. Returns the sites of each, and the outputs that are computed when they are
-    read."""
+    read. ``apart``: what ``take_rows_first`` did."""
     sites: dict[fx.GraphModule, list[Site]] = {}
     deferred = None
     fuel = pipeline.Fuel(options.fuel)
@@ -111,6 +113,7 @@ def rewrite_graphs(
         found = heads(searches[view]) if module is gm else []
         sites[module] = list(pipeline.rewrite(searches[view], options, editor, fuel, report.index))
         if module is gm:
+            report.apart = settle(apart)
             defer_for_a_loss_outside(found, editor)
             deferred = defer_outputs(gm, editor.deferrals, editor.now)
         keep_results_apart(module.graph)

@@ -107,7 +107,8 @@ def _is_a_teacher(region: Region) -> bool:
 
 
 def _makes_logits(view: View, node: fx.Node, width: Any) -> bool:
-    """Return True if a linear layer has many classes, more than columns, and no other product reads what is made of them."""
+    """Return True if a linear layer has many classes, more than columns, and no other product reads what is made of them,
+    and if the graph returns something that is."""
     classes = example(node).shape[-1]
     if not isinstance(classes, int) or classes < max(_FEWEST_CLASSES, expected(width) + 1) or example(node).dim() < 2:
         return False
@@ -119,7 +120,7 @@ def _makes_logits(view: View, node: fx.Node, width: Any) -> bool:
         if user not in seen:
             seen.add(user)
             waiting += user.users
-    return True
+    return any(user.op == "output" for user in seen)
 
 
 def _are_made_of_logits(region: Region, sources: list[fx.Node]) -> bool:

@@ -28,6 +28,7 @@ class GraphReport:
     broke: str = ""  # the graph break that it ends at, if it does
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     joined: int = 0  # new tensors that were written in two halves
+    apart: int = 0  # linear layers of which each part of the rows has one of its own
     deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
     computed: tuple[str, ...] = ()  # outputs that could wait, and are read
     assumes: tuple[str, ...] = ()
@@ -74,6 +75,8 @@ class GraphReport:
             yield f"{self.floats} foreach call(s) take a changing float as a tensor"
         if self.joined:
             yield f"{self.joined} tensor(s) that are written in two halves are one value"
+        if self.apart:
+            yield f"{self.apart} linear layer(s) run once for each part of the rows that is taken from the result"
         if self.deferred:
             yield _deferred(self)
         if self.computed:

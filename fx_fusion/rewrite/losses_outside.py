@@ -12,7 +12,6 @@ logits, by the graph as it was rewritten, op by op. Where none does, the logits 
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fx_fusion.graph.indices import index_of
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.recipe import Recipe
 from fx_fusion.runtime.recorded_ops import ARITHMETIC, LAYOUT, inserted
@@ -83,45 +81,17 @@ class Record:
             result.meta["stack_trace"] = self.steps[0].place if self.steps else ""
             return result if dtype == made else graph.call_method("to", (result, dtype))
 
-        apart = _in_parts(self)
-        if not apart:
-            outputs = (source for source in in_order(self.wanted, values=False) if isinstance(source, Output))
-            nodes |= {source: logits(cast[0], source.meta.dtype) for source in outputs}
-        parts: dict[Any, fx.Node] = {}
+        outputs = (source for source in in_order(self.wanted, values=False) if isinstance(source, Output))
+        nodes |= {source: logits(cast[0], source.meta.dtype) for source in outputs}
         tensors, values = iter(given[head_size:]), iter(numbers)
         for step in self.steps:
             modes.enter(step.grad or step.func is Tensor.detach, step.autocast)
             args, kwargs = _replaced(step, nodes, tensors, values)
-            if step in apart:
-                key = repr(args[1]), step.meta.dtype, modes.grad, modes.autocast
-                if key not in parts:
-                    rows = graph.call_function(operator.getitem, (cast[0], args[1]))
-                    parts[key] = logits(rows, step.meta.dtype)
-                nodes[step] = parts[key]
-                continue
             nodes[step] = inserted(graph, step.func, args, kwargs)
             nodes[step].meta["stack_trace"] = step.place
         wanted = [nodes[source] for source in self.wanted]
         modes.enter(True, None)
         return graph, wanted
-
-
-def _in_parts(record: Record) -> set[Step]:
-    """Return the calls that take rows of an output, if nothing else reads it and they are parts of it: each makes logits of
-    its own then, because a region of rows has one set of rows."""
-    of_outputs = [step for step in record.steps if any(isinstance(p, Output) for p in step.parents())]
-    if any(isinstance(source, Output) for source in record.wanted) or not all(map(_takes_rows, of_outputs)):
-        return set()
-    taken = {repr(step.args[1]): step.meta.numel() for step in of_outputs}
-    return set(of_outputs) if len(taken) > 1 and sum(taken.values()) <= record.recipe.elements else set()
-
-
-def _takes_rows(step: Step) -> bool:
-    """Return True for an index that takes rows by slices and numbers, and all classes."""
-    if step.func is not Tensor.__getitem__:
-        return False
-    index = index_of(step.args[1], step.parents()[0].meta.dim())
-    return index is not None and index.takes_rows
 
 
 def _replaced(step: Step, nodes: Mapping[Source, fx.Node], tensors: Any, numbers: Any) -> tuple[Any, Any]:
@@ -306,7 +276,7 @@ class LossesOutside:
         programs.sizes_change |= record.sizes != programs.sizes
         inputs = {at: given for at in sorted(programs.changing) if (given := _as_input(record, at)) is not None}
         constant = tuple(number for at, number in enumerate(record.numbers) if at not in inputs)
-        key = constant, tuple(inputs), programs.sizes_change, bool(_in_parts(record))
+        key = constant, tuple(inputs), programs.sizes_change
         if key not in programs.compiled:
             if is_capturing() or len(programs.compiled) == _MOST_PROGRAMS:
                 return None
