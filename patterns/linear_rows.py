@@ -20,6 +20,7 @@ from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in
+from fx_fusion.graph.linear import Linear, linear_of
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam
 from fx_fusion.graph.size_hints import elements, expected
@@ -29,7 +30,6 @@ from fx_fusion.kernels.linear_rows import linear_rows as op
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer, padded_classes
 from fx_fusion.kernels.logits.row_programs import RowProgram, registered
 from fx_fusion.patterns.sites.head import why_small
-from fx_fusion.patterns.sites.linear import Linear, linear_of
 from fx_fusion.patterns.sites.row_heads import FrozenHead, differentiated, frozen_head, trained_in
 from fx_fusion.patterns.sites.row_tail import cotangents_of
 from fx_fusion.rewrite.deferral import deferrable_outputs, sharing_memory

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.fusion.search import Search
+from fx_fusion.graph.linear import linear_of
 from fx_fusion.graph.size_hints import elements, expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.deferral import deferrable_outputs
@@ -37,10 +38,10 @@ def heads(search: Search) -> list[Head]:
     view = search.view
     found = []
     for node in view.graph.nodes:
-        bound = view.arguments_of(node, "linear")
-        if bound is None:
+        linear = linear_of(view, node)
+        if linear is None:
             continue
-        operands = [bound[name] for name in ("input", "weight", "bias") if bound[name] is not None]
+        operands = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
         plain = all(is_tensor(n) and why_not_plain(example(n)) is None for n in (node, *operands))
         if not plain or not is_large(example(node)) or not example(node).requires_grad or not view.effects.region[node][0]:
             continue

@@ -12,12 +12,12 @@ from torch import fx
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.dtypes import computed_in
+from fx_fusion.graph.linear import linear_of
 from fx_fusion.graph.size_hints import expected, trained
 from fx_fusion.graph.terms import described, example
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer
 from fx_fusion.ops.shards import own_part, replica, replicated_beside
-from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.loss import Logits, LossSite, read_logits
 from fx_fusion.patterns.sites.rows import one_a_row
 from fx_fusion.patterns.sites.shards import Shards, made_of, placed, shards_below

@@ -16,11 +16,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.dtypes import keeps_values
+from fx_fusion.graph.linear import linear_of
 from fx_fusion.graph.terms import Term, example, is_tensor, over_last_dim, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.graph.walk import source_of
 from fx_fusion.kernels.logits.logit_rows import NO_IGNORE
-from fx_fusion.patterns.sites.linear import linear_of
 from fx_fusion.patterns.sites.log_probs import logits_of, one_hot_of, picked
 from fx_fusion.patterns.sites.row_choices import below_a_choice_of_rows, below_a_slice_of_classes, with_one_class
 

@@ -12,10 +12,10 @@ from torch import fx
 from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.indices import WHOLE, index_of
+from fx_fusion.graph.linear import Linear, linear_of
 from fx_fusion.graph.rows_of_logits.values import CLASS, Input, Region, Rows
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.patterns.sites.linear import Linear, linear_of
 from fx_fusion.patterns.sites.row_tail import has_no_gradient
 
 

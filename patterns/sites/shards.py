@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fx_fusion.graph.linear import Linear
 from fx_fusion.graph.terms import example, is_tensor
-from fx_fusion.patterns.sites.linear import Linear
 from fx_fusion.torch_internals.containers import tree_leaves
 
 

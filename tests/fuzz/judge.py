@@ -20,12 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.backend import compile_graph, inductor
+from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.memory import candidates
 from fx_fusion.options import parse
+from fx_fusion.patterns import linear_rows
+from fx_fusion.rewrite import returned_logits, rows_apart
 from fx_fusion.testing import eager_rest
 from tests.fuzz.compare import Call, Verdict, compare, largest
 from tests.fuzz.oracle import in_double
 from tests.fuzz.program import CALLS, Program, functions
+from tests.fuzz.programs_loss import V
 from tests.partitioned import Partitioned, partitioning
 from tests.structured_masks import structures_on_cpu
 
@@ -216,11 +220,24 @@ def _without_the_rewrite(program: Program, rest: str, usual: list[Call], exact: 
 
 def _through(program: Program, backend: Callable[..., Any]) -> tuple[list[Call], Any]:
     torch._dynamo.reset()
-    small = mock.patch.object(candidates, "_SMALLEST", 1)
-    with fx_fusion.recording() as report, structures_on_cpu(), small:
+    with fx_fusion.recording() as report, structures_on_cpu(), _small(program):
         found = execute(program, lambda f: torch.compile(f, backend=backend, dynamic=program.dynamic))
     torch._dynamo.reset()
     return found, report
+
+
+@contextlib.contextmanager
+def _small(program: Program) -> Iterator[None]:
+    """Few elements are many; of losses of rows few classes too, and chunks have few rows."""
+    changes: list[Any] = [mock.patch.object(candidates, "_SMALLEST", 1)]
+    if program.family.startswith("rows_"):
+        changes += [mock.patch.object(module, "_FEWEST_CLASSES", 1) for module in (linear_rows, rows_apart, returned_logits)]
+        changes.append(mock.patch.object(returned_logits, "_FEWEST_LOGITS", {"cpu": 1}))
+        changes.append(mock.patch.object(logit_chunks, "_CHUNK_BYTES", {"cpu": (4 * V * 4,) * 2}))
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        yield
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ LATER = 10**7  # seeds from here on are of families that came later: the program
 
 def families() -> dict[str, Family]:
     """Every family by name, in a fixed order: a seed says which."""
-    return _first() | _later()
+    return _first() | _later() | _of_rows()
 
 
 def _first() -> dict[str, Family]:
@@ -162,15 +162,26 @@ def _later() -> dict[str, Family]:
     return {f"later {f.__name__}": f for f in (weighted.weighed, weighted.distilled)}
 
 
+def _of_rows() -> dict[str, Family]:
+    from tests.fuzz import programs_rows as rows
+
+    return {f"rows {f.__name__}": f for f in (rows.rows_inside, rows.rows_behind, rows.rows_outside)}
+
+
+def _groups() -> tuple[tuple[int, dict[str, Family]], ...]:
+    """Groups of families, each with its first seed."""
+    return (0, _first()), (LATER, _later()), (2 * LATER, _of_rows())
+
+
 def seed_of(family: str, n: int) -> int:
     """The seed of program ``n`` of a family."""
-    group, start = (_first(), 0) if family in _first() else (_later(), LATER)
+    start, group = next(found for found in _groups() if family in found[1])
     return start + n * len(group) + list(group).index(family)
 
 
 def program_of(seed: int) -> Program:
     """The program of a seed as its family makes it, before mutations."""
-    by_name = _first() if seed < LATER else _later()
+    by_name = next(group for start, group in reversed(_groups()) if seed >= start)
     name = list(by_name)[seed % len(by_name)]
     maker = Maker(seed, name)
     by_name[name](maker)
