@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fx_fusion.fusion.legality import why_not_plain
@@ -17,7 +18,7 @@ from fx_fusion.graph.linear import linear_of
 from fx_fusion.graph.size_hints import elements, expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.rewrite.deferral import deferrable_outputs
-from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.editor import Editor, Mismatch
 from fx_fusion.torch_internals.nodes import is_erased
 
 _FEWEST_CLASSES = 30000  # of a vocabulary; the widest layers that are none are narrower
@@ -54,8 +55,19 @@ def heads(search: Search) -> list[Head]:
 def defer_for_a_loss_outside(found: Iterable[Head], editor: Editor) -> None:
     """Defer the results of those that no rewrite has touched."""
     for head in found:
-        if not is_erased(head.linear) and editor.now(head.output) is head.output:
-            editor.defer([head.output], head.operands, like=head.linear, of_linear=example(head.linear).dtype)
+        if is_erased(head.linear) or editor.now(head.output) is not head.output:
+            continue
+        linear = head.linear
+        if linear.target is not F.linear:  # a product with a transposed weight: what takes its place reads a linear layer
+            try:
+                with editor.graph.inserting_before(linear):
+                    linear = editor.call(F.linear, tuple(head.operands), like=linear)
+                editor.replace(head.linear, linear)
+            except Mismatch:
+                editor.erase([linear])
+                continue
+            editor.erase([head.linear])
+        editor.defer([editor.now(head.output)], head.operands, like=head.linear, of_linear=example(linear).dtype)
 
 
 def is_large(logits: Tensor) -> bool:

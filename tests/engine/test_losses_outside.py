@@ -861,3 +861,25 @@ def test_a_number_that_a_graph_returns_beside_its_loss():
 
     for found, expected in zip(torch.compile(run, backend=rewriting_backend())(ids), run(ids), strict=True):
         torch.testing.assert_close(found + 0, expected)
+
+
+@pytest.mark.parametrize("product", [
+    lambda x, w: x @ w.t(), lambda x, w: torch.matmul(x, w.T), lambda x, w: torch.einsum("bld,vd->blv", x, w),
+    lambda x, w: torch.mm(x.view(-1, 16), w.t()), lambda x, w: torch.addmm(w[:, 0], x.view(-1, 16), w.t()),
+])  # fmt: skip
+def test_a_head_that_is_a_product_with_a_transposed_weight(product):
+    """As nanochat and others tie lm_head to the embeddings."""
+    x, w = torch.randn(B, L, 16), torch.randn(V, 16) / 4
+    found = []
+    for backend in (None, rewriting_backend(select="always")):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            head = product if backend is None else torch.compile(product, backend=backend)
+            loss = F.cross_entropy(head(*leaves).view(-1, V), ids.view(-1))
+            loss.backward()
+        found.append((loss.detach(), *(t.grad for t in leaves)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert report.count("linear_cross_entropy") == 1, str(report)
+    assert "a loss outside took what they are made of in 1" in str(report), str(report)
