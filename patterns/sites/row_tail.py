@@ -187,11 +187,15 @@ def _is_linear(editor: Editor, region: Region, match: Match, tail: list[fx.Node]
 def _with_what_comes_later(
     editor: Editor, match: Match, region: Region, nodes: list[fx.Node], at: fx.Node
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the tail and what it reads, with what is computed behind ``at`` (a number of rows) as a part of the tail."""
+    """Return the tail and what it reads, with what is computed behind ``at`` (a number of rows), and what makes several
+    tensors (``topk``), as a part of the tail."""
     order = editor.view.order
     while True:
         operands = _operands(region, match, nodes)
-        late = [n for n in operands if order.get(n, -1) >= order[at] and n.op in ("call_function", "call_method")]
+        late = [
+            n for n in operands
+            if n.op in ("call_function", "call_method") and (order.get(n, -1) >= order[at] or _is_several(n))
+        ]  # fmt: skip
         if not late or any(n not in order for n in late):
             return nodes, operands
         nodes = sorted({*nodes, *late}, key=order.__getitem__)
@@ -202,8 +206,13 @@ def _operands(region: Region, match: Match, nodes: list[fx.Node]) -> list[fx.Nod
     found: dict[fx.Node, None] = {}
     inside = {*nodes, *match.outputs}
     for node in nodes:
-        found.update(dict.fromkeys(n for n in node.all_input_nodes if n not in inside and is_tensor(n)))
+        given = (n for n in node.all_input_nodes if n not in inside and (is_tensor(n) or _is_several(n)))
+        found.update(dict.fromkeys(given))
     return list(found | region.nodes_below(region.rest.values()))
+
+
+def _is_several(node: fx.Node) -> bool:
+    return isinstance(example(node), (tuple, list))
 
 
 def _is_written(editor: Editor, node: fx.Node) -> bool:

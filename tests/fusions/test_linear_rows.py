@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.kernels.logits import row_programs
+from fx_fusion.patterns import linear_rows
+from fx_fusion.patterns.sites import row_tail
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons
 from tests.rows import B, H, T, V, log_p, of, of_labels, operands, results_of, small_chunks  # noqa: F401  a fixture
@@ -264,6 +266,26 @@ def test_gradient_once_more_and_frozen_heads():
     torch.testing.assert_close(x.grad, once)
     with torch.no_grad():
         torch.testing.assert_close(call(head, x, t, y), number.detach())
+
+
+def test_gradient_is_known_where_several_tensors_are_made_behind_the_logits(monkeypatch):
+    """The teacher's best classes, once more for their values: the forward computes the gradient."""
+    found = []
+    monkeypatch.setattr(
+        linear_rows, "cotangents_of", lambda *given: found.append(row_tail.cotangents_of(*given)) or found[-1]
+    )
+
+    def loss(z, t, y):
+        student = log_p(z).gather(-1, t.topk(5, -1).indices)
+        return F.kl_div(student, t.float().topk(5, -1).values.log_softmax(-1), log_target=True, reduction="batchmean")
+
+    head, x, t, y = operands(torch.float32)
+    numbers = [results_of(of(loss), head, x, t, y)]
+    numbers.append(results_of(torch.compile(of(loss), backend=rewriting_backend(select="always")), head, x, t, y))
+    for ours, eager in zip(*numbers, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    assert len(found) == 1
+    assert found[0] is not None
 
 
 def test_saved_tensors_have_no_logits():
