@@ -213,7 +213,9 @@ def bwd_plan(heads: int, positions: int, lanes: int, itemsize: int, x, *, across
     Loads run ahead as far as shared memory reaches (``itemsize``: bytes of an element of dy and of x together).
 
     Returns tiles of POSITIONS x HEADS rows, STAGES, ``num_warps`` and ``programs_per_sm``, the persistent programs of one
-    multiprocessor. Measured on no GPU yet: by analogy to ``row_norm_bwd_plan``."""
+    multiprocessor. Of a tile of 2048 numbers 512 a warp, of a smaller one all: on an H200, bfloat16, 128 columns, 8 x 2048
+    positions of 16 heads take 0.067 ms (2 warps 0.078), of 8 heads 0.044; 4608 of 24 heads 0.043 (2 warps 0.056). With
+    ``across`` 32760 positions of 12 heads take 0.100 ms (4 warps 0.113)."""
     rows = max(1, 1024 // lanes)
     if across:
         tile = 1, next_power_of_2(heads)
@@ -222,8 +224,8 @@ def bwd_plan(heads: int, positions: int, lanes: int, itemsize: int, x, *, across
     else:
         tile = 1, min(next_power_of_2(heads), rows)
     size = tile[0] * tile[1] * lanes * 2
-    warps = _warps(size)
-    per_sm = max(1, 8 // warps)
+    warps = _warps(size) if across else 4 if size >= 2048 else 1
+    per_sm = max(1, 8 // warps) if across or warps == 1 else 4
     stages = stages_ahead(size * itemsize * per_sm, x)
     return Plan(POSITIONS=tile[0], HEADS=tile[1], STAGES=stages, num_warps=warps, programs_per_sm=per_sm)
 

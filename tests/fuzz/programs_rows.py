@@ -71,6 +71,7 @@ def composed(m: Maker, let: Let, z: str, y: str, row: str, teacher: str) -> str:
         if "zip" in m.program.statements[-1] or "zip" in "".join(m.program.after[-1:]):
             loss = f"sum(F.cross_entropy(p, t) for p, t in {parts})"
         numbers.append(let("n", loss))
+    rows = rows or [let("r", f"{logp}.square().sum(-1)")]
     numbers = numbers[:3] + [let("n", f"{r}.mean()") for r in m.random.sample(rows, min(2, len(rows)))]
     return let("loss", " + ".join(f"{m.pick('', '0.5 * ', '2 * ')}{n}" for n in numbers))
 
