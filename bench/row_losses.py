@@ -34,6 +34,13 @@ def _ppo(x: Tensor, lm_head: Tensor, bias: None, values: Tensor) -> Tensor:
     return -(gain - 0.01 * (log_p.exp() * log_p).sum(-1)).mean()
 
 
+def _policy(x: Tensor, lm_head: Tensor, bias: None, values: Tensor) -> Tensor:
+    """A ratio to old log-probabilities times an advantage, columns of ``values``: GRPO's loss inside of its clipping."""
+    label = torch.arange(len(x), device=x.device) % lm_head.shape[0]
+    log_p = F.linear(x, lm_head).float().log_softmax(-1).gather(-1, label[:, None]).squeeze(-1)
+    return -((log_p - values[:, 0].float() + 11).exp() * values[:, 1]).mean()
+
+
 def _top_k(x: Tensor, lm_head: Tensor, bias: None, values: Tensor) -> Tensor:
     """Forward KL on the teacher's 64 likeliest classes."""
     top, index = values.float().topk(64, dim=-1)
@@ -61,7 +68,7 @@ def _of_half_of_the_rows(x: Tensor, lm_head: Tensor, bias: None, values: Tensor)
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     **{kind: partial(linear_then_rows, kind=kind) for kind in ("reverse_kl", "total_variation", "jensen_shannon")},
-    "ppo_with_entropy": _ppo, "top_k_distillation": _top_k,
+    "policy_gradient": _policy, "ppo_with_entropy": _ppo, "top_k_distillation": _top_k,
     "with_a_teacher": _with_a_teacher, "of_half_of_the_rows": _of_half_of_the_rows,
 }  # fmt: skip
 

@@ -112,7 +112,13 @@ def _results(program: Program, function: Any, given: dict[str, Any], after: Any,
             )
         else:
             results = function(**given)
-        return after(list(results), second)
+        return _without_groups(after(list(results), second))
+
+
+def _without_groups(results: list[Any]) -> list[Any]:
+    """Results with the tensors of a tuple (``split``) one by one."""
+    groups = [list(item) if isinstance(item, (tuple, list)) and any(map(torch.is_tensor, item)) else [item] for item in results]
+    return [item for group in groups for item in group]
 
 
 def _record(call: Call, results: list[Any], given: dict[str, Any], leaves: dict[str, Tensor]) -> None:
