@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fx_fusion.graph.dtypes import keeps_values
@@ -103,9 +104,8 @@ def _taken_apart(editor: Editor, linear: fx.Node) -> Parts | None:
     if not all(is_tensor(leaf) and chain[leaf] for leaf in leaves) or not 1 < len(parts) <= _MOST_PARTS:
         return None
     alike = all(region[node] == region[linear] for node in chain)
-    written = view.effects.written_after(view.order[linear], [linear, *(n for n in chain if is_tensor(n))])
     sizes = sum(elements(example(leaf)) for leaf in parts.values())
-    if not alike or written is not None or sizes > elements(example(linear)):
+    if not alike or sizes > elements(example(linear)) or _shows_its_memory(view, chain):
         return None
     found, known = Parts(linear, [n for n in chain if n is not linear]), set(editor.graph.nodes)
     linears: dict[_Taken, fx.Node] = {}
@@ -132,6 +132,44 @@ def _taken_apart(editor: Editor, linear: fx.Node) -> Parts | None:
         rename(made, f"{parts[key].name}_apart")  # the same in each copy of the graph
     found.linears += linears.values()
     return found
+
+
+_OF_MEMORY = {"as_strided", "set_", "stride", "storage_offset", "is_contiguous", "data_ptr", "untyped_storage", "storage"}
+
+
+def _shows_its_memory(view: View, chain: Iterable[fx.Node]) -> bool:
+    """Return True if something may tell a part that lies in the memory of all rows from one that has its own: a write to
+    it or to what may be a view or a copy of it, a result of the graph, an op that is not known."""
+    same = {node for node in chain if is_tensor(node)}
+    for node in view.graph.nodes:
+        below = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if below in same and node not in same and is_tensor(node) and not _mixes(view, node, below):
+            same.add(node)
+    for node in view.graph.nodes:
+        given = [n for n in node.all_input_nodes if n in same]
+        if given and node.op != "output" and (view.name(node) is None or view.name(node) in _OF_MEMORY):
+            return True
+        if given and node.op == "output" and not all(_is_copied(view, n) for n in given):
+            return True
+        if any(n in same for n in view.effects.mutated(node)):
+            return True
+    return False
+
+
+def _mixes(view: View, node: fx.Node, below: fx.Node) -> bool:
+    """Return True if a node is no view, cast or copy of ``below``."""
+    return elements(example(node)) != elements(example(below)) or view.name(node) not in _LAYOUTS
+
+
+def _is_copied(view: View, node: fx.Node) -> bool:
+    """Return True if a result of the graph has memory of its own, in an order that does not depend on its operand's."""
+    return view.name(node) == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format
+
+
+_LAYOUTS = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "to", "float", "bfloat16",
+    "half", "transpose", "permute", "t", "detach", "view_as", "reshape_as", "type_as",
+}  # fmt: skip
 
 
 def _chain(view: View, linear: fx.Node) -> dict[fx.Node, _Taken]:

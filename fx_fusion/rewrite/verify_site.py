@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fx_fusion.accuracy import Compared, Double, Values, alike, compare, doubled, nudged
 from fx_fusion.fusion.registry import all_fusions
+from fx_fusion.torch_internals.containers import tree_map_only
 
 _CHECKED_AT_ONCE = 2**33  # bytes that a site may take in float64 on a CPU
 
@@ -81,7 +82,7 @@ def _exact(check: SiteCheck, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         try:
-            return _step(check.before, check, {n: doubled(v) if isinstance(v, Tensor) else v for n, v in inputs.items()})
+            return _step(check.before, check, tree_map_only(Tensor, doubled, dict(inputs)))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a tensor that the model makes in float32 meets float64

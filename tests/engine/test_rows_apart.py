@@ -31,6 +31,19 @@ def other_class(z):
     return each([z[:, :3], z[:, 3:, :4000]], [ids[:, :3], ids[:, 3:] % 4000])
 
 
+def written_where_a_reshape_copies(z):
+    first, second = z[:, :3], z[:, 3:]
+    rows = first.reshape(-1, V)
+    loss = F.cross_entropy(rows, ids[:, :3].flatten())
+    rows.mul_(0.0)
+    return loss + each([first, second], [ids[:, :3], ids[:, 3:]])
+
+
+def by_strides(z):
+    first, second = z.split([3, 6], 1)
+    return each([first, second], [ids[:, :3], ids[:, 3:]]) + torch.as_strided(first, (B, V), (L * V, 1)).square().mean()
+
+
 def written(z):
     parts = z.chunk(2, 1)
     first = parts[0].sum() * 0
@@ -57,6 +70,8 @@ LEFT = {
     "rows that overlap": overlapping,
     "along the classes": lambda z: sum(p.square().sum() for p in z.split(2050, -1)),
     "fewer classes of a part": other_class,
+    "a write to what a reshape may have copied": written_where_a_reshape_copies,
+    "by strides": by_strides,
 }
 
 
@@ -119,3 +134,33 @@ def test_a_layer_of_few_classes_or_many_parts_is_left():
         with fx_fusion.recording() as report:
             torch.compile(step, backend=rewriting_backend(select="always"))(x, head)
         assert report.graphs[0].apart == 0
+
+
+def test_parts_that_are_returned_share_their_memory():
+    def step(x, head):
+        first, second = F.linear(x, head).split([3, 6], 1)
+        return each([first, second], [ids[:, :3], ids[:, 3:]]), first, second.transpose(0, 1)
+
+    found = []
+    for call in (step, torch.compile(step, backend=rewriting_backend(select="always", defer_outputs=False))):
+        torch._dynamo.reset()
+        with fx_fusion.recording() as report:
+            found.append(call(x, head))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    assert report.graphs[0].apart == 0
+
+
+def test_sites_of_parts_are_verified():
+    def step(x, head):
+        return each(F.linear(x, head).chunk(3, 1), ids.chunk(3, 1))
+
+    torch._dynamo.reset()
+    leaves = [t.clone().requires_grad_() for t in (x, head)]
+    with fx_fusion.recording() as report:
+        call = torch.compile(step, backend=rewriting_backend(select="always", verify="sample"))
+        for _ in range(3):
+            call(*leaves).backward()
+    assert "verified in" in str(report), str(report)
+    assert "not verified" not in str(report), str(report)
