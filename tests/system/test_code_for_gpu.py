@@ -5,7 +5,6 @@ the launches. Bytes are those of everything but products, convolutions, attentio
 """
 
 import importlib.util
-import json
 import shutil
 
 import pytest
@@ -44,8 +43,8 @@ def test_what_is_launched(case):
 
 
 # Their norms stand beside AdaLN's modulation or RoPE, which Inductor computes in the kernel of a norm. The bounds are what was
-# measured: norms and RoPE of queries and keys move more bytes apart than together, but Qwen3's take less time.
-BESIDE = {"sd3": 1.002, "flux": 1.04, "wan": 1.04, "qwen3": 0.60}
+# measured. Wan's queries and keys have biases, whose gradients are sums of their own behind the kernel of norm and RoPE.
+BESIDE = {"sd3": 1.003, "flux": 0.97, "wan": 1.006, "qwen3": 0.46}
 
 
 @pytest.mark.slow
@@ -54,8 +53,7 @@ def test_norms_beside_pointwise_ops(case):
     library = "transformers" if case == "qwen3" else "diffusers"
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"no {library}")
-    options = {} if case == "sd3" else {"memory": "speed"}
-    found = printed_without_interpreter("tests.code_for_gpu", case, json.dumps(options))
+    found = printed_without_interpreter("tests.code_for_gpu", case)
     assert found["fallbacks"] == [], found["report"]
     assert found["fx_fusion"]["moved"] <= BESIDE[case] * found["inductor"]["moved"], found["report"]
 
