@@ -544,12 +544,14 @@ def test_hooks_on_logits_that_are_gone_when_the_gradient_comes():
 
 
 def test_logits_that_were_written_to_and_are_gone_when_the_gradient_comes():
-    """A compiled loss reads them, and its gradient would be that of the unchanged logits."""
+    """A compiled loss reads them, and its gradient would be that of the unchanged logits. Under torch 2.11 the loss has none
+    of their shape, and autograd refuses it first."""
+    refused = "changed in place" if torch.__version__ >= "2.12" else "changed in place|invalid gradient"
     z = compiled_of(Model())(ids)
     z.div_(2.0)
     loss = torch.compile(z_loss, backend="aot_eager")(z)
     del z
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(RuntimeError, match=refused):
         loss.backward()
 
 
