@@ -131,14 +131,19 @@ def _numbers(editor: Editor, match: Match) -> list[fx.Node]:
     Walks along the graph with the nodes that a gradient comes to and that something behind still reads.
     """
     place = {node: i for i, node in enumerate(editor.graph.nodes)}
-    trained = {n for n in _reached(editor, match.outputs) if is_tensor(n) and example(n).requires_grad}
+    trained = {n for n in _reached(editor, match.outputs) if _has_a_gradient(n)}
     readers = {n: [place[user] for user in n.users if user in trained or user.op == "output"] for n in trained}
     waiting, found = {n for n in match.outputs if n in trained}, list[fx.Node]()
     for node in sorted((n for n in trained if readers[n]), key=place.__getitem__):
         waiting = {node, *(n for n in waiting if max(readers[n], default=-1) > place[node])}
-        if waiting == {node} and example(node).dim() == 0:
+        if waiting == {node} and is_tensor(node) and example(node).dim() == 0:
             found.append(node)
     return found
+
+
+def _has_a_gradient(node: fx.Node) -> bool:
+    """Return True if a gradient comes to a node, or to one of several results (a checkpoint's)."""
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(example(node)))
 
 
 # Ops without a gradient.

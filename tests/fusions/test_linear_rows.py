@@ -288,6 +288,27 @@ def test_gradient_is_known_where_several_tensors_are_made_behind_the_logits(monk
     assert found[0] is not None
 
 
+def test_gradient_through_a_checkpoint_with_several_results_counts():
+    """Beside a mean: the mean's gradient alone is not that of the rows."""
+
+    def part(rows, y):
+        return (rows * (y > V // 2)).mean(), rows.clamp(-1, 1).mean()
+
+    def loss(z, t, y):
+        rows = (log_p(z).exp() * log_p(z)).sum(-1)
+        mean = rows.mean()
+        first, second = checkpoint(part, rows, y, use_reentrant=False)
+        return 0.5 * mean + 2 * first + 0.5 * second
+
+    head, x, t, y = operands(torch.float32)
+    numbers = [results_of(of(loss), head, x, t, y)]
+    with fx_fusion.recording() as report:
+        numbers.append(results_of(torch.compile(of(loss), backend=rewriting_backend(select="always")), head, x, t, y))
+    for ours, eager in zip(*numbers, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    assert report.count("linear_rows") == 1, str(report)
+
+
 def test_saved_tensors_have_no_logits():
     """Neither way keeps a tensor (rows, classes) but the teacher's logits."""
     saved = []
