@@ -192,7 +192,7 @@ def _tell_torch() -> None:
 
 
 def _keep_body(gm: torch.fx.GraphModule, fakes: list[FakeTensor], **_: Any) -> None:
-    """In the place of ``torch._inductor.standalone_compile``: remember the code for the number of rows that is expected."""
+    """Remember the code for the number of rows that is expected, in the place of ``torch._inductor.standalone_compile``."""
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -224,8 +224,11 @@ def bwd_plan(heads: int, positions: int, lanes: int, itemsize: int, x, *, across
     else:
         tile = 1, min(next_power_of_2(heads), rows)
     size = tile[0] * tile[1] * lanes * 2
-    warps = _warps(size) if across else 4 if size >= 2048 else 1
-    per_sm = max(1, 8 // warps) if across or warps == 1 else 4
+    if across:
+        warps = _warps(size)
+        per_sm = max(1, 8 // warps)
+    else:
+        warps, per_sm = (4, 4) if size >= 2048 else (1, 8)
     stages = stages_ahead(size * itemsize * per_sm, x)
     return Plan(POSITIONS=tile[0], HEADS=tile[1], STAGES=stages, num_warps=warps, programs_per_sm=per_sm)
 

@@ -1,4 +1,4 @@
-"""What the backward computes again: chosen by bytes saved against time lost, before AOTAutograd's partitioner decides.
+"""Choose what the backward computes again, by bytes saved against time lost, before AOTAutograd's partitioner decides.
 
 ``speed``: nothing of ours. ``auto``: what frees most bytes a second first, up to half a percent of a step in all, and no
 more than half of the time that the fusions of the graph gain. ``min``: everything that is cheap. Attention, products, losses

@@ -18,6 +18,7 @@ from torch import fx
 
 from fx_fusion.graph.dtypes import keeps_values
 from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.signatures import names_of
 from fx_fusion.graph.size_hints import elements
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
@@ -78,18 +79,14 @@ _Taken = tuple[tuple[Any, str], ...]
 _MADE = "fx_fusion_rows_of"
 
 
-def _called(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
 def _may_be_taken_apart(node: fx.Node) -> bool:
     """Return True for a linear layer with many classes, all of whose readers may take rows."""
-    if node.op != "call_function" or _called(node) != "linear" or not is_tensor(node) or example(node).dim() < 2:
+    if names_of(node)[0] != "linear" or not is_tensor(node) or example(node).dim() < 2:
         return False
     classes = example(node).shape[-1]
     if not isinstance(classes, int) or classes < _FEWEST_CLASSES or not node.users:
         return False
-    return all(user.op != "output" and _called(user) in _NAMES for user in node.users)
+    return all(names_of(user)[0] in _NAMES for user in node.users)
 
 
 def _taken_apart(editor: Editor, linear: fx.Node) -> Parts | None:
