@@ -32,11 +32,18 @@ LEAST = {  # about half of what fuses: a fuzzer that fuses nothing tests nothing
     "modules": {"embedding": 3, "rms_norm": 5, "linear_cross_entropy": 1},
     "weighed": {"linear_cross_entropy": 2},
     "distilled": {"linear_soft_cross_entropy": 1},
+    "rows_inside": {"linear_rows": 1},
+    "rows_behind": {"linear_rows": 3},
+    "rows_outside": {"linear_rows": 2},
     "blocks": {"add_layer_norm": 5, "geglu": 2, "swiglu": 1, "linear_cross_entropy": 1},
 }
 
 
 FAST = [name for name in families() if name.split()[1] in ("norms", "glus", "ropes", "losses", "grouped", "images")]
+
+
+def test_every_family_has_to_fuse_something():
+    assert {name.split()[1] for name in families()} == set(LEAST)
 
 
 @pytest.mark.parametrize("name", slow_but(FAST, families()))
