@@ -259,13 +259,18 @@ def _static_metas(nodes: Sequence[fx.Node]) -> tuple[Tensor, ...] | None:
 
 # -- a deferred tensor as an input ---------------------------------------------------------------------------------
 def read_deferred_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """The example inputs of a graph that another graph's deferred outputs go into, as the tensors that it will be called
-    with (``read_deferred_inputs``); in the graph, too."""
-    inputs = list(example_inputs)
-    for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+    """Return the example inputs of a graph that another graph's deferred outputs go into, as the tensors that it will be
+    called with (``read_deferred_inputs``), and replace them in the graph, too.
+
+    An op that returns its operand (``contiguous()``, ``mul_``) has the deferred tensor for its example as well. It shares
+    the memory of the input, so it gets the same storage."""
+    inputs, placeholders = list(example_inputs), gm.graph.find_nodes(op="placeholder")
+    deferred = [i for i, node in enumerate(placeholders) if isinstance(example(node), DeferredTensor)]
+    for node in gm.graph.nodes:
         if isinstance(tensor := example(node), DeferredTensor):
-            inputs[i] = tensor.as_traced()
-            set_example(node, inputs[i])
+            set_example(node, tensor.as_traced())
+    for i in deferred:
+        inputs[i] = example(placeholders[i])
     return inputs
 
 

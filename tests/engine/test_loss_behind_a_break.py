@@ -57,6 +57,25 @@ def test_a_break_between_lm_head_and_loss(name):
         assert f", {V}]" not in graph.after.replace(f"[{V}, ", "").replace(f", {V}] weight", ""), graph.after
 
 
+def test_a_write_to_what_contiguous_returned():
+    """It returns the logits themselves: the write behind it changes what the first loss must not read any more."""
+
+    def loss(logits):
+        log_probs = logits.log_softmax(-1)
+        same = logits.contiguous()
+        same.mul_(3)
+        second = F.cross_entropy((same + 1).reshape(-1, V), ids.reshape(-1))
+        return second - log_probs.gather(-1, ids[..., None]).mean()
+
+    model = Broken(loss)
+    with fx_fusion.recording() as report:
+        compiled = compiled_of(model)
+        for _ in range(3):
+            torch.testing.assert_close(gradients(model, compiled(ids)), gradients(model, model(ids)), rtol=1e-4, atol=1e-6)
+    assert "graph 0: deferred until read: logits" in str(report)
+    assert "mul_ changes a value of the pattern in place, in between" in str(report)
+
+
 @pytest.mark.parametrize("name", ["rows", "shifted", "smoothing"])
 def test_a_loss_that_is_compiled_by_itself(name):
     model = Model()
