@@ -128,11 +128,18 @@ def _reached(editor: Editor, nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _numbers(editor: Editor, match: Match) -> list[fx.Node]:
     """Return the nodes without dims through which all paths of gradients from the outputs of a match lead, in order.
 
-    Walks along the graph with the nodes that a gradient comes to and that something behind still reads.
+    Walks along the graph with the nodes that a gradient comes to and that something behind still reads. A node that an
+    op in place reads or writes to counts as read up to the end, because the paths behind the op go through its memory.
     """
     place = {node: i for i, node in enumerate(editor.graph.nodes)}
     trained = {n for n in _reached(editor, match.outputs) if _has_a_gradient(n)}
-    readers = {n: [place[user] for user in n.users if user in trained or user.op == "output"] for n in trained}
+    mutated = editor.view.effects.mutated
+
+    def read_at(node: fx.Node) -> list[int]:
+        users = [user for user in node.users if user in trained or user.op == "output" or mutated(user)]
+        return [len(place) if mutated(user) else place[user] for user in users]
+
+    readers = {n: read_at(n) for n in trained}
     waiting, found = {n for n in match.outputs if n in trained}, list[fx.Node]()
     for node in sorted((n for n in trained if readers[n]), key=place.__getitem__):
         waiting = {node, *(n for n in waiting if max(readers[n], default=-1) > place[node])}

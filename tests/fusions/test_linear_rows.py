@@ -44,6 +44,44 @@ def of_sequences(z, t, y):
     return ((each * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
+def tripled(z, t, y):
+    """A write in the way of one gradient of two."""
+    first, second = (z - t).abs().mean(), (z - t).square().mean()
+    copied = second.clone()
+    copied.mul_(3)
+    return 2 * first + 0.5 * copied
+
+
+def tripled_view(z, t, y):
+    first, second = (z - t).abs().mean(), (z - t).square().mean()
+    copied = second.clone()
+    copied.view(1).mul_(3)
+    return 2 * first + 0.5 * copied
+
+
+def added(z, t, y):
+    first, second = (z - t).abs().mean(), (z - t).square().mean()
+    total = first * 2
+    total += second
+    return total * 3
+
+
+def collected(z, t, y):
+    """Both losses are written to a tensor that had no gradient."""
+    first, second = (z - t).abs().mean(), (z - t).square().mean()
+    losses = torch.zeros(2)
+    losses[0] = first
+    losses[1] = second
+    return losses.sum(), 3 * first
+
+
+def accumulated(z, t, y):
+    """What a step of gradient accumulation does to its loss."""
+    loss = (z - t).abs().mean()
+    loss /= 4
+    return loss
+
+
 # Losses of logits z (B, T, V), numbers t (B, T, V) and classes y (B, T); whether the gradient is computed in the forward.
 LOSSES = {
     "reverse KL": (lambda z, t, y: (z.softmax(-1) * (log_p(z) - log_p(t))).sum(-1).mean(), True),
@@ -65,6 +103,11 @@ LOSSES = {
     "tokens returned": (lambda z, t, y: (lambda each: (each.mean(), each))((z - t).square().mean(-1)), False),
     "tokens logged": (lambda z, t, y: (lambda each: (each.mean(), each.detach()))((z - t).square().mean(-1)), True),
     "float16 inside": (lambda z, t, y: z.half().square().mean(), False),
+    "a write to a copy": (tripled, False),
+    "a write to a view": (tripled_view, False),
+    "added in place": (added, False),
+    "collected in place": (collected, False),
+    "divided in place": (accumulated, True),
     "accuracy": (lambda z, t, y: (F.cross_entropy(z.view(-1, V), y.view(-1)), (z.argmax(-1) == y).float().mean()), True),
 }
 
