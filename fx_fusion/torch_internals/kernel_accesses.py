@@ -60,4 +60,12 @@ def _key(kernel: Any, kwargs: dict[str, Any], rest: tuple[Any, ...]) -> Hashable
             kinds.append((name, torch.Tensor, dtype))
         else:
             return None
-    return kernel, tuple(kinds)
+    return *_function_of(kernel), tuple(kinds)
+
+
+def _function_of(kernel: Any) -> tuple[Any, Hashable]:
+    """Return a kernel's function and the constants of its first configuration, which are the ones that PyTorch looks at.
+
+    PyTorch wraps a kernel that is launched with ``num_warps`` into an autotuner of its own at each launch."""
+    configurations = getattr(kernel, "configs", None)
+    return (kernel.fn, tuple(sorted(configurations[0].kwargs.items()))) if configurations else (kernel, ())

@@ -38,6 +38,24 @@ def test_the_same_question_is_asked_once_and_its_answer_is_the_callers_own():
     assert first is not second
 
 
+def test_a_kernel_that_is_wrapped_anew_at_each_launch_is_asked_about_once():
+    """PyTorch wraps a kernel with ``num_warps`` into an autotuner, whose first configuration may hold constants."""
+
+    class Wrapped(Kernel):
+        def __init__(self, kernel, **constants):
+            super().__init__(kernel)
+            self.configs = [Configuration(constants)]
+
+    class Configuration:
+        def __init__(self, constants):
+            self.kwargs = constants
+
+    ours = kernel_of("fx_fusion.kernels.rope")
+    ours.__module__ = "fx_fusion.kernels.rope"
+    assert asked([(Wrapped(ours), {"n": 3}, {})] * 2 + [(Wrapped(ours), {"n": 3}, {})])[1] == 1
+    assert asked([(Wrapped(ours, BLOCK=block), {"n": 3}, {}) for block in (16, 32, 16)])[1] == 2
+
+
 def test_another_constant_dtype_or_kernel_is_another_question():
     ours, other = kernel_of("fx_fusion.kernels.rope"), kernel_of("fx_fusion.kernels.rope")
     x = torch.ones(2)
