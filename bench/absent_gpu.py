@@ -232,12 +232,17 @@ def _keep_code(self: Any) -> types.ModuleType:
 def _kernels(graph: Any) -> Iterator[Kernel]:
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
+    from torch._inductor.virtualized import V
 
     scheduler = graph.scheduler
     for node in scheduler.nodes:
         made = node.node
         nothing = isinstance(made, ir.ComputedBuffer) and 0 in getattr(made.data, "ranges", ())  # memory alone
         if nothing or isinstance(node, NopKernelSchedulerNode) or isinstance(made, ir.MultiOutput):
+            continue
+        if isinstance(made, ir.InvokeSubgraph):
+            with V.set_graph_handler(made.subgraph.graph):
+                yield from list(_kernels(made.subgraph.graph))
             continue
         if isinstance(made, ir.UserDefinedTritonKernel):  # Inductor counts what it writes more than once
             names = {scheduler.mutation_real_name.get(d.name, d.name) for d in node.read_writes.reads_and_writes()}

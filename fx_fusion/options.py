@@ -17,6 +17,7 @@ from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configurati
 
 SELECT = ("auto", "measure", "always", "never")
 VERIFY = (False, True, "first", "sample", "graph")
+LAYERS = ("flat", "once")
 _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
@@ -26,6 +27,7 @@ _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "float8": (str, f"one of {', '.join(RECIPES)}: the recipe by which linears multiply in float8"),
     "float8_keep": (list, 'paths of modules whose linears stay in bfloat16, as ["*.down_proj"]'),
     "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
+    "layers": (str, f"one of {', '.join(LAYERS)}: whether equal layers are compiled once, as calls of one function"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
 NAMES = frozenset(_OURS)
@@ -54,6 +56,7 @@ class Options:
     float8: str
     float8_keep: tuple[str, ...]
     verify: bool | str
+    layers: str
     strict: bool
     fuel: int | None
     inductor: Mapping[str, Any]
@@ -79,7 +82,7 @@ class Options:
         names = tuple(sorted(self.fusions))
         version = self.outputs_are_read, self.masks
         float8 = self.float8, self.float8_keep
-        asked = (self.select, names, self.defer_outputs, self.speculate, self.memory, float8)
+        asked = (self.select, names, self.defer_outputs, self.speculate, self.memory, float8, self.layers)
         return (*asked, version, self.cuda_graphs, self.fuel)
 
     def given(self) -> dict[str, Any]:
@@ -148,6 +151,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         )
     if verify not in VERIFY:
         raise OptionError(f"{said['verify']} {verify!r}. {nearest(str(verify), tuple(map(str, VERIFY)))}")
+    layers = ours.get("layers", "flat")
+    if layers not in LAYERS:
+        raise OptionError(f"{said['layers']} {layers!r}. {nearest(layers, LAYERS)}")
     return Options(
         select=select,
         fusions=_chosen(ours.get("fusions", []), said["fusions"].removesuffix(" =")),
@@ -157,6 +163,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         float8=float8,
         float8_keep=tuple(float8_keep),
         verify=verify,
+        layers=layers,
         strict=ours.get("strict", False),
         fuel=_fuel(),
         inductor=inductor,

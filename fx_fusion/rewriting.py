@@ -14,7 +14,7 @@ from fx_fusion.cost.estimate import gained
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.view import View
-from fx_fusion.inductor.compile import DECISIONS, LINEARS
+from fx_fusion.inductor.compile import DECISIONS, LAYERS, LINEARS
 from fx_fusion.memory.recompute import describe_inputs
 from fx_fusion.options import Options
 from fx_fusion.report.graph import GraphReport
@@ -66,7 +66,7 @@ class RewrittenGraph:
 
 def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport) -> RewrittenGraph:
     """Rewrite ``gm`` in place, and note in ``report`` what was done."""
-    gm.meta[DECISIONS], gm.meta[LINEARS] = report.memory, report.linears
+    gm.meta[DECISIONS], gm.meta[LINEARS], gm.meta[LAYERS] = report.memory, report.linears, report.layers
     activations = activation_positions(gm)
     deferred_inputs = [i for i, example in enumerate(example_inputs) if isinstance(example, DeferredTensor)]
     example_inputs = read_deferred_examples(gm, example_inputs)

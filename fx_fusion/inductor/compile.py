@@ -13,6 +13,7 @@ from fx_fusion.float8.linears import Linears
 from fx_fusion.float8.norms import quantise_in_norms
 from fx_fusion.float8.rewrite import to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
+from fx_fusion.inductor.layers_once import Layers, compile_layers_once
 from fx_fusion.memory.narrow import narrow_norms
 from fx_fusion.memory.recompute import Decisions, decide
 from fx_fusion.memory.tied import add_embeddings_to_others
@@ -21,8 +22,9 @@ from fx_fusion.ops.library import register_lowerings
 from fx_fusion.options import Options
 from fx_fusion.rewrite.foreach_floats import without_caches
 from fx_fusion.torch_internals.dynamo import CONTROL_FLOW
-from fx_fusion.torch_internals.inductor import compile_graph, with_joint_pass
+from fx_fusion.torch_internals.inductor import compile_graph, fuses_epilogues, may_call_bodies, with_joint_pass
 from fx_fusion.torch_internals.kernel_accesses import remember_accesses
+from fx_fusion.torch_internals.subgraphs import keep_bodies_apart
 
 Compiled = Callable[..., Any]
 
@@ -36,10 +38,12 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     Inductor that fails."""
     decisions: Decisions = gm.meta.get(DECISIONS, Decisions())
     linears: Linears = gm.meta.get(LINEARS, Linears())
+    layers: Layers = gm.meta.get(LAYERS, Layers())
     with contextlib.ExitStack() as patched:
         try:
             register_lowerings()
             remember_accesses()
+            keep_bodies_apart()
             patches = config_patches(options)
             with_ours = with_joint_pass(patches, joint_pass(decisions, linears, options), key_of(options))
             patched.enter_context(without_donated_buffers(gm))
@@ -47,14 +51,17 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
         except Exception as error:
             raise OursFailed from error
         try:
-            return compile_graph(gm, example_inputs, with_ours)
+            return compile_graph(gm, example_inputs, with_ours, lowered_pass(layers, options))
         except CONTROL_FLOW:
             raise
         except Exception as error:
-            if options.strict or not (linears.any or decisions.changed):
+            if options.strict or not (linears.any or decisions.changed or layers.bodies):
                 raise
             trouble = f"with ours Inductor raised {type(error).__name__}: {error}"
             _tell(decisions, trouble, "what the backward computes again is torch's choice alone")
+            if layers.bodies:
+                layers.bodies.clear()
+                _tell(layers, trouble, "each layer is compiled by itself")
             if linears.any:
                 linears.products.clear()
                 _tell(linears, trouble, "every linear is in bfloat16")
@@ -63,6 +70,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 
 DECISIONS = "fx_fusion_decisions"  # in the meta of a graph: where to write down what its backward computes again
 LINEARS = "fx_fusion_linears"  # and what became of its linears
+LAYERS = "fx_fusion_layers"  # and which of its layers are compiled once
 
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
@@ -96,12 +104,32 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
     return run
 
 
-def _tell(of: Decisions | Linears | None, trouble: str, so: str) -> None:
+def lowered_pass(layers: Layers, options: Options) -> Callable[[fx.GraphModule, bool], None] | None:
+    """Return what is done to a graph before Inductor lowers it: equal layers become calls of one body. None for nothing."""
+    if options.layers != "once":
+        return None
+
+    def run(gm: fx.GraphModule, backward: bool) -> None:
+        if not may_call_bodies():
+            layers.trouble = "Inductor's C++ and FX wrappers, AOTInductor and freezing call no bodies"
+            return
+        try:
+            layers.bodies += compile_layers_once(gm, backward=backward, epilogues=fuses_epilogues())
+        except Exception as error:
+            if options.strict:
+                raise
+            _tell(layers, f"{type(error).__name__}: {error}", "each layer is compiled by itself")
+
+    return run
+
+
+def _tell(of: Decisions | Linears | Layers | None, trouble: str, so: str) -> None:
     if of is not None:
         of.trouble = trouble
     warnings.warn(f"fx_fusion: {so}: {trouble}", stacklevel=2)
 
 
 def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    """Compile a graph with the user's options, and nothing of ours."""
+    """Compile a graph with the user's options, and nothing of ours but PyTorch's mended calls of graphs."""
+    keep_bodies_apart()
     return compile_graph(gm, example_inputs, options.inductor)

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, Linears
+from fx_fusion.inductor.layers_once import Body, Layers
 from fx_fusion.memory.recompute import Decisions, Value
 from fx_fusion.report.diff import Row
 from fx_fusion.report.graph import GraphReport
@@ -25,7 +26,7 @@ SCHEMA = 4  # of the document; another number where a program that reads it woul
 # 1: graphs have no options; 1 and 2: products of linears are no gradient of an input, or one; to 3: without seconds.
 _READ = (1, 2, 3, SCHEMA)
 _INFINITE = "infinite"
-_WRITTEN_APART = ("rows_before", "rows_after", "calls", "unmet", "reads", "memory", "linears", "verified")
+_WRITTEN_APART = ("rows_before", "rows_after", "calls", "unmet", "reads", "memory", "linears", "layers", "verified")
 
 
 def environment() -> dict[str, str]:
@@ -72,6 +73,7 @@ def _of_graph(graph: GraphReport) -> dict[str, Any]:
             "at_once": graph.reads.calls_at_once,
         },
         "memory": asdict(graph.memory), "linears": asdict(graph.linears),
+        "layers": asdict(graph.layers),
         "verified": {name: _number(value) for name, value in asdict(graph.verified).items()},
         "before": [list(row) for row in graph.rows_before],
         "after": [list(row) for row in graph.rows_after],
@@ -98,6 +100,8 @@ def _to_graph(given: Mapping[str, Any]) -> GraphReport:
     listed = ((*product, 0.0)[:4] for product in linears.get("products", []))
     linears["products"] = [(module, kinds.get(kind, kind), why, seconds) for module, kind, why, seconds in listed]
     graph.linears = Linears(**linears)
+    layers = given.get("layers", {"bodies": [], "trouble": ""})  # files of before have none
+    graph.layers = Layers([Body(**body) for body in layers["bodies"]], layers["trouble"])
     return graph
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fx_fusion.float8.linears import Linears
+from fx_fusion.inductor.layers_once import Layers
 from fx_fusion.memory.recompute import Decisions
 from fx_fusion.report.diff import Row, text
 from fx_fusion.rewrite.verify_graph import Verified
@@ -38,6 +39,7 @@ class GraphReport:
     reads: Reads = field(default_factory=Reads)
     memory: Decisions = field(default_factory=Decisions)  # what the backward computes again
     linears: Linears = field(default_factory=Linears)  # which of them multiply in float8
+    layers: Layers = field(default_factory=Layers)  # which of them are compiled once
     verified: Verified = field(default_factory=Verified)  # what options={"verify": ...} found
     instead_of: int | None = None  # the graph that this one is another version of, if that is in the report
     version: str = ""  # which, and when it is compiled
@@ -87,6 +89,7 @@ class GraphReport:
             yield f"not assumed, as it did not hold in the first call: {', '.join(self.unassumed)}{_held(self.unmet)}"
         yield from self.linears.sentences()
         yield from self.memory.sentences()
+        yield from self.layers.sentences()
         yield from self.verified.sentences()
 
 

@@ -41,3 +41,8 @@ def is_elementwise(op: Any) -> bool:
 def is_overload(op: Any) -> bool:
     """Return True for an overload of an op (``torch.ops.aten.add.Tensor``)."""
     return isinstance(op, torch._ops.OpOverload)
+
+
+def is_attention(op: Any) -> bool:
+    """Return True for an op that computes ``scaled_dot_product_attention``, or its gradients, with one kernel."""
+    return op.namespace == "aten" and op._opname.startswith("_scaled_dot_product_")

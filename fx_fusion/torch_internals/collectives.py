@@ -51,3 +51,9 @@ def present_within(seconds: float, group: Any, occasion: str) -> int:
         store.delete_key(before)  # all that were there are here
     _over[group.group_name] = key
     return present
+
+
+def is_collective(operator: Any) -> bool:
+    """Return True for an op of the dispatcher that the ranks of a process group run together, or that waits for one."""
+    namespaces = "_c10d_functional", "_c10d_functional_autograd", "c10d", "fsdp", "symm_mem"
+    return getattr(operator, "namespace", "") in namespaces

@@ -12,20 +12,33 @@ import torch._inductor.config as config
 import torch._inductor.utils
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
 
 _PASS_SLOT = "post_grad_custom_pre_pass"
 _CACHEABLE = "unsafe_marked_cacheable_functions"
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any],
+    prepare: Callable[[fx.GraphModule, bool], None] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Compile a graph with Inductor under these changes to its configuration.
 
     By its id AOTAutograd would keep what is compiled for Dynamo's ``caching_precompile``: another process would call it in
-    place of the backend, with nothing of ours around it."""
-    from torch._inductor.compile_fx import compile_fx
+    place of the backend, with nothing of ours around it.
+
+    Args:
+        prepare: is called with each graph that is lowered, and whether it is a backward.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        if prepare is not None:
+            prepare(gm, bool(options.get("is_backward", False)))
+        return compile_fx_inner(gm, example_inputs, **options)
 
     vars(gm).pop("_backend_id", None)
-    return compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+    return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=dict(patches))
 
 
 def compile_with(
@@ -53,6 +66,17 @@ def configuration(mode: str | None, options: Mapping[str, Any]) -> Mapping[str, 
     mode is Inductor's to read."""
     wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
     return dict(options) if wrapper is None else wrapper(mode, dict(options), None).config
+
+
+def may_call_bodies() -> bool:
+    """Return True if Inductor, as it is configured now, can compile calls of graphs. Gone: True, and it raises instead."""
+    others = ("cpp_wrapper", "fx_wrapper", "freezing")
+    return not any(getattr(config, name, False) for name in others) and not getattr(V, "aot_compilation", False)
+
+
+def fuses_epilogues() -> bool:
+    """Return True if Inductor may compute what follows a product in the product's kernel. Gone: False."""
+    return bool(getattr(config, "max_autotune", False) or getattr(config, "max_autotune_gemm", False))
 
 
 def captures_cuda_graphs(options: Mapping[str, Any]) -> bool:

@@ -1,0 +1,292 @@
+"""Find the stretches of a graph that repeat: equal layers, in a graph that Inductor is about to lower.
+
+The graph is one of AOTAutograd: a forward, a backward or an inference graph, without autograd in it. It may be cut where
+nothing that Inductor would compute in one kernel is torn apart: a value that one kernel makes and another reads is in memory
+anyway. Two stretches between cuts are equal if their ops, literals, wiring, and the shapes, strides and dtypes of all values
+are. The operands themselves differ: each layer has other parameters and other activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fx_fusion.torch_internals.aten import draws, is_attention, is_overload, mutates
+from fx_fusion.torch_internals.collectives import is_collective
+from fx_fusion.torch_internals.partitioner import is_alias, is_empty, is_fusible
+from fx_fusion.torch_internals.subgraphs import described_launch, is_launch, is_made_in_kernels, is_seed, written_by_launch
+
+_CALL = 3  # what a call costs to compile, in nodes
+_LEAST = 10  # nodes of a body
+_STEPS = (1, 2, 3, 4, 5, 6, 8)  # layers of a body: every 6th of Gemma 3 sees all tokens
+_OUT = -1  # the place of a reader that is the graph's result
+
+
+@dataclass
+class Stretch:
+    """Nodes of a graph that may become a call: ``operands`` is what they read from outside, ``results`` what is read of them
+    outside. Equal stretches have equal keys."""
+
+    nodes: list[fx.Node]
+    operands: list[fx.Node]
+    results: list[fx.Node]
+    key: Any
+
+
+class Work:
+    """The nodes of a graph that compute something, in order. All others are made wherever they are needed: views, memory
+    that is filled later, constants, and numbers.
+
+    Args:
+        epilogues: whether Inductor may compute what follows a product in the product's kernel (``max_autotune``).
+    """
+
+    def __init__(self, graph: fx.Graph, *, epilogues: bool = False):
+        self.epilogues = epilogues
+        self.nodes = [n for n in graph.nodes if n.op == "call_function" and not is_light(n)]
+        self.place = {n: i for i, n in enumerate(self.nodes)}
+        self._readers: dict[fx.Node, frozenset[int]] = {}
+        for node in reversed(graph.nodes):
+            found = set[int]()
+            for user in node.users:
+                found |= {_OUT} if user.op == "output" else {self.place[user]} if user in self.place else self._readers[user]
+            self._readers[node] = frozenset(found)
+        self._numbers: dict[Any, int] = {}
+        self._leaves: dict[fx.Node, tuple[int, tuple[fx.Node, ...]]] = {}
+        read = [self._with_leaves(n) for n in self.nodes]
+        self.leaves = [leaves for _, leaves in read]
+        self.kinds = [kind for kind, _ in read]
+        self.plain = [_is_plain(n) for n in self.nodes]
+
+    def readers(self, node: fx.Node) -> frozenset[int]:
+        """Return the places of what reads a node, by way of views too; ``_OUT`` if the graph returns it."""
+        return self._readers[node]
+
+    @cached_property
+    def may_cut(self) -> list[bool]:
+        """Return for each place whether the graph may be cut behind it."""
+        n = len(self.nodes)
+        behind, hard = [0] * n, 0
+        for i in reversed(range(n)):
+            for reader in self._readers[self.nodes[i]] - {_OUT}:
+                behind[i] |= behind[reader] | 1 << reader
+            hard |= 0 if self._is_soft(i) else 1 << i
+        before = [0] * n
+        for i in range(n):
+            for reader in self._readers[self.nodes[i]] - {_OUT}:
+                before[reader] |= before[i] | 1 << i
+        closed = [0] * (n + 1)  # how many pairs begin to forbid cuts here, less those that end
+        for i, node in enumerate(self.nodes):
+            soft = self._is_soft(i) or (self.epilogues and _is_product(node))
+            last = i
+            for reader in self._readers[node] - {_OUT}:
+                together = soft and self._is_soft(reader) and not behind[i] & before[reader] & hard
+                if together or not isinstance(_value(node), Tensor):
+                    last = max(last, reader)
+            closed[i] += 1
+            closed[last] -= 1
+        count, found = 0, []
+        for i in range(n):
+            count += closed[i]
+            found.append(count == 0)
+        return found
+
+    def _is_soft(self, place: int) -> bool:
+        node = self.nodes[place]
+        return (is_fusible(node) or is_made_in_kernels(node)) and isinstance(_value(node), Tensor)
+
+    def _number(self, described: Any) -> int:
+        return self._numbers.setdefault(described, len(self._numbers))
+
+    def _with_leaves(self, node: fx.Node) -> tuple[int, tuple[fx.Node, ...]]:
+        """Return a number for what a node does, with the light nodes that it reads, and what these and it read, in order."""
+        if node not in self._leaves:
+            shapes, leaves = list[int](), list[fx.Node]()
+            for operand in inputs_of(node):
+                shape, below = self._with_leaves(operand) if travels(operand) else (_OUT, (operand,))
+                shapes.append(shape)
+                leaves += below
+            described = described_launch(node) if is_launch(node) else (node.args, node.kwargs)
+            literals = repr(fx.map_arg(described, lambda n: None))
+            target = node.target if isinstance(node.target, str) else id(node.target)
+            number = self._number((target, literals, _described(_value(node)), tuple(shapes)))
+            self._leaves[node] = number, tuple(leaves)
+        return self._leaves[node]
+
+    def stretch(self, first: int, last: int) -> Stretch | None:
+        """Return the nodes from one place to another as one that may become a call; None where they may not."""
+        if not all(self.plain[first : last + 1]):
+            return None
+        nodes = self.nodes[first : last + 1]
+        numbers, operands = {n: i for i, n in enumerate(nodes)}, dict[fx.Node, int]()
+
+        def reference(node: fx.Node) -> int:
+            return numbers[node] if node in numbers else -1 - operands.setdefault(node, len(operands))
+
+        places = range(first, last + 1)
+        wiring = [(self.kinds[i], *map(reference, self.leaves[i])) for i in places]
+        results = [n for n in nodes if any(not first <= reader <= last for reader in self._readers[n])]
+        values = [_value(n) for n in operands]
+        fit = all(isinstance(v, (Tensor, torch.SymInt)) and _is_strided(v) for v in values)
+        if not fit or not results or not any(isinstance(v, Tensor) for v in values):
+            return None
+        if not all(isinstance(_value(n), Tensor) for n in results):
+            return None
+        launches = {n for n in nodes if is_launch(n)}
+        launches |= {self.nodes[r] for n in results for r in self._readers[n] if r != _OUT and is_launch(self.nodes[r])}
+        written = [(launch, _owner(n)) for launch in launches for n in written_by_launch(launch)]
+        if any(n in (operands if launch in numbers else numbers) for launch, n in written):
+            return None  # a launch copies what it may not write to: what another graph made
+        key = tuple(wiring), tuple(map(_described, values)), tuple(numbers[n] for n in results)
+        return Stretch(nodes, list(operands), results, key)
+
+
+def repeated(work: Work) -> list[list[Stretch]]:
+    """Return groups of equal stretches, those first that leave fewest nodes; no node is in two."""
+    found, taken = list[list[Stretch]](), set[int]()
+    while True:
+        groups = _best(work, taken)
+        if not groups:
+            return found
+        found += groups
+        taken |= {work.place[n] for group in groups for stretch in group for n in stretch.nodes}
+
+
+def _best(work: Work, taken: set[int]) -> list[list[Stretch]]:
+    """Return the groups of the cuts that leave fewest nodes."""
+    sums = _Sums(work.kinds)
+    by_kind = defaultdict(list)
+    for place, may_cut in enumerate(work.may_cut):
+        if may_cut and place not in taken:
+            by_kind[work.kinds[place]].append(place)
+    estimates = []
+    for places in by_kind.values():
+        for step in _STEPS:
+            for offset in range(min(step, len(places))):
+                ranges = list(_ranges(places[offset::step], work, taken, sums))
+                sizes = Counter((sums.of(*r), r[1] - r[0]) for r in ranges)
+                gain = sum((count - 1) * (size + 1) - _CALL * count for (_, size), count in sizes.items() if count > 1)
+                if gain > _LEAST:
+                    estimates.append((gain, ranges))
+    best: tuple[float, list[list[Stretch]]] = (_LEAST, [])
+    for estimate, ranges in sorted(estimates, key=lambda e: -e[0]):
+        if estimate <= best[0]:
+            break
+        groups = _groups(work, ranges)
+        gain = sum((len(g) - 1) * len(g[0].nodes) - (_CALL + len(g[0].results) // 2) * len(g) for g in groups)
+        best = max(best, (gain, groups), key=lambda b: b[0])
+    return best[1]
+
+
+def _ranges(places: list[int], work: Work, taken: set[int], sums: _Sums) -> Iterator[tuple[int, int]]:
+    """Return the stretches between cuts, and those in front of the first cut and behind the last that are like others."""
+    pairs = [(first + 1, last) for first, last in pairwise(places)]
+    if pairs:
+        size = pairs[0][1] - pairs[0][0]
+        ends = (places[0] - size, places[0]), (places[-1] + 1, places[-1] + 1 + size)
+        for first, last in ends:
+            inside = first >= 0 and last < len(work.nodes)
+            if inside and work.may_cut[last] and (not first or work.may_cut[first - 1]) and sums.of(first, last) == sums.of(*pairs[0]):
+                pairs.append((first, last))
+    for first, last in sorted(pairs):
+        if last - first + 1 >= _LEAST and taken.isdisjoint(range(first, last + 1)):
+            yield first, last
+
+
+def _groups(work: Work, ranges: Sequence[tuple[int, int]]) -> list[list[Stretch]]:
+    found = defaultdict(list)
+    for stretch in (work.stretch(*r) for r in ranges):
+        if stretch is not None:
+            found[stretch.key].append(stretch)
+    return [group for group in found.values() if len(group) > 1]
+
+
+class _Sums:
+    """Hashes of stretches of a sequence of numbers, each in constant time."""
+
+    _BASE, _PRIME = 1_000_003, (1 << 61) - 1
+
+    def __init__(self, numbers: Sequence[int]):
+        self._sums, self._powers = [0], [1]
+        for number in numbers:
+            self._sums.append((self._sums[-1] * self._BASE + number + 1) % self._PRIME)
+            self._powers.append(self._powers[-1] * self._BASE % self._PRIME)
+
+    def of(self, first: int, last: int) -> int:
+        return (self._sums[last + 1] - self._sums[first] * self._powers[last + 1 - first]) % self._PRIME
+
+
+def is_light(node: fx.Node) -> bool:
+    """Return True if a node computes nothing in memory: a view, empty memory, a constant, a size, a seed."""
+    return node.op in ("placeholder", "get_attr") or travels(node) or is_seed(node) or not _has_tensors(_value(node))
+
+
+def travels(node: fx.Node) -> bool:
+    """Return True if a node is made again in each body that reads it: a view, and what is made of no tensor."""
+    if node.op != "call_function" or not isinstance(_value(node), Tensor):
+        return node.op == "call_function" and _has_tensors(_value(node)) and is_alias(node)
+    if is_alias(node) or is_empty(node):
+        return True
+    of_numbers = not any(_has_tensors(_value(n)) for n in node.all_input_nodes)
+    return of_numbers and is_overload(node.target) and is_fusible(node) and not draws(node.target)
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of a node in order, each as often as it is one."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Return True if a node may be in a body: it writes to nothing, draws nothing, waits for no other rank, and may be
+    captured in a CUDA graph."""
+    if is_launch(node) or not is_overload(node.target):
+        return is_launch(node) or node.target.__module__ == "_operator"  # type: ignore[union-attr]
+    op = node.target
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) in op.tags  # type: ignore[union-attr]
+    random = draws(op) and not is_attention(op)  # which draws by itself, in the order of the calls
+    return not (mutates(op) or random or unsafe or is_collective(op))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and is_alias(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _has_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(part, Tensor) for part in parts)
+
+
+def _is_strided(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.layout is torch.strided and value.device.type != "meta")
+
+
+def _described(value: Any) -> Any:
+    """Return what code that Inductor generates for a value depends on."""
+    if isinstance(value, Tensor):
+        start = value.storage_offset()
+        aligned = isinstance(start, int) and start * value.dtype.itemsize % 16 == 0
+        return type(value).__name__, str(tuple(value.shape)), str(value.stride()), value.dtype, str(value.device), aligned
+    if isinstance(value, dict):
+        return tuple((name, _described(part)) for name, part in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_described, value))
+    return type(value).__name__, str(value)
