@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fx_fusion.inductor.repeats import Stretch, Work, inputs_of, is_light, repeated
-from fx_fusion.torch_internals.subgraphs import call_body, is_call, is_seed, of_one_seed
+from fx_fusion.torch_internals.subgraphs import call_body, graph_of, is_call, is_seed, of_one_seed
 
 _FEWEST = 60  # nodes of a graph that is looked at
 
@@ -66,7 +66,7 @@ def compile_layers_once(gm: fx.GraphModule, *, backward: bool = False, epilogues
     bodies = {}
     for number, group in enumerate(groups):
         name = f"fx_fusion_layer_{number}"
-        gm.add_submodule(name, fx.GraphModule(torch.nn.Module(), _body(group[0])))
+        gm.add_submodule(name, _body(group[0]))
         bodies[name] = group
     gm.graph = _calling(graph, bodies)
     gm.graph.lint()
@@ -74,8 +74,8 @@ def compile_layers_once(gm: fx.GraphModule, *, backward: bool = False, epilogues
     return [Body(len(group), len(group[0].nodes), backward) for group in groups]
 
 
-def _body(stretch: Stretch) -> fx.Graph:
-    """Return the graph of a stretch: its operands are the placeholders, its results a tuple."""
+def _body(stretch: Stretch) -> fx.GraphModule:
+    """Return the module of a stretch: its operands are the placeholders, its results a tuple."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for i, operand in enumerate(stretch.operands):
         made[operand] = graph.placeholder(f"operand_{i}")
@@ -89,7 +89,8 @@ def _body(stretch: Stretch) -> fx.Graph:
     results = [made[n] for n in stretch.results]
     output = graph.output(tuple(results))
     output.meta["user_visible_output_idxs"] = list(range(len(results)))  # with the strides that its caller expects
-    return graph
+    held = {str(node.target): graph_of(of) for of, node in made.items() if node.op == "get_attr"}
+    return fx.GraphModule(held, graph)
 
 
 def _calling(old: fx.Graph, bodies: dict[str, list[Stretch]]) -> fx.Graph:

@@ -21,7 +21,16 @@ from torch import Tensor, fx
 from fx_fusion.torch_internals.aten import draws, is_attention, is_overload, mutates
 from fx_fusion.torch_internals.collectives import is_collective
 from fx_fusion.torch_internals.partitioner import is_alias, is_empty, is_fusible
-from fx_fusion.torch_internals.subgraphs import described_launch, is_launch, is_made_in_kernels, is_seed, written_by_launch
+from fx_fusion.torch_internals.subgraphs import (
+    described_graph,
+    described_launch,
+    graph_of,
+    is_flex_attention,
+    is_launch,
+    is_made_in_kernels,
+    is_seed,
+    written_by_launch,
+)
 
 _CALL = 3  # what a call costs to compile, in nodes
 _LEAST = 10  # nodes of a body
@@ -115,7 +124,8 @@ class Work:
                 leaves += below
             described = described_launch(node) if is_launch(node) else (node.args, node.kwargs)
             literals = repr(fx.map_arg(described, lambda n: None))
-            target = node.target if isinstance(node.target, str) else id(node.target)
+            graph = graph_of(node)
+            target = id(node.target) if graph is None else described_graph(graph.graph)
             number = self._number((target, literals, _described(_value(node)), tuple(shapes)))
             self._leaves[node] = number, tuple(leaves)
         return self._leaves[node]
@@ -229,7 +239,9 @@ def is_light(node: fx.Node) -> bool:
 
 
 def travels(node: fx.Node) -> bool:
-    """Return True if a node is made again in each body that reads it: a view, and what is made of no tensor."""
+    """Return True if a node is made again in each body that reads it: a view, a graph, and what is made of no tensor."""
+    if graph_of(node) is not None:
+        return True
     if node.op != "call_function" or not isinstance(_value(node), Tensor):
         return node.op == "call_function" and _has_tensors(_value(node)) and is_alias(node)
     if is_alias(node) or is_empty(node):
@@ -248,8 +260,13 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 def _is_plain(node: fx.Node) -> bool:
     """Return True if a node may be in a body: it writes to nothing, draws nothing, waits for no other rank, and may be
     captured in a CUDA graph."""
-    if is_launch(node) or not is_overload(node.target):
-        return is_launch(node) or node.target.__module__ == "_operator"  # type: ignore[union-attr]
+    if is_launch(node):
+        return True
+    if is_flex_attention(node):
+        graphs = [graph for graph in map(graph_of, node.all_input_nodes) if graph is not None]
+        return all(described_graph(graph.graph) is not None for graph in graphs)
+    if not is_overload(node.target):
+        return node.target.__module__ == "_operator"  # type: ignore[union-attr]
     op = node.target
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) in op.tags  # type: ignore[union-attr]
     random = draws(op) and not is_attention(op)  # which draws by itself, in the order of the calls

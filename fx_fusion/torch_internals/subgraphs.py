@@ -60,6 +60,32 @@ def described_launch(node: fx.Node) -> Any:
     return id(function), configurations, repr(sorted(constants.items())), options
 
 
+def is_flex_attention(node: fx.Node) -> bool:
+    """Return True if a node is FlexAttention or its backward, which take graphs of scores and masks."""
+    higher = torch.ops.higher_order
+    known = [getattr(higher, name, None) for name in ("flex_attention", "flex_attention_backward")]
+    return node.op == "call_function" and any(node.target is op for op in known if op is not None)
+
+
+def graph_of(node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph that a node takes from its module, and hands to an operator; None for any other node."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    module = getattr(node.graph.owning_module, str(node.target), None)
+    return module if isinstance(module, fx.GraphModule) else None
+
+
+def described_graph(graph: fx.Graph) -> Any:
+    """Return what a graph computes, without the names of its nodes; None where it has tensors or graphs of its own."""
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    if any(node.op == "get_attr" for node in graph.nodes):
+        return None
+    return tuple(
+        (node.op, node.target if node.op == "call_function" else "", repr(fx.map_arg((node.args, node.kwargs), places.get)))
+        for node in graph.nodes
+    )
+
+
 def is_seed(node: fx.Node) -> bool:
     """Return True if a node takes one seed of Inductor's random numbers from a tensor of all of them."""
     return node.op == "call_function" and getattr(node.target, "_opname", "") == "inductor_lookup_seed"

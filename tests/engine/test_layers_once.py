@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fx_fusion
 from fx_fusion.inductor.layers_once import compile_layers_once
 from fx_fusion.inductor.repeats import Work
 from fx_fusion.torch_internals.subgraphs import is_call
-from tests.helpers import tiny_llama, tokens
 
 N, LAYERS = 16, 6
 
