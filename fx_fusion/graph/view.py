@@ -36,10 +36,11 @@ from fx_fusion.torch_internals.containers import tree_leaves
 
 @dataclass(frozen=True)
 class Outside:
-    """The graph around a body, the call that runs it, and the call's operand for each placeholder of the body."""
+    """The graph around a body, the calls that run it, in order, and their operand for each placeholder of the body: None
+    where the calls have different ones."""
 
     view: View
-    call: fx.Node
+    calls: tuple[fx.Node, ...]
     operands: dict[fx.Node, Any]
 
 
@@ -48,13 +49,13 @@ class View:
 
     Args:
         graph: the graph.
-        outside: for a checkpointed body, the graph around it.
+        outside: for a body, the graph around it.
     """
 
     def __init__(self, graph: fx.Graph, outside: Outside | None = None):
         self.graph, self.outside = graph, outside
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        around = None if outside is None else outside.view.effects.region[outside.call]
+        around = None if outside is None else outside.view.effects.region[outside.calls[0]]
         self.effects: Effects = Effects(graph, self.order, around)
         self._terms: dict[fx.Node, Term] = {}
         self._arguments: dict[fx.Node, Mapping[str, Any] | None] = {}

@@ -71,6 +71,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 DECISIONS = "fx_fusion_decisions"  # in the meta of a graph: where to write down what its backward computes again
 LINEARS = "fx_fusion_linears"  # and what became of its linears
 LAYERS = "fx_fusion_layers"  # and which of its layers are compiled once
+_SEEN = "fx_fusion_seen"  # in the meta of a joint graph's nodes, and so of those of its parts
 
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
@@ -90,14 +91,18 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
             _tell(of, f"{type(error).__name__}: {error}", so)
 
     def run(graph: fx.Graph) -> None:
+        if any(_SEEN in node.meta for node in graph.nodes):
+            return  # a part of a graph that was one: Inductor shows the parts of a body's joint graph once more
+        for node in graph.nodes:
+            node.meta[_SEEN] = True
         if linears.asked:
             given = (graph, options.float8_keep, options.select, decisions, linears)
             attempt(lambda: to_float8(*given), "not every linear is in float8", linears)
-        decisions.narrowed = attempt(lambda: narrow_norms(graph), "norms are stored as they are computed") or 0
+        decisions.narrowed += attempt(lambda: narrow_norms(graph), "norms are stored as they are computed") or 0
         torchs_choice = "what the backward computes again is torch's choice alone"
         attempt(lambda: decide(graph, options.memory, decisions), torchs_choice, decisions)
         by_inductor = "gradients of tied embeddings are added by Inductor"
-        decisions.added = attempt(lambda: add_embeddings_to_others(graph), by_inductor) or 0
+        decisions.added += attempt(lambda: add_embeddings_to_others(graph), by_inductor) or 0
         if linears.any:
             attempt(lambda: quantise_in_norms(graph), "kernels of their own quantise the results of norms")
 

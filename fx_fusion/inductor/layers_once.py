@@ -88,7 +88,7 @@ def _body(stretch: Stretch) -> fx.GraphModule:
         _copy(graph, node, made)
     results = [made[n] for n in stretch.results]
     output = graph.output(tuple(results))
-    output.meta["user_visible_output_idxs"] = list(range(len(results)))  # with the strides that its caller expects
+    output.meta["user_visible_output_idxs"] = []  # a call that takes one in other strides copies it
     held = {str(node.target): graph_of(of) for of, node in made.items() if node.op == "get_attr"}
     return fx.GraphModule(held, graph)
 
@@ -119,7 +119,8 @@ def _seeds_and_index(seed: fx.Node) -> tuple[Any, int]:
 def _seed(graph: fx.Graph, seed: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
     """Return a view of the seeds that has one of them: which one is a literal of the op that takes it."""
     seeds, index = _seeds_and_index(seed)
-    part = graph.call_function(torch.ops.aten.slice.Tensor, (_copy(graph, seed.all_input_nodes[0], made), 0, index, index + 1))
+    all_of_them = _copy(graph, seed.all_input_nodes[0], made)
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (all_of_them, 0, index, index + 1))
     part.meta["val"] = of_one_seed(seeds, index)
     return part
 

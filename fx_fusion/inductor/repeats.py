@@ -8,6 +8,7 @@ are. The operands themselves differ: each layer has other parameters and other a
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fx_fusion.memory.joint_graph import bytes_of
 from fx_fusion.torch_internals.aten import draws, is_attention, is_overload, mutates
 from fx_fusion.torch_internals.collectives import is_collective
+from fx_fusion.torch_internals.lowerings import is_a_library_call
 from fx_fusion.torch_internals.partitioner import is_alias, is_empty, is_fusible
 from fx_fusion.torch_internals.subgraphs import (
     described_graph,
@@ -27,7 +30,6 @@ from fx_fusion.torch_internals.subgraphs import (
     graph_of,
     is_flex_attention,
     is_launch,
-    is_made_in_kernels,
     is_seed,
     written_by_launch,
 )
@@ -35,6 +37,8 @@ from fx_fusion.torch_internals.subgraphs import (
 _CALL = 3  # what a call costs to compile, in nodes
 _LEAST = 10  # nodes of a body
 _STEPS = (1, 2, 3, 4, 5, 6, 8)  # layers of a body: every 6th of Gemma 3 sees all tokens
+# What lies so far apart is put in memory in between, if it is so small a part of all values of the graph.
+_FAR, _SMALL = 150, 1e-3
 _OUT = -1  # the place of a reader that is the graph's result
 
 
@@ -91,12 +95,15 @@ class Work:
         for i in range(n):
             for reader in self._readers[self.nodes[i]] - {_OUT}:
                 before[reader] |= before[i] | 1 << i
+        sizes = [bytes_of(node) for node in self.nodes]
+        small = _SMALL * sum(sizes)
         closed = [0] * (n + 1)  # how many pairs begin to forbid cuts here, less those that end
         for i, node in enumerate(self.nodes):
             soft = self._is_soft(i) or (self.epilogues and _is_product(node))
             last = i
             for reader in self._readers[node] - {_OUT}:
-                together = soft and self._is_soft(reader) and not behind[i] & before[reader] & hard
+                far = reader - i > _FAR and sizes[i] < small
+                together = soft and self._is_soft(reader) and not behind[i] & before[reader] & hard and not far
                 if together or not isinstance(_value(node), Tensor):
                     last = max(last, reader)
             closed[i] += 1
@@ -108,8 +115,11 @@ class Work:
         return found
 
     def _is_soft(self, place: int) -> bool:
+        """Return True if Inductor generates the kernel of a node, or of the node that it is a result of."""
         node = self.nodes[place]
-        return (is_fusible(node) or is_made_in_kernels(node)) and isinstance(_value(node), Tensor)
+        while node.target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+        return is_overload(node.target) and not is_a_library_call(node.target)
 
     def _number(self, described: Any) -> int:
         return self._numbers.setdefault(described, len(self._numbers))
@@ -199,11 +209,10 @@ def _ranges(places: list[int], work: Work, taken: set[int], sums: _Sums) -> Iter
     """Return the stretches between cuts, and those in front of the first cut and behind the last that are like others."""
     pairs = [(first + 1, last) for first, last in pairwise(places)]
     if pairs:
-        size = pairs[0][1] - pairs[0][0]
-        ends = (places[0] - size, places[0]), (places[-1] + 1, places[-1] + 1 + size)
-        for first, last in ends:
+        like, size = sums.of(*pairs[0]), pairs[0][1] - pairs[0][0]
+        for first, last in ((places[0] - size, places[0]), (places[-1] + 1, places[-1] + 1 + size)):
             inside = first >= 0 and last < len(work.nodes)
-            if inside and work.may_cut[last] and (not first or work.may_cut[first - 1]) and sums.of(first, last) == sums.of(*pairs[0]):
+            if inside and sums.of(first, last) == like and work.may_cut[last] and (not first or work.may_cut[first - 1]):
                 pairs.append((first, last))
     for first, last in sorted(pairs):
         if last - first + 1 >= _LEAST and taken.isdisjoint(range(first, last + 1)):
@@ -266,7 +275,7 @@ def _is_plain(node: fx.Node) -> bool:
         graphs = [graph for graph in map(graph_of, node.all_input_nodes) if graph is not None]
         return all(described_graph(graph.graph) is not None for graph in graphs)
     if not is_overload(node.target):
-        return node.target.__module__ == "_operator"  # type: ignore[union-attr]
+        return node.target is operator.getitem
     op = node.target
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) in op.tags  # type: ignore[union-attr]
     random = draws(op) and not is_attention(op)  # which draws by itself, in the order of the calls

@@ -123,9 +123,10 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
                 save(node)
     for node in joint.from_lost():
         save(node)  # torch 2.13 computes it again from what the input holds by then: a gradient of other numbers
-    decisions.step = seconds_of_step(joint)
+    step = seconds_of_step(joint)
+    decisions.step += step  # of all joint graphs: a body that is called has one of its own
     found = sorted(((c, seconds_again(c)) for c in candidates(joint)), key=lambda item: item[1] / item[0].saved)
-    share = _SHARE * decisions.step
+    share = _SHARE * step
     if decisions.gained is not None:
         share = min(share, decisions.gained / 2)  # an estimate that is twice too high leaves the step as fast as Inductor's
     left = {"speed": 0.0, "auto": share, "min": float("inf")}[memory]

@@ -28,6 +28,19 @@ def register(overloads: Iterable[Any], own: Mapping[Any, Callable[..., Any]]) ->
             make_fallback(overload, layout_constraint=tag_to_layout_constraint(tag), warn=False)
 
 
+def is_a_library_call(op: Any) -> bool:
+    """Return True if Inductor calls a library, or the op itself, for an op of the dispatcher. For all others it generates a
+    kernel, which may compute other ops too. Gone: False."""
+    try:
+        from torch._inductor.lowering import fallbacks
+    except ImportError:
+        return False
+    aten = torch.ops.aten
+    products = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten._scaled_mm, aten._int_mm)
+    known = op.namespace in ("aten", "prims") and op._opname != "inductor_seeds"
+    return not known or op in fallbacks or op.overloadpacket in products
+
+
 def lower_channels_last(x: Any) -> Any:
     """The lowering of ``channels_last(x)``: x itself where it lies so, else a copy. Gone: raises while Inductor compiles,
     and the graph goes to it unchanged."""

@@ -98,11 +98,6 @@ def of_one_seed(seeds: Tensor, index: int) -> Tensor:
         return seeds[index : index + 1]
 
 
-def is_made_in_kernels(node: fx.Node) -> bool:
-    """Return True if Inductor draws a node's random numbers in the kernel that reads them."""
-    return getattr(node.target, "_opname", "") in ("inductor_random", "inductor_randint", "inductor_lookup_seed")
-
-
 def keep_bodies_apart() -> None:
     """From now on, what Inductor compiles of a call of a graph writes to nothing that the call takes or returns.
 

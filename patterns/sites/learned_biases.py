@@ -57,6 +57,8 @@ def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
         if masks:
             raise NotThis(node, f"{node.name} calculates with a mask")
     elif node.op == "placeholder" and view.outside is not None and search.outer is not None:
+        if view.outside.operands[node] is None:
+            raise NotThis(node, f"{node.name} is another one in each call of the graph that it goes into")
         read_bias(search.outer, view.outside.operands[node], proofs)
     elif not example(node).requires_grad or not (name in _LEARNED or _is_given(node)):
         raise NotThis(node, f"{node.name} may hide a row entirely: neither a learned bias nor a proved mask")
