@@ -60,13 +60,15 @@ def compile_layers_once(gm: fx.GraphModule, *, backward: bool = False, epilogues
     graph = gm.graph
     if len(graph.nodes) < _FEWEST or any(map(is_call, graph.nodes)):
         return []
-    groups = repeated(Work(graph, epilogues=epilogues))
+    work = Work(graph, epilogues=epilogues)
+    groups = repeated(work)
     if not groups:
         return []
     bodies = {}
     for number, group in enumerate(groups):
         name = f"fx_fusion_layer_{number}"
-        gm.add_submodule(name, _body(group[0]))
+        results = zip(*(stretch.results for stretch in group), strict=True)
+        gm.add_submodule(name, _body(group[0], [i for i, each in enumerate(results) if any(map(work.is_read, each))]))
         bodies[name] = group
     gm.graph = _calling(graph, bodies)
     gm.graph.lint()
@@ -74,8 +76,9 @@ def compile_layers_once(gm: fx.GraphModule, *, backward: bool = False, epilogues
     return [Body(len(group), len(group[0].nodes), backward) for group in groups]
 
 
-def _body(stretch: Stretch) -> fx.GraphModule:
-    """Return the module of a stretch: its operands are the placeholders, its results a tuple."""
+def _body(stretch: Stretch, handed_on: list[int]) -> fx.GraphModule:
+    """Return the module of a stretch: its operands are the placeholders, its results a tuple. ``handed_on``: those results
+    that are read in the graph itself."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for i, operand in enumerate(stretch.operands):
         made[operand] = graph.placeholder(f"operand_{i}")
@@ -88,7 +91,7 @@ def _body(stretch: Stretch) -> fx.GraphModule:
         _copy(graph, node, made)
     results = [made[n] for n in stretch.results]
     output = graph.output(tuple(results))
-    output.meta["user_visible_output_idxs"] = []  # a call that takes one in other strides copies it
+    output.meta["user_visible_output_idxs"] = handed_on  # in the strides that other calls take
     held = {str(node.target): graph_of(of) for of, node in made.items() if node.op == "get_attr"}
     return fx.GraphModule(held, graph)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.memory.joint_graph import bytes_of
-from fx_fusion.torch_internals.aten import draws, is_attention, is_overload, mutates
+from fx_fusion.torch_internals.aten import draws, is_attention, is_convolution, is_overload, mutates
 from fx_fusion.torch_internals.collectives import is_collective
 from fx_fusion.torch_internals.lowerings import is_a_library_call
 from fx_fusion.torch_internals.partitioner import is_alias, is_empty, is_fusible
@@ -78,9 +78,9 @@ class Work:
         self.kinds = [kind for kind, _ in read]
         self.plain = [_is_plain(n) for n in self.nodes]
 
-    def readers(self, node: fx.Node) -> frozenset[int]:
-        """Return the places of what reads a node, by way of views too; ``_OUT`` if the graph returns it."""
-        return self._readers[node]
+    def is_read(self, node: fx.Node) -> bool:
+        """Return True if something in the graph reads a node; the graph may return it, too."""
+        return bool(self._readers[node] - {_OUT})
 
     @cached_property
     def may_cut(self) -> list[bool]:
@@ -100,11 +100,12 @@ class Work:
         closed = [0] * (n + 1)  # how many pairs begin to forbid cuts here, less those that end
         for i, node in enumerate(self.nodes):
             soft = self._is_soft(i) or (self.epilogues and _is_product(node))
-            last = i
-            for reader in self._readers[node] - {_OUT}:
+            readers, last = self._readers[node], i
+            in_memory = _OUT in readers or any(hard >> reader & 1 for reader in readers - {_OUT})
+            for reader in readers - {_OUT}:
                 far = reader - i > _FAR and sizes[i] < small
-                together = soft and self._is_soft(reader) and not behind[i] & before[reader] & hard and not far
-                if together or not isinstance(_value(node), Tensor):
+                together = hard >> reader & 1 == 0 and not behind[i] & before[reader] & hard
+                if (soft and not far and (together or not in_memory)) or not isinstance(_value(node), Tensor):
                     last = max(last, reader)
             closed[i] += 1
             closed[last] -= 1
@@ -120,6 +121,10 @@ class Work:
         while node.target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
         return is_overload(node.target) and not is_a_library_call(node.target)
+
+    def _lies_as_it_likes(self, node: fx.Node) -> bool:
+        """Return True if Inductor may give a value other strides than it has in the graph: a body would copy it."""
+        return node in self.place and self._is_soft(self.place[node]) and not _value(node).is_contiguous()
 
     def _number(self, described: Any) -> int:
         return self._numbers.setdefault(described, len(self._numbers))
@@ -155,6 +160,8 @@ class Work:
         results = [n for n in nodes if any(not first <= reader <= last for reader in self._readers[n])]
         values = [_value(n) for n in operands]
         fit = all(isinstance(v, (Tensor, torch.SymInt)) and _is_strided(v) for v in values)
+        if any(self._lies_as_it_likes(n) for n in operands):
+            return None
         if not fit or not results or not any(isinstance(v, Tensor) for v in values):
             return None
         if not all(isinstance(_value(n), Tensor) for n in results):
@@ -279,6 +286,8 @@ def _is_plain(node: fx.Node) -> bool:
     op = node.target
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) in op.tags  # type: ignore[union-attr]
     random = draws(op) and not is_attention(op)  # which draws by itself, in the order of the calls
+    if is_convolution(op):
+        return False  # Inductor lays these out by all convolutions of a graph
     return not (mutates(op) or random or unsafe or is_collective(op))
 
 

@@ -46,3 +46,8 @@ def is_overload(op: Any) -> bool:
 def is_attention(op: Any) -> bool:
     """Return True for an op that computes ``scaled_dot_product_attention``, or its gradients, with one kernel."""
     return op.namespace == "aten" and op._opname.startswith("_scaled_dot_product_")
+
+
+def is_convolution(op: Any) -> bool:
+    """Return True for a convolution, or its gradients."""
+    return op.namespace == "aten" and op._opname in ("convolution", "convolution_backward")
