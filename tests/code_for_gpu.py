@@ -70,6 +70,25 @@ def bert():
     }  # fmt: skip
 
 
+def deep_bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=4)), {
+        "input_ids": torch.empty(64, 512, dtype=torch.int64), "labels": torch.empty(64, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def deep_whisper():
+    """Its encoder's values lie as its convolutions leave them; norms are left to Inductor."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {"encoder_layers": 4, "decoder_layers": 4, "d_model": 512, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
+    config = WhisperConfig(use_cache=False, **sizes)
+    return WhisperForConditionalGeneration(config), {
+        "input_features": torch.empty(8, 80, 3000, dtype=torch.bfloat16), "labels": torch.empty(8, 256, dtype=torch.int64),
+    }  # fmt: skip
+
+
 def convnext():
     return ConvNeXtBlocks(), {"x": torch.empty(64, 512, 14, 14, dtype=torch.bfloat16).to(memory_format=torch.channels_last)}
 

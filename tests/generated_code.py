@@ -126,6 +126,8 @@ CASES = {
     "float8, min": {"float8": "rowwise_gw_hp", "memory": "min"},
     "scaled loss": {},
     "padded": {},
+    "flat layers": {"layers": "flat"},
+    "layers once": {"layers": "once"},
 }
 
 
@@ -143,10 +145,10 @@ class Padded(torch.nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
-def trained(options, padded, times):
+def trained(options, padded, times, layers):
     """One step of a Llama with a tied table, for so many times its loss, and then its loss without a gradient."""
     torch.manual_seed(0)
-    model = Padded() if padded else tiny_llama(torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=True)
+    model = Padded() if padded else tiny_llama(torch.bfloat16, num_hidden_layers=layers, tie_word_embeddings=True)
     ids = torch.randint(0, model.config.vocab_size - 9, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
 
@@ -179,7 +181,10 @@ def trained(options, padded, times):
 def main():
     as_on_a_gpu()
     with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1, force_shape_pad=True):
-        found = {name: trained(CASES[name], name == "padded", 3.0 if name == "scaled loss" else 1.0) for name in sys.argv[1:]}
+        found = {
+            name: trained(CASES[name], name == "padded", 3.0 if name == "scaled loss" else 1.0, 4 if "layers" in name else 1)
+            for name in sys.argv[1:]
+        }
     print(json.dumps(found))
 
 

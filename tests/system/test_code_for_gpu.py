@@ -5,6 +5,7 @@ the launches. Bytes are those of everything but products, convolutions, attentio
 """
 
 import importlib.util
+import json
 import shutil
 
 import pytest
@@ -66,3 +67,14 @@ def test_losses_of_rows_store_nothing_but_their_gradient():
         assert values < (2.01 if "policy" in name else 4.01), found
         assert gradients < 6.01, found
     assert len(found) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["deep_bert", "deep_whisper"])
+def test_layers_that_are_compiled_once_launch_what_they_launch_one_by_one(case):
+    flat, once = (printed_without_interpreter("tests.code_for_gpu", case, json.dumps({"layers": way})) for way in ("flat", "once"))
+    assert "equal layers are compiled once: " in once["report"]
+    assert "compiled once" not in flat["report"]
+    for counted in ("kernels", "ours"):
+        assert once["fx_fusion"][counted] == flat["fx_fusion"][counted], counted
+    assert once["fx_fusion"]["moved"] == pytest.approx(flat["fx_fusion"]["moved"], rel=1e-6)  # a seed is read as a part of all

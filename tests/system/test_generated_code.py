@@ -47,3 +47,13 @@ def test_what_a_launch_reads_lies_as_it_was_traced():
     found = trained("padded")
     assert all(error < 1e-5 for error, _ in found["errors"].values()), found["errors"]
     assert "_embedding_segments_kernel add" in found["launched"]
+
+
+@pytest.mark.slow
+def test_equal_layers_launch_the_same_kernels_from_one_function():
+    """Whether layers are compiled once changes neither what is launched nor a number."""
+    flat, once = (trained(case) for case in ("flat layers", "layers once"))
+    assert "equal layers are compiled once: forward 3 calls of 1 body, backward 7 calls of 2 bodies" in once["report"]
+    assert sorted(once["launched"]) == sorted(flat["launched"])
+    assert once["errors"] == flat["errors"]
+    assert once["loss"] == flat["loss"]
