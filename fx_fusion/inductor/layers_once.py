@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fx_fusion.inductor.repeats import Stretch, Work, inputs_of, is_light, repeated
+from fx_fusion.inductor.repeats import Stretch, Work, computes_nothing, inputs_of, repeated
 from fx_fusion.torch_internals.subgraphs import call_body, graph_of, is_call, is_seed, of_one_seed
 
 _FEWEST = 60  # nodes of a graph that is looked at
@@ -109,7 +109,7 @@ def _calling(old: fx.Graph, bodies: dict[str, list[Stretch]]) -> fx.Graph:
             for i, result in enumerate(stretch.results):
                 made[result] = graph.call_function(operator.getitem, (call, i))
                 made[result].meta = dict(result.meta)
-        elif node not in inside and not (node.op != "placeholder" and is_light(node) and node.users):
+        elif node not in inside and not (node.op != "placeholder" and computes_nothing(node) and node.users):
             _copy(graph, node, made)
     return graph
 
@@ -129,7 +129,7 @@ def _seed(graph: fx.Graph, seed: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.No
 
 
 def _copy(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a node, made now, with the light nodes that it reads, where there is none."""
+    """Return the copy of a node. Where there is none, make it, and first what it reads that is made on demand."""
     if node not in made:
         for operand in inputs_of(node):
             if operand not in made:

@@ -1,9 +1,9 @@
 """Find the stretches of a graph that repeat: equal layers, in a graph that Inductor is about to lower.
 
-The graph is one of AOTAutograd: a forward, a backward or an inference graph, without autograd in it. It may be cut where
-nothing that Inductor would compute in one kernel is torn apart: a value that one kernel makes and another reads is in memory
-anyway. Two stretches between cuts are equal if their ops, literals, wiring, and the shapes, strides and dtypes of all values
-are. The operands themselves differ: each layer has other parameters and other activations.
+The graph is one of AOTAutograd: a forward, a backward or an inference graph, without autograd in it. It is cut only where no
+value that Inductor would keep out of memory is handed on. Two stretches between cuts are equal if their ops, literals,
+wiring, and the shapes, strides and dtypes of all values are. The operands themselves differ: each layer has other parameters
+and other activations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class Work:
 
     def __init__(self, graph: fx.Graph, *, epilogues: bool = False):
         self.epilogues = epilogues
-        self.nodes = [n for n in graph.nodes if n.op == "call_function" and not is_light(n)]
+        self.nodes = [n for n in graph.nodes if n.op == "call_function" and not computes_nothing(n)]
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self._readers: dict[fx.Node, frozenset[int]] = {}
         for node in reversed(graph.nodes):
@@ -84,57 +84,62 @@ class Work:
 
     @cached_property
     def may_cut(self) -> list[bool]:
-        """Return for each place whether the graph may be cut behind it."""
-        n = len(self.nodes)
-        behind, hard = [0] * n, 0
-        for i in reversed(range(n)):
-            for reader in self._readers[self.nodes[i]] - {_OUT}:
-                behind[i] |= behind[reader] | 1 << reader
-            hard |= 0 if self._is_soft(i) else 1 << i
-        before = [0] * n
-        for i in range(n):
-            for reader in self._readers[self.nodes[i]] - {_OUT}:
-                before[reader] |= before[i] | 1 << i
+        """Return for each place whether the graph may be cut behind it.
+
+        Inductor may compute two nodes in one kernel if it generates the kernels of both, and if no library call depends on
+        the first and is needed by the second. No cut lies between such two, nor between a node and what reads it if nothing
+        needs the value in memory: then each reader computes it again.
+        """
+        behind, before, library = self._dependencies()
         sizes = [bytes_of(node) for node in self.nodes]
         small = _SMALL * sum(sizes)
-        closed = [0] * (n + 1)  # how many pairs begin to forbid cuts here, less those that end
+        closed = [0] * len(self.nodes)  # how many pairs begin to forbid cuts here, less those that end
         for i, node in enumerate(self.nodes):
-            soft = self._is_soft(i) or (self.epilogues and _is_product(node))
-            readers, last = self._readers[node], i
-            in_memory = _OUT in readers or any(hard >> reader & 1 for reader in readers - {_OUT})
-            for reader in readers - {_OUT}:
+            readers, last = self._readers[node] - {_OUT}, i
+            in_memory = _OUT in self._readers[node] or any(library >> reader & 1 for reader in readers)
+            generated = self._is_generated(i) or (self.epilogues and _is_product(node))
+            for reader in readers:
                 far = reader - i > _FAR and sizes[i] < small
-                together = hard >> reader & 1 == 0 and not behind[i] & before[reader] & hard
-                if (soft and not far and (together or not in_memory)) or not isinstance(_value(node), Tensor):
+                in_one_kernel = not library >> reader & 1 and not behind[i] & before[reader] & library
+                if (generated and not far and (in_one_kernel or not in_memory)) or not isinstance(_value(node), Tensor):
                     last = max(last, reader)
             closed[i] += 1
             closed[last] -= 1
-        count, found = 0, []
-        for i in range(n):
-            count += closed[i]
-            found.append(count == 0)
-        return found
+        return [count == 0 for count in accumulate(closed)]
 
-    def _is_soft(self, place: int) -> bool:
+    def _dependencies(self) -> tuple[list[int], list[int], int]:
+        """Return for each place the places behind it that depend on it, and those before it that it depends on, and the
+        places of library calls; each as the bits of a number."""
+        behind, before = [0] * len(self.nodes), [0] * len(self.nodes)
+        readers = [self._readers[node] - {_OUT} for node in self.nodes]
+        for i in reversed(range(len(self.nodes))):
+            for reader in readers[i]:
+                behind[i] |= behind[reader] | 1 << reader
+        for i in range(len(self.nodes)):
+            for reader in readers[i]:
+                before[reader] |= before[i] | 1 << i
+        return behind, before, sum(1 << i for i in range(len(self.nodes)) if not self._is_generated(i))
+
+    def _is_generated(self, place: int) -> bool:
         """Return True if Inductor generates the kernel of a node, or of the node that it is a result of."""
         node = self.nodes[place]
         while node.target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
         return is_overload(node.target) and not is_a_library_call(node.target)
 
-    def _lies_as_it_likes(self, node: fx.Node) -> bool:
+    def _strides_may_change(self, node: fx.Node) -> bool:
         """Return True if Inductor may give a value other strides than it has in the graph: a body would copy it."""
-        return node in self.place and self._is_soft(self.place[node]) and not _value(node).is_contiguous()
+        return node in self.place and self._is_generated(self.place[node]) and not _value(node).is_contiguous()
 
     def _number(self, described: Any) -> int:
         return self._numbers.setdefault(described, len(self._numbers))
 
     def _with_leaves(self, node: fx.Node) -> tuple[int, tuple[fx.Node, ...]]:
-        """Return a number for what a node does, with the light nodes that it reads, and what these and it read, in order."""
+        """Return a number for what a node does, with what is made anew for it, and what both of them read, in order."""
         if node not in self._leaves:
             shapes, leaves = list[int](), list[fx.Node]()
             for operand in inputs_of(node):
-                shape, below = self._with_leaves(operand) if travels(operand) else (_OUT, (operand,))
+                shape, below = self._with_leaves(operand) if is_made_anew(operand) else (_OUT, (operand,))
                 shapes.append(shape)
                 leaves += below
             described = described_launch(node) if is_launch(node) else (node.args, node.kwargs)
@@ -158,13 +163,11 @@ class Work:
         places = range(first, last + 1)
         wiring = [(self.kinds[i], *map(reference, self.leaves[i])) for i in places]
         results = [n for n in nodes if any(not first <= reader <= last for reader in self._readers[n])]
-        values = [_value(n) for n in operands]
-        fit = all(isinstance(v, (Tensor, torch.SymInt)) and _is_strided(v) for v in values)
-        if any(self._lies_as_it_likes(n) for n in operands):
-            return None
-        if not fit or not results or not any(isinstance(v, Tensor) for v in values):
-            return None
-        if not all(isinstance(_value(n), Tensor) for n in results):
+        values, made = [_value(n) for n in operands], [_value(n) for n in results]
+        tensors = [v for v in (*values, *made) if isinstance(v, Tensor)]
+        fit = all(isinstance(v, (Tensor, torch.SymInt)) for v in values) and all(isinstance(v, Tensor) for v in made)
+        alike = len({v.device for v in tensors}) == 1 and all(v.layout is torch.strided for v in tensors)
+        if not made or not fit or not alike or any(map(self._strides_may_change, operands)):
             return None
         launches = {n for n in nodes if is_launch(n)}
         launches |= {self.nodes[r] for n in results for r in self._readers[n] if r != _OUT and is_launch(self.nodes[r])}
@@ -249,12 +252,12 @@ class _Sums:
         return (self._sums[last + 1] - self._sums[first] * self._powers[last + 1 - first]) % self._PRIME
 
 
-def is_light(node: fx.Node) -> bool:
+def computes_nothing(node: fx.Node) -> bool:
     """Return True if a node computes nothing in memory: a view, empty memory, a constant, a size, a seed."""
-    return node.op in ("placeholder", "get_attr") or travels(node) or is_seed(node) or not _has_tensors(_value(node))
+    return node.op in ("placeholder", "get_attr") or is_made_anew(node) or is_seed(node) or not _has_tensors(_value(node))
 
 
-def travels(node: fx.Node) -> bool:
+def is_made_anew(node: fx.Node) -> bool:
     """Return True if a node is made again in each body that reads it: a view, a graph, and what is made of no tensor."""
     if graph_of(node) is not None:
         return True
@@ -308,10 +311,6 @@ def _value(node: fx.Node) -> Any:
 def _has_tensors(value: Any) -> bool:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(part, Tensor) for part in parts)
-
-
-def _is_strided(value: Any) -> bool:
-    return not isinstance(value, Tensor) or (value.layout is torch.strided and value.device.type != "meta")
 
 
 def _described(value: Any) -> Any:

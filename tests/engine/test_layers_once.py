@@ -16,7 +16,7 @@ N, LAYERS = 16, 6
 
 @pytest.fixture(autouse=True)
 def without_caches():
-    """What is in torch's compile cache is not compiled again."""
+    """Compile everything: a graph of torch's compile cache is not cut."""
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
 
@@ -73,7 +73,7 @@ def test_equal_layers_are_calls_of_one_body():
 
 
 def test_values_that_are_returned_too_and_views_of_them():
-    """What a forward saves for its backward: results of a layer, in whatever shape."""
+    """Take what a forward saves for its backward out of a layer, in whatever shape."""
 
     def function(x, *weights):
         saved = []
@@ -109,7 +109,7 @@ def test_some_layers_are_different(others, calls, bodies):
 
 
 def test_nothing_is_cut_between_what_one_kernel_computes():
-    """Behind a product the graph may be cut, between ops that Inductor computes in one kernel it may not."""
+    """Cut behind a product, and not between ops that Inductor computes in one kernel."""
     gm, _ = traced(lambda x, w: ((x @ w).sin().cos() @ w).exp(), numbers(4, N), numbers(N, N))
     work = Work(gm.graph)
     may_cut = {node.name: may for node, may in zip(work.nodes, work.may_cut, strict=True)}
@@ -120,7 +120,7 @@ def test_nothing_is_cut_between_what_one_kernel_computes():
 
 
 def test_a_value_that_is_read_across_a_product_is_in_memory():
-    """A product reads it from there. What generated kernels alone read, each of them computes again, whatever lies between."""
+    """Cut behind a value that a product reads. One that only generated kernels read is computed again in each of them."""
 
     def cuts(function):
         work = Work(traced(function, numbers(4, N), numbers(N, N))[0].graph)

@@ -108,7 +108,7 @@ def test_a_mask_that_is_another_one_in_each_call_is_not_proved():
 
 
 def test_a_body_in_two_autocast_regions_is_left():
-    """What an op of it computes in depends on the call."""
+    """Leave a body whose ops compute in another dtype at each call."""
     norm = nn.RMSNorm(N)
 
     @torch.compiler.nested_compile_region

@@ -76,7 +76,7 @@ def collected(z, t, y):
 
 
 def accumulated(z, t, y):
-    """What a step of gradient accumulation does to its loss."""
+    """Divide the loss in place, as loops with gradient accumulation do."""
     loss = (z - t).abs().mean()
     loss /= 4
     return loss
