@@ -17,6 +17,7 @@ from torch import fx
 from fx_fusion.graph.dtypes import autocast_dtype
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import Opaque
+from fx_fusion.graph.terms import example, same_shape
 from fx_fusion.graph.view import View
 from fx_fusion.rewrite.losses_outside import Record, record_of
 from fx_fusion.runtime.capture import is_capturing
@@ -34,14 +35,21 @@ def only_read(gm: fx.GraphModule, deferred: Collection[int]) -> tuple[tuple[int,
     writes to one of them (then it is none).
 
     Who has an input sees what is written to it or to a view. Its hooks want its gradient. A view that is returned has its
-    memory."""
+    memory. A cast that is returned may be made anew, although ``float()`` of float32 returns its operand."""
     if not deferred:
         return (), False
-    placeholders, effects = gm.graph.find_nodes(op="placeholder"), View(gm.graph).effects
-    writes = not effects.written_inputs().isdisjoint(placeholders[i] for i in deferred)
+    placeholders, view = gm.graph.find_nodes(op="placeholder"), View(gm.graph)
+    writes = not view.effects.written_inputs().isdisjoint(placeholders[i] for i in deferred)
     if writes or sets_hooks_behind():
         return (), writes
-    return tuple(i for i in deferred if not effects.returned(placeholders[i])), False
+    return tuple(i for i in deferred if not _is_returned(view, placeholders[i])), False
+
+
+def _is_returned(view: View, logits: fx.Node) -> bool:
+    """Return True if a graph returns logits that come in, or a view of them."""
+    returned = [n for n in view.effects.aliases(logits) if any(user.op == "output" for user in n.users)]
+    casts = [n for n in returned if view.transparent(n) is logits and same_shape(example(n), example(logits))]
+    return len(returned) > len(casts)
 
 
 def only_losses_read(gm: fx.GraphModule, inputs: Collection[int], losses: Collection[str]) -> tuple[int, ...]:
