@@ -5,6 +5,7 @@ from bench.absent_gpu import Code, code_of, on_gpu  # isort: skip  before torch
 
 import argparse
 import contextlib
+import time
 from collections import Counter
 
 import torch
@@ -14,12 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fx_fusion
 from bench import families
 from bench.families import FAMILIES, OF_TIMM
+from fx_fusion.options import LAYERS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", choices=FAMILIES)
-    parser.add_argument("--variants", default="inductor,fx_fusion", help="with a colon, a mode of memory: fx_fusion:min")
+    parser.add_argument(
+        "--variants", default="inductor,fx_fusion", help="with a colon, a mode of memory or layers: fx_fusion:min or :once"
+    )
     parser.add_argument("--rows", type=int, default=12, help="kernels shown of each pass, those that move most")
     parser.add_argument("--write", metavar="FOLDER", help="also write the code there")
     given = parser.parse_args()
@@ -27,9 +31,12 @@ def main() -> None:
     for name in given.models:
         model, inputs, mode = built(name)
         for variant in given.variants.split(","):
-            backend, _, memory = variant.partition(":")
-            with mode, fx_fusion.recording():
-                codes = code_of(model, inputs, backend, {"memory": memory} if memory else None)
+            backend, _, way = variant.partition(":")
+            options = {"layers" if way in LAYERS else "memory": way} if way else None
+            began = time.process_time()
+            with mode, fx_fusion.recording(), torch._inductor.config.patch(force_disable_caches=True):
+                codes = code_of(model, inputs, backend, options)
+            print(f"{name}, {variant}: compiled in {time.process_time() - began:.1f} processor seconds")
             for i, code in enumerate(codes):
                 _show(f"{name}, {variant}, graph {i // 2}, {'backward' if code.backward else 'forward'}", code, given.rows)
                 if given.write:

@@ -8,6 +8,7 @@ import torch
 from tests.fuzz import fuzzed
 from tests.fuzz.compare import parted
 from tests.fuzz.judge import judge
+from tests.fuzz.layers import differs
 from tests.fuzz.program import Input, Program, script
 from tests.fuzz.programs import families, seed_of
 from tests.helpers import slow_but
@@ -99,3 +100,9 @@ def test_where_eager_overflows_float64_says_what_is_right():
 def test_a_program_that_writes_says_so(line):
     assert Program(0, "by hand", statements=["y = x.sin()", line], outputs=["y"]).writes()
     assert not Program(0, "by hand", statements=["y = x.sin()", "z = y >= 1"], outputs=["y"]).writes()
+
+
+def test_random_layers_that_are_compiled_once():
+    found = [differs(seed) for seed in range(10)]
+    assert not any(wrong for wrong, _ in found), found
+    assert sum(calls for _, calls in found) > 10
