@@ -21,7 +21,7 @@ _FEWEST = 60  # nodes of a graph that is looked at
 
 @dataclass(frozen=True)
 class Body:
-    """What became of equal stretches: their number, the nodes of each, and whether these are a backward's."""
+    """Equal stretches that became calls: their number, the nodes of each, and whether these are a backward's."""
 
     calls: int
     nodes: int
@@ -30,7 +30,7 @@ class Body:
 
 @dataclass
 class Layers:
-    """What was compiled once in the graphs that Inductor makes of one graph, or why nothing was."""
+    """The bodies of all graphs that Inductor makes of one graph, or why there are none."""
 
     bodies: list[Body] = field(default_factory=list)
     trouble: str = ""
