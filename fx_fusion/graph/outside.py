@@ -24,9 +24,11 @@ def views_of(gm: fx.GraphModule) -> dict[fx.GraphModule, View]:
     ambiguous: set[fx.GraphModule] = set()
     for module in gm.modules():  # outer modules come first
         if isinstance(module, fx.GraphModule) and module not in ambiguous:
-            _give_examples(module)
+            called = list(_called(module))
+            for body, calls in called:
+                _give_examples(body, calls)
             view = views[module] = View(module.graph, outside.get(module))
-            for body, calls in _called(module):
+            for body, calls in called:
                 if len({view.effects.region[call] for call in calls}) > 1:
                     ambiguous |= {each for each in body.modules() if isinstance(each, fx.GraphModule)}
                 else:
@@ -64,19 +66,18 @@ def _operands(body: fx.GraphModule, calls: list[fx.Node]) -> dict[fx.Node, objec
     return {n: of[0] if all(each is of[0] for each in of) else None for n, of in zip(inputs, handed, strict=True)}
 
 
-def _give_examples(module: fx.GraphModule) -> None:
-    """Give example values to calls, to their results and to the inputs of bodies, where Dynamo gave them none."""
-    for body, calls in list(_called(module)):
-        inputs, results = body.graph.find_nodes(op="placeholder"), body.graph.output_node().args[0]
-        for call in calls:
-            for given, operand in zip(inputs, call.args[_first_operand(call) :], strict=True):
-                if example(given) is None and isinstance(operand, fx.Node):
-                    set_example(given, example(operand))
-            if example(call) is None and isinstance(results, (tuple, list)):
-                set_example(call, tuple(example(n) for n in results))  # type: ignore[arg-type]
-                for user in call.users:
-                    if user.op == "call_function" and len(user.args) == 2 and isinstance(place := user.args[1], int):
-                        set_example(user, example(results[place]))  # type: ignore[arg-type]
+def _give_examples(body: fx.GraphModule, calls: list[fx.Node]) -> None:
+    """Give example values to the inputs of a body, to its calls and to their results, where Dynamo gave them none."""
+    inputs, results = body.graph.find_nodes(op="placeholder"), body.graph.output_node().args[0]
+    for call in calls:
+        for given, operand in zip(inputs, call.args[_first_operand(call) :], strict=True):
+            if example(given) is None and isinstance(operand, fx.Node):
+                set_example(given, example(operand))
+        if example(call) is None and isinstance(results, (tuple, list)):
+            set_example(call, tuple(example(n) for n in results))  # type: ignore[arg-type]
+            for user in call.users:
+                if user.op == "call_function" and len(user.args) == 2 and isinstance(place := user.args[1], int):
+                    set_example(user, example(results[place]))  # type: ignore[arg-type]
 
 
 def carried_in(view: View, node: fx.Node) -> fx.Node:

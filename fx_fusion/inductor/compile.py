@@ -75,14 +75,15 @@ _SEEN = "fx_fusion_seen"  # in the meta of a joint graph's nodes, and so of thos
 
 
 def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Callable[[fx.Graph], None]:
-    """What is done to a joint graph before it is partitioned: its linears, then norms that are read in 16 bits, what the
-    backward computes again, tied embeddings, and norms that are read in float8. Where one raises, the others are done all
-    the same."""
+    """Return the pass over a joint graph before it is partitioned.
+
+    It changes linears, then norms that are read in 16 bits, what the backward computes again, tied embeddings, and norms
+    that are read in float8. Where one step raises, the others are done all the same."""
     decisions.asked = True
     linears.recipe, linears.asked = options.float8, options.float8 != "off"
 
     def attempt(step: Callable[[], Any], so: str, of: Decisions | Linears | None = None) -> Any:
-        """What a step returns, or None: what follows from its failure is said, and written down where it is known."""
+        """Return what a step returns, or None: what follows from its failure is said, and written down where it is known."""
         try:
             return step()
         except Exception as error:

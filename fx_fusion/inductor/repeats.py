@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fx_fusion.memory.joint_graph import bytes_of
+from fx_fusion.memory.joint_graph import bytes_of, owner
 from fx_fusion.torch_internals.aten import draws, is_attention, is_convolution, is_overload, mutates
 from fx_fusion.torch_internals.collectives import is_collective
 from fx_fusion.torch_internals.lowerings import is_a_library_call
@@ -76,6 +76,7 @@ class Work:
         read = [self._with_leaves(n) for n in self.nodes]
         self.leaves = [leaves for _, leaves in read]
         self.kinds = [kind for kind, _ in read]
+        self.sums = _Sums(self.kinds)
         self.plain = [_is_plain(n) for n in self.nodes]
 
     def is_read(self, node: fx.Node) -> bool:
@@ -171,7 +172,7 @@ class Work:
             return None
         launches = {n for n in nodes if is_launch(n)}
         launches |= {self.nodes[r] for n in results for r in self._readers[n] if r != _OUT and is_launch(self.nodes[r])}
-        written = [(launch, _owner(n)) for launch in launches for n in written_by_launch(launch)]
+        written = [(launch, owner(n)) for launch in launches for n in written_by_launch(launch)]
         if any(n in (operands if launch in numbers else numbers) for launch, n in written):
             return None  # a launch copies what it may not write to: what another graph made
         key = tuple(wiring), tuple(map(_described, values)), tuple(numbers[n] for n in results)
@@ -191,7 +192,6 @@ def repeated(work: Work) -> list[list[Stretch]]:
 
 def _best(work: Work, taken: set[int]) -> list[list[Stretch]]:
     """Return the groups of the cuts that leave fewest nodes."""
-    sums = _Sums(work.kinds)
     by_kind = defaultdict(list)
     for place, may_cut in enumerate(work.may_cut):
         if may_cut and place not in taken:
@@ -200,8 +200,8 @@ def _best(work: Work, taken: set[int]) -> list[list[Stretch]]:
     for places in by_kind.values():
         for step in _STEPS:
             for offset in range(min(step, len(places))):
-                ranges = list(_ranges(places[offset::step], work, taken, sums))
-                sizes = Counter((sums.of(*r), r[1] - r[0]) for r in ranges)
+                ranges = list(_ranges(places[offset::step], work, taken))
+                sizes = Counter((work.sums.of(*r), r[1] - r[0]) for r in ranges)
                 gain = sum((count - 1) * (size + 1) - _CALL * count for (_, size), count in sizes.items() if count > 1)
                 if gain > _LEAST:
                     estimates.append((gain, ranges))
@@ -215,14 +215,14 @@ def _best(work: Work, taken: set[int]) -> list[list[Stretch]]:
     return best[1]
 
 
-def _ranges(places: list[int], work: Work, taken: set[int], sums: _Sums) -> Iterator[tuple[int, int]]:
+def _ranges(places: list[int], work: Work, taken: set[int]) -> Iterator[tuple[int, int]]:
     """Return the stretches between cuts, and those in front of the first cut and behind the last that are like others."""
     pairs = [(first + 1, last) for first, last in pairwise(places)]
     if pairs:
-        like, size = sums.of(*pairs[0]), pairs[0][1] - pairs[0][0]
+        sums, may_cut, size = work.sums, work.may_cut, pairs[0][1] - pairs[0][0]
         for first, last in ((places[0] - size, places[0]), (places[-1] + 1, places[-1] + 1 + size)):
             inside = first >= 0 and last < len(work.nodes)
-            if inside and sums.of(first, last) == like and work.may_cut[last] and (not first or work.may_cut[first - 1]):
+            if inside and sums.of(first, last) == sums.of(*pairs[0]) and may_cut[last] and (not first or may_cut[first - 1]):
                 pairs.append((first, last))
     for first, last in sorted(pairs):
         if last - first + 1 >= _LEAST and taken.isdisjoint(range(first, last + 1)):
@@ -296,12 +296,6 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     return node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and is_alias(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _value(node: fx.Node) -> Any:

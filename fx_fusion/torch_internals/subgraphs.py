@@ -12,16 +12,19 @@ from torch import Tensor, fx
 
 from fx_fusion.torch_internals.fakes import fake_mode_of
 
-_LAUNCH = getattr(torch.ops.higher_order, "triton_kernel_wrapper_functional", None)
+
+def _operator(name: str = "invoke_subgraph") -> Any:
+    return getattr(torch.ops.higher_order, name, None)
 
 
-def _operator() -> Any:
-    return getattr(torch.ops.higher_order, "invoke_subgraph", None)
+def _calls(node: fx.Node, *names: str) -> bool:
+    """Return True if a node calls one of these higher-order operators."""
+    return node.op == "call_function" and node.target is not None and any(node.target is _operator(name) for name in names)
 
 
 def is_call(node: fx.Node) -> bool:
     """Return True if a node calls another graph. Gone: False."""
-    return node.op == "call_function" and node.target is not None and node.target is _operator()
+    return _calls(node, "invoke_subgraph")
 
 
 def call_body(graph: fx.Graph, name: str, operands: Sequence[fx.Node], results: Sequence[Any]) -> fx.Node:
@@ -37,7 +40,7 @@ def call_body(graph: fx.Graph, name: str, operands: Sequence[fx.Node], results: 
 
 def is_launch(node: fx.Node) -> bool:
     """Return True if a node launches a Triton kernel, and returns what that writes."""
-    return node.op == "call_function" and node.target is not None and node.target is _LAUNCH
+    return _calls(node, "triton_kernel_wrapper_functional")
 
 
 def written_by_launch(node: fx.Node) -> list[fx.Node]:
@@ -62,9 +65,7 @@ def described_launch(node: fx.Node) -> Any:
 
 def is_flex_attention(node: fx.Node) -> bool:
     """Return True if a node is FlexAttention or its backward, which take graphs of scores and masks."""
-    higher = torch.ops.higher_order
-    known = [getattr(higher, name, None) for name in ("flex_attention", "flex_attention_backward")]
-    return node.op == "call_function" and any(node.target is op for op in known if op is not None)
+    return _calls(node, "flex_attention", "flex_attention_backward")
 
 
 def graph_of(node: fx.Node) -> fx.GraphModule | None:
