@@ -137,5 +137,8 @@ def _tell(of: Decisions | Linears | Layers | None, trouble: str, so: str) -> Non
 
 def plain_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Compile a graph with the user's options, and nothing of ours but PyTorch's mended calls of graphs."""
-    keep_bodies_apart()
+    try:
+        keep_bodies_apart()
+    except Exception as error:
+        _tell(None, f"{type(error).__name__}: {error}", "calls of graphs are compiled as PyTorch does")
     return compile_graph(gm, example_inputs, options.inductor)
