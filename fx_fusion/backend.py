@@ -17,6 +17,7 @@ from torch import fx
 from fx_fusion.errors import OptionError
 from fx_fusion.fallback import Rest, as_dynamo_wrote_it, tell
 from fx_fusion.float8.linears import Linears
+from fx_fusion.frontend import install
 from fx_fusion.fusion.registry import all_fusions
 from fx_fusion.graph.places import name_arguments
 from fx_fusion.graph.snapshot import snapshot
@@ -49,6 +50,7 @@ from fx_fusion.torch_internals.dynamo import CONTROL_FLOW, as_it_is, when_dynamo
 from fx_fusion.versions import Unmet, Versions
 
 bisector.make_known()
+install()
 loggers.warn_while_compiling()
 
 
@@ -180,6 +182,7 @@ def rewrite(
         lambda compiled: graph.deferred.wrap(
             compiled, report.reads, LossesOutside(versions.with_loss_outside), replayed=options.cuda_graphs
         ),
+        lambda deferring: deferring if graph.tail is None else graph.tail.wrap(deferring, report.reads, versions.computing),
         verifying_step(untouched, options.verify, report.index, report.reads, report.verified),
         lambda deferring: follow(deferring, report.reads, versions.computing) if graph.deferred.can_compute else deferring,
         lambda fast: versions.speculating(fast, checks, unmet),

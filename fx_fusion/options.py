@@ -27,6 +27,7 @@ _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "float8": (str, f"one of {', '.join(RECIPES)}: the recipe by which linears multiply in float8"),
     "float8_keep": (list, 'paths of modules whose linears stay in bfloat16, as ["*.down_proj"]'),
     "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
+    "front_ends": (bool, "whether calls of other libraries that would end a graph become part of it"),
     "layers": (str, f"one of {', '.join(LAYERS)}: whether equal layers are compiled once, as calls of one function"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
@@ -56,6 +57,7 @@ class Options:
     float8: str
     float8_keep: tuple[str, ...]
     verify: bool | str
+    front_ends: bool
     layers: str
     strict: bool
     fuel: int | None
@@ -163,12 +165,20 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         float8=float8,
         float8_keep=tuple(float8_keep),
         verify=verify,
+        front_ends=ours.get("front_ends", True),
         layers=layers,
         strict=ours.get("strict", False),
         fuel=_fuel(),
         inductor=inductor,
         masks=GUESS if ours.get("speculate", True) else None,
     )
+
+
+def wants_front_ends(options: Mapping[str, Any]) -> bool:
+    """Return True if the options that a backend was given, or the environment's, want front ends. A value that ``parse``
+    refuses counts as True."""
+    given = options.get("front_ends", _FLAGS.get(os.environ.get(f"{_PREFIX}FRONT_ENDS", "").lower()))
+    return given is not False
 
 
 def inductors_own(options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.loss_behind_a_break import only_read, read_by_rows
 from fx_fusion.rewrite.results_apart import keep_results_apart
 from fx_fusion.rewrite.returned_logits import defer_for_a_loss_outside, heads
+from fx_fusion.rewrite.returned_rows import Tail, take_rows_outside
 from fx_fusion.rewrite.rows_apart import Parts, settle, take_rows_first
 from fx_fusion.rewrite.written_halves import join_written_halves
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
@@ -45,6 +46,7 @@ class RewrittenGraph:
         activations: the positions of inputs that another graph may have made.
         untaken, writes: of ``loss_behind_a_break.only_read``.
         by_rows: those of ``untaken`` whose rows each are read by themselves.
+        tail: what it did with its logits, which is called outside.
     """
 
     gm: fx.GraphModule
@@ -57,6 +59,7 @@ class RewrittenGraph:
     untaken: tuple[int, ...]
     writes: bool
     by_rows: tuple[int, ...]
+    tail: Tail | None
 
     @property
     def sites(self) -> list[Site]:
@@ -74,12 +77,15 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     by_rows = read_by_rows(gm, untaken)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     report.joined = join_written_halves(gm)
+    waits = options.defer_outputs and not options.outputs_are_read and options.fuel is None
+    tail = take_rows_outside(gm) if waits else None
+    report.outside = () if tail is None else tuple(call.name for call in tail.calls)
     apart = take_rows_first(gm.graph)
     assumptions = Assumptions(gm, allowed=options.speculate or options.masks is not None)
     sites_of, deferred = rewrite_graphs(gm, options, assumptions, report, apart)
     graph = RewrittenGraph(
         gm, example_inputs, sites_of, deferred, assumptions.checks(), assumptions.sentences(), activations, untaken, writes,
-        by_rows,
+        by_rows, tail,
     )  # fmt: skip
     report.deferred, report.computed = deferred.waiting, deferred.computed
     if any(isinstance(given, torch.Tensor) and given.is_cuda for given in example_inputs):  # estimates are of GPUs

@@ -7,7 +7,8 @@
 With ``cotangents`` of the seams the forward computes the gradients beside them, while a chunk of logits exists: three
 products. The upstream gradients of the seams are then one factor times the cotangents. Without, the backward makes the
 logits again: four products. Rows whose cotangents are all 0 are left out where their seams are not read otherwise
-(``skips``), and in the backward: prompts where only answers are trained. Their seams and gradients are 0.
+(``skips``), and in the backward: prompts where only answers are trained. Their seams and gradients are 0. So are rows that a
+mask among the inputs hides (``rows_of_logits.hidden``); their seams are computed of the inputs.
 
 ``keep``, for code that runs op by op: without cotangents the logits are kept, and the backward writes their gradient over
 them. Three products, for m·v logits: not where these are more than an eighth of the memory, nor under hooks on what is saved
@@ -40,25 +41,47 @@ _MOST_KEPT = 8  # kept logits have this part of the device's memory at most
 
 def _run(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, skips):
     """Return the seams, and dx, dW, db and the gradients of the inputs (None where they are not needed)."""
-    kept = None
-    if cotangents and skips:
-        counts = [c != 0 if c.dim() == 1 else (c != 0).flatten(1).any(1) for c in cotangents]
-        kept = rows_to_keep(torch.stack(counts).any(0), lm_head.shape[0])
+    kept = _rows_that_count(inputs, cotangents, key, lm_head.shape[0], skips)
     if kept is None:
         return _run_all(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks)
-    per_row = [of.per_row for of in program(key).inputs]
-    some = [i[kept] if of_rows else i for i, of_rows in zip(inputs, per_row, strict=False)]
-    some_heads = [t if i % 3 else t[kept] for i, t in enumerate(heads)]
-    cotangents = [c[kept] for c in cotangents]
-    seams, (dx, dw, db, *d_inputs) = _run_all(
-        x[kept], lm_head, bias, some, some_heads, cotangents, key, needs, small_chunks, of_rows=x.shape[0]
-    )
+    some, some_heads = _inputs_of(kept, inputs, key), [t if i % 3 else t[kept] for i, t in enumerate(heads)]
+    cotangents = None if cotangents is None else [c[kept] for c in cotangents]
+    given = (lm_head, bias, some, some_heads, cotangents, key, needs, small_chunks)
+    seams, (dx, dw, db, *d_inputs) = _run_all(x[kept], *given, of_rows=x.shape[0])
 
     def whole(t):
         return None if t is None else t.new_zeros((x.shape[0], *t.shape[1:])).index_copy_(0, kept, t)
 
-    d_inputs = [whole(d) if of_rows else d for d, of_rows in zip(d_inputs, per_row, strict=False)]
-    return [whole(seam) for seam in seams], (whole(dx), dw, db, *d_inputs)
+    d_inputs = [whole(d) if of.per_row else d for d, of in zip(d_inputs, program(key).inputs, strict=False)]
+    return _seams_of_all(seams, kept, inputs, key, x.shape[0]), (whole(dx), dw, db, *d_inputs)
+
+
+def _rows_that_count(inputs, cotangents, key, v, skips):
+    """Return the indices of the rows whose logits are needed; None for all of them."""
+    rows, count = program(key), None
+    if rows.hiding is not None:
+        count = ~rows.hidden(inputs)
+    if cotangents and skips:
+        counts = [c != 0 if c.dim() == 1 else (c != 0).flatten(1).any(1) for c in cotangents]
+        some = torch.stack(counts).any(0)
+        count = some if count is None else count & some
+    return None if count is None else rows_to_keep(count, v)
+
+
+def _inputs_of(kept, inputs, key):
+    """Return the inputs of some rows."""
+    return [i[kept] if of.per_row else i for i, of in zip(inputs, program(key).inputs, strict=False)]
+
+
+def _seams_of_all(seams, kept, inputs, key, m):
+    """Return the seams of all rows. Those of hidden rows are computed of the inputs; what nobody reads is 0."""
+    rows = program(key)
+    whole = [s.new_zeros((m, *s.shape[1:])).index_copy_(0, kept, s) for s in seams]
+    if rows.hiding is not None:
+        hidden = rows.hidden(inputs).nonzero()[:, 0]
+        for s, values in zip(whole, rows.hidden_values(_inputs_of(hidden, inputs, key), len(hidden)), strict=True):
+            s.index_copy_(0, hidden, values.to(s.dtype))
+    return whole
 
 
 class _Chunks:
@@ -137,19 +160,29 @@ def _given(tensors, like):
 
 
 def _kept(x, lm_head, bias, inputs, heads, key):
-    """Return the seams, and the logits; padding for unaligned classes is behind them."""
+    """Return the seams, and the logits of the rows that count; padding for unaligned classes is behind them."""
+    m, kept, given = x.shape[0], _rows_that_count(inputs, None, key, lm_head.shape[0], False), inputs
+    if kept is not None:
+        x, given, heads = x[kept], _inputs_of(kept, inputs, key), [t if i % 3 else t[kept] for i, t in enumerate(heads)]
     lm_head, bias = padded(lm_head), None if bias is None else padded(bias)
-    logits, chunks = torch.nn.functional.linear(x, lm_head, bias), _Chunks(x, inputs, heads, None, key)
+    logits, chunks = torch.nn.functional.linear(x, lm_head, bias), _Chunks(x, given, heads, None, key)
     chunks.fill_all(logits, program(key).logits.shape[0])
-    return [*chunks.seams, logits]
+    return [*(chunks.seams if kept is None else _seams_of_all(chunks.seams, kept, inputs, key, m)), logits]
 
 
 def _gradients_of_kept(logits, cotangents, x, lm_head, bias, inputs, key, needs):
     """Return dx, dW, db and the gradients of the inputs; write over the logits."""
-    chunks, v = _Chunks(x, inputs, [], cotangents, key), lm_head.shape[0]
+    m, v, kept = x.shape[0], lm_head.shape[0], None
+    if len(logits) < m:
+        kept = (~program(key).hidden(inputs)).nonzero()[:, 0]
+        x, inputs = x[kept], _inputs_of(kept, inputs, key)
+        cotangents = [c[kept] for c in cotangents]
+    chunks = _Chunks(x, inputs, [], cotangents, key)
     chunks.fill_all(logits, v)
     needs_dx, needs_dw, needs_db = needs
     dx = logits @ padded(lm_head) if needs_dx else None
+    if dx is not None and kept is not None:
+        dx = dx.new_zeros((m, dx.shape[1])).index_copy_(0, kept, dx)
     dw = (logits.t() @ x)[:v] if needs_dw else None
     db = logits[:, :v].sum(0) if needs_db else None
     return _given((dx, dw, db, *chunks.d_inputs), (x, lm_head, x if bias is None else bias, *inputs))

@@ -353,7 +353,7 @@ FUSION = Fusion(
     emit=emit,
     guard=guard,
     why_keep=why_keep,
-    before=("cross_entropy",),
+    before=("log_probs_entropy", "cross_entropy"),
     on_cpu=True,
     cases=(
         case("chunks", m=40, h=16, v=8500, bench=False),

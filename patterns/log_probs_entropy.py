@@ -76,7 +76,7 @@ FUSION = Fusion(
     guard=guard,
     why_keep=why_keep,
     traffic=("3*m*v*bytes", "6*m*v*bytes"),
-    before=("linear_rows", "cross_entropy"),
+    before=("cross_entropy",),
     cases=(
         case("one_class", m=3, v=1, bench=False),
         case("odd", m=5, v=781, bench=False),

@@ -30,6 +30,7 @@ class GraphReport:
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     joined: int = 0  # new tensors that were written in two halves
     apart: int = 0  # linear layers of which each part of the rows has one of its own
+    outside: tuple[str, ...] = ()  # nodes of losses of rows that are computed with the loss outside
     deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
     computed: tuple[str, ...] = ()  # outputs that could wait, and are read
     assumes: tuple[str, ...] = ()
@@ -79,6 +80,8 @@ class GraphReport:
             yield f"{self.joined} tensor(s) that are written in two halves are one value"
         if self.apart:
             yield f"{self.apart} linear layer(s) run once for each part of the rows that is taken from the result"
+        if self.outside:
+            yield "losses of rows that it returns are computed outside of it, with the loss that they go into"
         if self.deferred:
             yield _deferred(self)
         if self.computed:

@@ -161,7 +161,8 @@ class Report:
     __repr__ = __str__
 
     def _unsaid(self, graph: GraphReport) -> list[Unsaid]:
-        found = unsaid(graph.rows_before, (s for s in (*self.sites, *self._left_out) if s.graph == graph.index))
+        inside = [row for row in graph.rows_before if row.name not in graph.outside]
+        found = unsaid(inside, (s for s in (*self.sites, *self._left_out) if s.graph == graph.index))
         return [what for what in found if self._only in ("", what.nearest)]
 
     def _grouped_unsaid(self, graph: GraphReport) -> list[str]:

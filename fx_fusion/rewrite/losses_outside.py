@@ -12,6 +12,7 @@ logits, by the graph as it was rewritten, op by op. Where none does, the logits 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,17 +44,21 @@ class Record:
     Attributes:
         steps: the calls.
         wanted: what of them, or of the outputs, is computed.
-        operands: input, weight and perhaps bias of the linear layer; then the tensors that the calls take.
+        operands: input, weight and perhaps bias of the linear layer; then the tensors that the calls take, each once.
+        taken: places in ``operands`` of what the calls take, in order.
         key: equal for records that differ in their tensors and numbers alone.
         numbers: that the calls take.
+        apart: places in ``wanted`` of what is computed without gradients.
     """
 
     recipe: Recipe
     steps: list[Step]
     wanted: list[Source]
     operands: list[Tensor]
+    taken: tuple[int, ...]
     key: tuple[Any, ...]
     numbers: tuple[Any, ...]
+    apart: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
@@ -83,14 +88,18 @@ class Record:
 
         outputs = (source for source in in_order(self.wanted, values=False) if isinstance(source, Output))
         nodes |= {source: logits(cast[0], source.meta.dtype) for source in outputs}
-        tensors, values = iter(given[head_size:]), iter(numbers)
+        tensors, values = iter([given[at] for at in self.taken]), iter(numbers)
         for step in self.steps:
             modes.enter(step.grad or step.func is Tensor.detach, step.autocast)
             args, kwargs = _replaced(step, nodes, tensors, values)
             nodes[step] = inserted(graph, step.func, args, kwargs)
             nodes[step].meta["stack_trace"] = step.place
-        wanted = [nodes[source] for source in self.wanted]
         modes.enter(True, None)
+        wanted = [nodes[source] for source in self.wanted]
+        for at in self.apart:
+            place = wanted[at].meta["stack_trace"]
+            wanted[at] = graph.call_method("detach", (wanted[at],))
+            wanted[at].meta["stack_trace"] = place
         return graph, wanted
 
 
@@ -167,13 +176,34 @@ def _recorded(recipe: Recipe, wanted: Sequence[Source], order: Sequence[Source])
         described.append((step.spec, parents, step.grad, step.autocast, step.inference))
     head = _head(recipe)
     outputs = tuple((place[s], s.meta.dtype) for s in order if isinstance(s, Output))
-    key = (recipe.of_linear, len(head), outputs, tuple(described), tuple(place[source] for source in wanted))
+    operands, taken = _operands(head, steps)
+    key = (recipe.of_linear, len(head), outputs, tuple(described), taken, tuple(place[source] for source in wanted))
     numbers = tuple(comparable(number) for step in steps for number in step.numbers)
-    return Record(recipe, steps, list(wanted), [*head, *_tensors(steps)], key, numbers)
+    return Record(recipe, steps, list(wanted), operands, taken, key, numbers)
 
 
-def _tensors(order: Sequence[Source]) -> list[Tensor]:
-    return [tensor for step in order if isinstance(step, Step) for tensor in step.tensors]
+def _losses(members: Sequence[Any]) -> list[int]:
+    """Return the places of deferred tensors that are likely to be differentiated. The others are computed without gradients.
+
+    The losses of rows that a loss is made of, the terms of a sum and numbers for a log are alive where a function keeps them
+    in a variable, and mostly nobody differentiates them. If somebody could, no gradient would be known before the backward.
+    The loss is the last number that nothing else is made of."""
+    trained = [member.source for member in members if member.requires_grad]
+    below: set[Source] = set()
+    for source in trained:
+        below.update(set(in_order([source], values=False)) - {source})
+    ends = [source for source in trained if source not in below]
+    numbers = [source for source in ends if not source.meta.dim()]
+    likely = numbers[-1:] or ends
+    return [at for at, member in enumerate(members) if member.source in likely]
+
+
+def _operands(head: Sequence[Tensor], order: Sequence[Source]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Return the operands of a record, and which of them its calls take, in order."""
+    tensors = [tensor for step in order if isinstance(step, Step) for tensor in step.tensors]
+    operands = [*head, *{id(tensor): tensor for tensor in tensors}.values()]
+    places = {id(tensor): at for at, tensor in enumerate(operands) if at >= len(head)}
+    return operands, tuple(places[id(tensor)] for tensor in tensors)
 
 
 def _head(recipe: Recipe) -> list[Tensor]:
@@ -221,15 +251,25 @@ class LossesOutside:
 
     def __init__(self, compile_graph: Callable[[fx.GraphModule, bool], Program]):
         self._compile, self._known = compile_graph, dict[Any, _Programs]()
+        self._trained: dict[Any, set[int]] = {}  # by the key of a record, what gradients came to that were not expected
 
     def __call__(self, recipe: Recipe) -> bool:
         """Compute all that is alive, was computed of the logits and has no classes. Return False where that takes logits."""
         members = recipe.numbers()
+        if any(member.source.is_differentiated for member in members):
+            return False  # what is made of it has to be made of its value
         record = record_of(recipe, [member.source for member in members])
-        values = None if record is None or any(step.inference for step in record.steps) else self._values(record)
+        if record is None or any(step.inference for step in record.steps):
+            return False
+        trained = self._trained.get(record.key) or _losses(members)
+        apart = tuple(at for at, member in enumerate(members) if member.requires_grad and at not in trained)
+        values = self._values(replace(record, key=(record.key, apart), apart=apart))
         if values is None:
             return False
-        for member, value in zip(members, values, strict=True):
+        for at, (member, value) in enumerate(zip(members, values, strict=True)):
+            if at in apart:
+                trains = functools.partial(self._trained.setdefault(record.key, set()).add, at)
+                value = member.differentiated_again(value, trains)
             for hook in member.source.hooks:
                 hook.register(value)
             member.give_apart(value)
@@ -238,7 +278,7 @@ class LossesOutside:
 
     def operands(self, source: Source) -> list[Tensor]:
         """Return the tensors that a number is made of: those of the linear layer, then those of the calls."""
-        return [*_head(source.recipe), *_tensors(list(in_order([source], values=False)))]
+        return _operands(_head(source.recipe), list(in_order([source], values=False)))[0]
 
     def again(self, source: Source, wanted: Sequence[int]) -> tuple[list[Tensor], Tensor]:
         """Compute a number once more, of leaves in the place of its operands; those at ``wanted`` need a gradient."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fx_fusion.errors import StaleTensorError
 from fx_fusion.runtime.hook import Hook, Hooks
+from fx_fusion.runtime.links import DifferentiatedAgain, gradients_of, refuse_gradient_of_function, upstream
 from fx_fusion.runtime.recipe import Recipe, refuse_gradient
 from fx_fusion.runtime.recorded_ops import LAYOUT, RECORDED, SPLITS, parts_of
 from fx_fusion.runtime.sources import NotRecorded, Output, Source, Step, mapped
 from fx_fusion.runtime.tensor_methods import ANSWERED
 from fx_fusion.torch_internals.containers import tree_leaves, tree_map_only
 from fx_fusion.torch_internals.dispatch import (
-    has_backward_hooks,
     history_of,
     is_in_functorch,
     preserved_version,
@@ -55,7 +55,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        dy, value = _upstream(ctx, dy)
+        dy, value = upstream(ctx, dy)
         if value is None:
             ctx.source.recipe.check()
         ctx.source.recipe.call.was_differentiated()
@@ -87,16 +87,8 @@ class _LinkOfNumbers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        dy, _ = _upstream(ctx, dy)
-        ctx.source.recipe.call.was_differentiated()
-        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        with torch.enable_grad(), without_torch_function(), without_saved_tensor_hooks():
-            leaves, value = ctx.source.recipe.losses.again(ctx.source, wanted)
-            found = torch.autograd.grad(value, [leaves[n] for n in wanted], dy, allow_unused=True)
-        grads: list[Any] = [None] * len(leaves)
-        for n, gradient in zip(wanted, found, strict=True):
-            grads[n] = gradient
-        return (None, *grads)
+        dy, _ = upstream(ctx, dy)
+        return (None, *gradients_of(ctx.source, ctx.needs_input_grad[1:], dy))
 
 
 class _LinkOfValue(torch.autograd.Function):
@@ -111,37 +103,7 @@ class _LinkOfValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        return None, _upstream(ctx, dy, create_graph=True)[0]
-
-
-def _upstream(ctx: Any, dy: Tensor, *, create_graph: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return a gradient of a deferred tensor behind the hooks that wait for it, and the tensor's value, if it was computed.
-    Raises RuntimeError where the value has another gradient by now. ``create_graph``: there may be second derivatives."""
-    if torch.is_grad_enabled() and not create_graph:
-        raise RuntimeError(
-            "a deferred tensor has first derivatives only where code differentiates it that never reads it (a custom "
-            "autograd.Function, another compiled function), and this is create_graph=True: hand it tensor.clone()."
-        )
-    value, history = ctx.seen or (None, None)
-    for hook in ctx.hooks if value is None else ():
-        found = hook.function(dy)
-        dy = dy if found is None else found
-    if value is not None and (history_of(value) is not history or has_backward_hooks(value) or value.retains_grad):
-        raise RuntimeError(
-            "a deferred tensor was changed in place, or given a hook, and then differentiated by code that never reads "
-            "it (a custom autograd.Function, a function compiled by itself): its gradient would be that of the "
-            'unchanged tensor. Hand that code a copy (tensor.clone()), or compile with options={"defer_outputs": False}.'
-        )
-    return dy, value
-
-
-def _refuse_gradient_of_function() -> None:
-    """Raise RuntimeError because gradients reach a deferred tensor by way of code that took it before it was read."""
-    raise RuntimeError(
-        "a custom autograd.Function took a deferred tensor, or what is made of it, before that was read; gradients of the "
-        "tensor by way of the Function are not computed. Hand the Function a copy (tensor.clone()), or compile with "
-        'options={"defer_outputs": False}.'
-    )
+        return None, upstream(ctx, dy, create_graph=True)[0]
 
 
 class _Given(torch.autograd.Function):
@@ -231,6 +193,12 @@ class DeferredTensor(torch.Tensor):
         if taken is not None and not is_its_hook(hook):
             refuse_gradient(taken)
 
+    def _will_be_differentiated(self) -> None:
+        """Let the gradients of what is computed of this tensor come through its value."""
+        source = self._source
+        if source is not None:
+            source.is_differentiated = True
+
     def has_hooks(self) -> bool:
         """Return True if somebody waits for its gradient."""
         return bool(self._hooks)
@@ -258,6 +226,14 @@ class DeferredTensor(torch.Tensor):
     def give(self, value: Tensor) -> None:
         """Remember the value."""
         self._value, self._seen[:] = value, [value, history_of(value)]
+
+    def differentiated_again(self, value: Tensor, told: Callable[[], object]) -> Tensor:
+        """Return the value of a number, or of losses of rows, such that its gradient is computed by computing it once more.
+        ``told`` is called when a gradient comes. Who asks for that of the tensor itself, later, would miss the loss."""
+        source = self.source
+        self._taken = source.recipe.names[0]
+        with torch.enable_grad(), without_torch_function():
+            return DifferentiatedAgain.apply(source, told, value, *source.recipe.losses.operands(source))
 
     def give_apart(self, value: Tensor) -> None:
         """Remember the value of a number or of losses of rows, which were computed apart from the rest of the family."""
@@ -368,6 +344,7 @@ class DeferredTensor(torch.Tensor):
                         return Hook(args[0], *args[1:], **kwargs)
         if func is torch.Tensor.retain_grad:
             args[0]._check_gradient()
+            args[0]._will_be_differentiated()
         if func in _DIFFERENTIATES:
             return cls._differentiate(func, args, kwargs)
         if func is torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
@@ -396,13 +373,14 @@ class DeferredTensor(torch.Tensor):
         for tensor in waiting:
             tensor._check_gradient()
             if tensor._link is not None and tensor._link() is not None:
-                _refuse_gradient_of_function()
+                refuse_gradient_of_function()
+            tensor._will_be_differentiated()
         roots = [root for root in tree_leaves(args[:1]) if isinstance(root, DeferredTensor)]
         if waiting and all(t._value is None for t in waiting) and not any(root._value is None for root in roots):
             with without_torch_function():  # nobody has read them: only code that never does leads to them
                 return func(*args, **kwargs)
         if waiting and any(root._was_returned() for root in roots):
-            _refuse_gradient_of_function()
+            refuse_gradient_of_function()
         for tensor in waiting:
             tensor.materialize()  # before a loss that waits, whose gradient has to come through it
         with torch.enable_grad():

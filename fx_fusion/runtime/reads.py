@@ -83,8 +83,7 @@ class Reads:
     def next_at_once(self, call: Call) -> bool:
         """Whether a call gets such logits at once. What became of those before is known late (two calls of a model, then a
         loss of both)."""
-        known = [c for c in self._recent if c.is_known][-HABIT:]
-        if len(known) == HABIT and all(c.wanted for c in known):
+        if self._wanted_in_a_row():
             self._recent, self._at_once = (), AT_ONCE
         if self._at_once:
             self._at_once -= 1
@@ -92,6 +91,14 @@ class Reads:
             return True
         self._recent = (*self._recent[-15:], call)
         return False
+
+    def will_be_at_once(self) -> bool:
+        """Return True if the next call gets such logits at once."""
+        return bool(self._at_once) or self._wanted_in_a_row()
+
+    def _wanted_in_a_row(self) -> bool:
+        known = [c for c in self._recent if c.is_known][-HABIT:]
+        return len(known) == HABIT and all(c.wanted for c in known)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -99,6 +99,7 @@ class Recipe:
         self.classes = self.elements = 0  # of the outputs
         self.losses: Losses | None = None
         self._recorded = 0
+        self._copies: dict[int, tuple[Any, Any, Any]] = {}  # by the id of a tensor: it, its version and the copy
 
     def wait(self) -> None:
         """From now on the operands may change before they are needed."""
@@ -141,6 +142,15 @@ class Recipe:
             return False
         self._recorded += 1
         return self._recorded <= _MOST_RECORDED
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a small tensor for a call that waits: the same one until the tensor is written to."""
+        original, version, copy = self._copies.get(id(tensor), (None, None, None))
+        if original is None or original() is not tensor or version != version_of(tensor):
+            with torch.enable_grad():
+                copy = tensor.clone()
+            self._copies[id(tensor)] = weakref.ref(tensor), version_of(tensor), copy
+        return copy  # type: ignore[return-value]
 
     def was_taken(self, rows: int) -> None:
         """Remember that a loss of so many rows was computed without the outputs."""

@@ -11,6 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Source:
         classes: how many classes it has, of those of the logits; 0 for a number, or numbers of rows.
         computes: whether it is more than an output, or a cast or view of one.
         hooks: on its gradient.
+        is_differentiated: somebody asks for the gradient of the tensor itself.
     """
 
     recipe: Any
@@ -69,7 +71,7 @@ class Source:
     computes: bool
 
     def __init__(self) -> None:
-        self.hooks = Hooks()
+        self.hooks, self.is_differentiated = Hooks(), False
         self._tensor: weakref.ref[Any] | None = None
 
     @property
@@ -140,7 +142,8 @@ class Step(Source):
         self.args, self.kwargs = args, kwargs
         self.spec = (func, self._spec(args), self._spec(kwargs))
         device = recipe.device().type
-        self.autocast, self.place, self.default = autocast_dtype(device), _users_line(), torch.get_default_dtype()
+        self.autocast, self.default = autocast_dtype(device), torch.get_default_dtype()
+        self.place = PLACE.get() or _users_line()
         self.inference = torch.is_inference_mode_enabled()
         self.grad = torch.is_grad_enabled() and func is not Tensor.detach
         self.computes = self.kind != LAYOUT or any(p.computes for p in self._parents)
@@ -269,8 +272,7 @@ class Step(Source):
 
     def _copy_small(self) -> None:
         """Replace tensors that may be written to before they are read by copies; remember the version of large ones."""
-        with torch.enable_grad():
-            copies = {id(t): t.clone() for t in self._tensors if t.numel() * _SMALL <= self.recipe.elements}
+        copies = {id(t): self.recipe.copy_of(t) for t in self._tensors if t.numel() * _SMALL <= self.recipe.elements}
         self._tensors = [copies.get(id(t), t) for t in self._tensors]
         self._versions = list(map(version_of, self._tensors))
         if copies:
@@ -302,6 +304,7 @@ class Step(Source):
             return self.again([*map(value_of, self._parents), *self._tensors])
 
 
+PLACE: ContextVar[str] = ContextVar("the stack trace of the call that is made for a graph", default="")
 _types: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}  # no tensors: they would stay
 _OURS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, errors))  # and torch's
 _MAY_RETURN_ITSELF = {*CASTS, Tensor.contiguous}

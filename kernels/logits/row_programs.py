@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fx_fusion.graph.rows_of_logits.hidden import Hiding, hiding
 from fx_fusion.torch_internals.dispatch import autograd_inside_an_op, without_saved_tensor_hooks
 from fx_fusion.torch_internals.standalone import Operand, compiled_for_rows
 
 _PROGRAMS: dict[str, "RowProgram"] = {}
+_SOME_ROWS = 7919  # a size that no other dim has
 
 
 class RowProgram:
@@ -83,6 +85,56 @@ class RowProgram:
             for p in read.keys() & seen:
                 read[p].add(i)
         return [read[p] for p in placeholders]
+
+    @functools.cached_property
+    def hiding(self) -> Hiding | None:
+        """Which rows need no logits; None where each does."""
+        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
+        inputs = zip(placeholders, self.inputs, strict=True)
+        masks = [p for p, of in inputs if of.per_row and of.dtype == torch.bool and not of.shape]
+        return hiding(self.body.graph, masks, [p for p, want in zip(placeholders, self.wants, strict=True) if want])
+
+    def hidden(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return which rows the mask among the inputs hides."""
+        assert self.hiding is not None
+        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
+        mask = inputs[placeholders.index(self.hiding.mask)]
+        return mask if self.hiding.value else ~mask
+
+    def hidden_values(self, inputs: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """Return the seams of so many hidden rows. ``inputs``: of these alone."""
+        assert self.hiding is not None
+        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
+        values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=False))
+        for node in self.hiding.steps:
+            shape, dtype = self._types.get(node, ((), None))
+            shape = tuple(rows if size == _SOME_ROWS else size for size in shape)
+            if node in self.hiding.chosen:
+                made = fx.map_arg(self.hiding.chosen[node], values.__getitem__)
+                values[node] = torch.as_tensor(made, device=self.logits.device).to(dtype).expand(shape)
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return [values[seam] for seam in self.body.graph.output_node().args[0]]  # type: ignore[union-attr]
+
+    @functools.cached_property
+    def _types(self) -> dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape, for some rows, and the dtype of each tensor that the body computes."""
+        found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
+
+        class Typing(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                made = super().run_node(n)
+                if isinstance(made, Tensor):
+                    found[n] = tuple(made.shape), made.dtype
+                return made
+
+        def meta(of: Operand) -> Tensor:
+            shape = (_SOME_ROWS, *of.shape) if of.per_row else of.shape
+            return torch.empty(shape, dtype=of.dtype, device="meta")
+
+        Typing(self.body).run(*map(meta, (self.logits, *self.inputs)))
+        return found
 
     def compile(self) -> None:
         """Compile both programs, where they run on a GPU."""

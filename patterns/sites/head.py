@@ -115,11 +115,24 @@ def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None)
 
 
 def leave_to_linear_rows(editor: Editor, match: Match) -> None:
-    """Raise Mismatch where a graph that runs op by op had better keep the logits for a backward of rows."""
+    """Raise Mismatch where a graph that runs op by op had better keep the logits for a backward of rows, or where it had
+    better make none of rows that a mask hides."""
+    if editor.eager and all(_is_hidden(editor.view, node) for node in match.outputs):
+        raise Mismatch("a mask hides rows of the result, whose logits linear_rows does not make")
     x, lm_head, bias = (example(match.inputs[name]) if name in match.inputs else None for name in ("x", "lm_head", "bias"))
     reason = why_again(x, lm_head, bias) if editor.eager and x is not None and lm_head is not None else None
     if reason is not None and not editor.saves_memory:
         raise Mismatch(reason)
+
+
+_VIEWS = {"view", "reshape", "unflatten", "squeeze", "unsqueeze", "neg"}
+
+
+def _is_hidden(view: View, node: fx.Node) -> bool:
+    """Return True if a mask chooses between a result and something else, or between views of it."""
+    names = {user: view.name(user) for user in node.users}
+    through = [user for user, name in names.items() if name in _VIEWS]
+    return any(name in ("where", "masked_fill") for name in names.values()) or any(_is_hidden(view, n) for n in through)
 
 
 def operands(editor: Editor, head: Head, site: LossSite) -> tuple[Any, Any, Any, Any]:

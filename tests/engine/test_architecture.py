@@ -18,6 +18,7 @@ ORDER = (
     {"float8"},
     {"fusion"},
     {"options"},
+    {"frontend", "frontends"},
     {"rewrite"},
     {"patterns"},
     {"inductor"},

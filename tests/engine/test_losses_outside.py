@@ -822,7 +822,7 @@ def test_gradients_of_what_a_custom_function_took(reads):
     rows = each_of(compiled_of(Model())(ids))
     made = Scaled.apply(rows, reads).mean()
     if reads:
-        with pytest.raises(RuntimeError, match="took a deferred tensor"):
+        with pytest.raises(RuntimeError, match="took"):
             torch.autograd.grad(made, rows, allow_unused=True)
     else:
         gradient, = torch.autograd.grad(made, rows, allow_unused=True)

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.graph.effects import entered, storages
 from fx_fusion.graph.indices import index_of
+from fx_fusion.graph.rows_of_logits.hidden import hiding
 from fx_fusion.graph.rows_of_logits.reader import Reader, is_elementwise
 from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed, is_plain_call
 from fx_fusion.graph.terms import example, is_tensor
@@ -31,17 +32,30 @@ _BEFORE_A_SELECTION = {"to", "float", "contiguous", "mul", "div", "neg", "exp", 
 def region_of(view: View, root: fx.Node, *, may_return: bool = False) -> Region:
     """Return the region of the logits that ``root`` makes. Raises Opaque, with the node that decided.
 
+    A mask that hides rows of all that the region computes is part of it. Other masks and weights of rows are not.
+
     Args:
         may_return: allow that the graph returns values with classes (``Region.returned``).
     """
+    if any(view.name(node) in ("where", "masked_fill") for node in view.graph.nodes):
+        try:
+            region = _Finder(view, root, may_return, with_masks=True).region
+        except Opaque:
+            pass  # without masks it may be another
+        else:
+            masks = [i.typed.node for i in region.inputs if i.per_row and not i.typed.inner and i.tensor.dtype == torch.bool]
+            trained = [i.typed.node for i in region.inputs if i.tensor.requires_grad]
+            if hiding(region.body, masks, trained) is not None:
+                return region
     return _Finder(view, root, may_return).region
 
 
 class _Finder:
     """Runs the nodes that read the logits, on fake tensors, and sorts them: inside, at the seam, behind it."""
 
-    def __init__(self, view: View, root: fx.Node, may_return: bool):
-        self.view, self.may_return = view, may_return
+    def __init__(self, view: View, root: fx.Node, may_return: bool, with_masks: bool = False):
+        self.view, self.may_return, self.with_masks = view, may_return, with_masks
+        self.masks: list[fx.Node] = []  # booleans from outside, equal ones once
         selected = _selection(view, root, may_return)
         logits = _rows_of(example(root), selected[0]) if selected else example(root)
         self.reader = Reader(logits)
@@ -148,6 +162,7 @@ class _Finder:
         def operand(n: fx.Node) -> Any:
             if n in self.values:
                 return self.values[n]
+            n = self._first_equal(n)
             known = example(n)
             if isinstance(known, Tensor):
                 reader.sources[id(known)] = n
@@ -166,6 +181,16 @@ class _Finder:
                 return target(*args, **kwargs)
         except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             raise Opaque(f"{node.name} could not be run on tensors without values: {str(error).splitlines()[0]}") from error
+
+    def _first_equal(self, node: fx.Node) -> fx.Node:
+        """Return the first mask of those known that is what a node is (``~mask``, written twice), or the node."""
+        if not is_tensor(node) or example(node).dtype != torch.bool:
+            return node
+        for known in self.masks:
+            if self.view.same_value(known, node):
+                return known
+        self.masks.append(node)
+        return node
 
     def _close(self) -> None:
         """Every value that is read outside is a seam."""
@@ -243,6 +268,8 @@ class _Finder:
         if name not in LINEAR or self._have_classes(reached):
             return False
         bound = self.view.arguments(node) or {}
+        if name in ("where", "masked_fill") and self.with_masks:
+            return False
         if name in ("where", "masked_fill") and bound.get("condition", bound.get("mask")) not in reached:
             return True
         if name in ("mul", "div") and (len(reached) != 1 or (name == "div" and bound.get("input") not in reached)):

@@ -1,0 +1,170 @@
+"""Losses of rows that a graph returns: they are computed outside of it, with the loss that is made of them.
+
+    log_probs, entropy = model(x)             computed of logits in the graph, a number a token
+    loss = (log_probs * weights).sum()        outside
+    loss.backward()
+
+What gradient each row gets is known outside only. In the graph the logits would have to be kept for it, or made again.
+So the graph ends with the logits, which are deferred (``rewrite.returned_logits``). What it does with them is called outside
+as if the user had written it there; those calls wait, and ``rewrite.losses_outside`` computes them with the loss.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fx_fusion.graph.effects import autocast_of
+from fx_fusion.graph.linear import linear_of
+from fx_fusion.graph.rows_of_logits.values import is_plain_call
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
+from fx_fusion.rewrite.returned_logits import is_large
+from fx_fusion.runtime.capture import is_capturing
+from fx_fusion.runtime.reads import Reads
+from fx_fusion.runtime.recorded_ops import RECORDED, SPLITS
+from fx_fusion.runtime.sources import PLACE
+from fx_fusion.torch_internals.fakes import FakeTensor
+
+Compiled = Callable[..., Any]
+_MOST_CALLS = 96
+_OPERATORS = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.eq, operator.ne,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_, operator.invert, operator.getitem,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a graph did with its logits.
+
+    Attributes:
+        calls: what is called, in order, of each other's results, of the logits and of other results of the graph.
+        given: of which results of the graph, by their nodes.
+        plan: for every original output its place among the results of the graph, or the call that makes it.
+        autocast: device type, dtype and whether it is on, around the calls.
+    """
+
+    calls: list[fx.Node]
+    given: dict[fx.Node, int]
+    plan: list[int | fx.Node]
+    autocast: tuple[str, torch.dtype, bool]
+
+    def wrap(self, deferring: Compiled, reads: Reads, compile_whole: Callable[[], Compiled]) -> Compiled:
+        """Around the compiled graph: return what the graph returned before. While the logits are wanted in call after call,
+        call what ``compile_whole`` returns, the graph with what it does with them, made at first need."""
+        whole: list[Compiled] = []
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            plain = not any(isinstance(a, FakeTensor) for a in args) and (bool(whole) or not is_capturing())
+            if plain and reads.will_be_at_once():
+                if not whole:
+                    whole.append(compile_whole())
+                reads.next_call().at_once()
+                return tuple(whole[0](*args))
+            results = deferring(*args)
+            made = self._called(results)
+            return tuple(results[at] if isinstance(at, int) else made[at] for at in self.plan)
+
+        return run
+
+    def _called(self, results: Sequence[Any]) -> dict[fx.Node, Any]:
+        """Return the results of the calls, which wait where the logits do."""
+        device, dtype, enabled = self.autocast
+        values = {node: results[at] for node, at in self.given.items()}
+        with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            for call in self.calls:
+                args, kwargs = fx.map_arg((call.args, call.kwargs), values.__getitem__)
+                function: Any = getattr(args[0], call.target) if isinstance(call.target, str) else call.target
+                token = PLACE.set(call.meta.get("stack_trace") or "")
+                try:
+                    values[call] = function(*(args[1:] if isinstance(call.target, str) else args), **kwargs)
+                finally:
+                    PLACE.reset(token)
+        return values
+
+
+def take_rows_outside(gm: fx.GraphModule) -> Tail | None:
+    """Let a graph that returns losses of rows of its logits return the logits, in place; return what it did with them. None,
+    and nothing is changed, where it does not, or where the calls could not wait."""
+    large = [n for n in gm.graph.nodes if is_tensor(n) and example(n).requires_grad and is_large(example(n))]
+    if not large:
+        return None
+    view = View(gm.graph)
+    linears = [n for n in large if linear_of(view, n) is not None]
+    if len(linears) != 1:
+        return None
+    (logits,) = linears
+    calls = _calls_of(view, logits)
+    if not calls or not _returns_trained_rows(logits, calls) or not _may_wait(view, logits, calls):
+        return None
+    return _cut(gm, view, logits, calls)
+
+
+def _calls_of(view: View, logits: fx.Node) -> list[fx.Node]:
+    """Return all that is computed of logits, in order."""
+    reached = {logits}
+    for node in view.graph.nodes:
+        if node.op != "output" and any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    return [node for node in view.graph.nodes if node in reached and node is not logits]
+
+
+def _returns_trained_rows(logits: fx.Node, calls: Sequence[fx.Node]) -> bool:
+    """Return True if the graph returns numbers of rows that have a gradient, and not the logits or what has classes."""
+    classes = example(logits).shape[-1]
+    returned = [n for n in (logits, *calls) if any(user.op == "output" for user in n.users)]
+    if not all(is_tensor(n) for n in returned) or any(classes in example(n).shape for n in returned):
+        return False
+    return any(example(n).requires_grad and example(n).dim() for n in returned)
+
+
+def _may_wait(view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> bool:
+    """Return True if every call is one whose result waits, in one mode, and nothing that they read changes behind."""
+    effects, region = view.effects, view.effects.region[calls[0]]
+    if len(calls) > _MOST_CALLS or not effects.region[logits][0] or not region[0]:
+        return False
+    if any(effects.region[n] != region or effects.mutated(n) or not _is_recorded(n) or not is_plain_call(n) for n in calls):
+        return False
+    read = [n for call in calls for n in call.all_input_nodes if is_tensor(n)]
+    return effects.written_after(view.order[logits], [logits, *read]) is None
+
+
+def _is_recorded(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        function = getattr(Tensor, str(node.target), None)
+        return function in RECORDED or function in SPLITS
+    known = node.target in RECORDED or node.target in SPLITS or node.target in _OPERATORS
+    return node.op == "call_function" and known and node.target is not F.linear
+
+
+def _cut(gm: fx.GraphModule, view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> Tail:
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    inside = set(calls)
+    read: dict[fx.Node, fx.Node] = {}  # what calls take, equal ones (``~mask``, written twice) once
+    for node in (n for call in calls for n in call.all_input_nodes if n not in inside and n is not logits):
+        read[node] = next((known for known in read if view.same_value(known, node)), node)
+    given_to = dict.fromkeys(read.values())
+    kept = [item for item in returned if item not in inside]
+    for node in (logits, *given_to):
+        if node not in kept:
+            kept.append(node)
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in (logits, *given_to)}
+    copies |= {n: copies[known] for n, known in read.items()}
+    copied = [copies.setdefault(call, graph.node_copy(call, copies.__getitem__)) for call in calls]
+    given = {copies[n]: kept.index(n) for n in (logits, *given_to)}
+    plan = [copies[n] if n in inside else kept.index(n) for n in returned]
+    autocast = autocast_of(view.effects.region[calls[0]], example(logits).device.type)
+    output.args = (tuple(kept),)
+    for call in reversed(calls):
+        gm.graph.erase_node(call)
+    gm.recompile()
+    return Tail(copied, given, plan, autocast)
