@@ -7,7 +7,7 @@
 Llama of the 1B shape with 8 layers, 4 rows of 2048 tokens, bfloat16, fused AdamW, no gradient checkpointing. Each way in a
 process of its own: the median time of a step as the trainer makes it, its own work included, and peak memory.
 
-    trl-eager, trl-inductor, trl-fx_fusion    SFTTrainer: TRL computes head and loss itself, in chunks, behind a graph break
+    trl-eager, trl-inductor, trl-fx_fusion    SFTTrainer: TRL's own head, in chunks; under fx_fusion a part of the graph
     trl-liger                                 the same with use_liger_kernel=True, whose kernels replace the layers' modules
     trainer-inductor, trainer-fx_fusion       Trainer: head and loss in the graph of the model
 """

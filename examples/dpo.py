@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer with a reference model. As in sft.py, TRL's loss is behind a graph break; both models are rewritten."""
+"""TRL's DPOTrainer with a reference model. As in sft.py, its head is part of the graphs of both models."""
 
 import datasets
 from small import llama, words

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with a reward in Python. As in sft.py, TRL's loss is behind a graph break; the model is rewritten."""
+"""TRL's GRPOTrainer with a reward in Python. As in sft.py, its head is part of the graph."""
 
 import datasets
 from small import llama, words

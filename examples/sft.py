@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer. TRL computes the loss itself, behind a graph break; what comes before is rewritten."""
+"""TRL's SFTTrainer: head and loss of TRL's own are part of the graph."""
 
 import datasets
 from small import llama, words

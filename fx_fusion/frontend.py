@@ -14,14 +14,17 @@ import importlib
 import importlib.metadata
 import inspect
 import io
-import os
+import re
 import textwrap
 import tokenize
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from torch import fx
 
 from fx_fusion.after_import import after_import
 from fx_fusion.errors import DeclarationError
@@ -63,8 +66,9 @@ class FrontEnd:
     substitutes: tuple[Substitute, ...]
 
 
+GROUP = "fx_fusion.front_ends"  # the entry points of installed plug-ins
 _registered: list[FrontEnd] = []
-_unused: dict[str, str] = {}  # a sentence for each target that is left alone, by the file that it is in
+_met: dict[str, None] = {}  # a sentence for each target that was met since the last report and left alone
 
 
 def register_front_end(front_end: FrontEnd) -> None:
@@ -82,24 +86,30 @@ def register_front_end(front_end: FrontEnd) -> None:
 
 @functools.cache
 def install() -> None:
-    """Register the front ends of this package. Each of them acts when its library is imported."""
+    """Register the front ends of this package, and those that installed packages name as entry points of the group
+    ``fx_fusion.front_ends``. Each of them acts when its library is imported. One that fails is left out with a warning."""
     for file in sorted((Path(__file__).parent / "frontends").glob("[!_]*.py")):
         register_front_end(importlib.import_module(f"fx_fusion.frontends.{file.stem}").FRONT_END)
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            register_front_end(point.load())
+        except Exception as error:
+            told = f"plug-in {point.name} ({point.value}) is not used: {type(error).__name__}: {error}"
+            warnings.warn(f"fx_fusion: {told}", stacklevel=2)
 
 
 def _install(front_end: FrontEnd, module: ModuleType) -> None:
     for each in front_end.substitutes:
-        original = _object(each.target)
-        file = inspect.getsourcefile(inspect.unwrap(original)) or ""
-        if (trouble := why_unknown(front_end, each)) is not None:
-            _unused[file] = trouble
-        elif not substitute(original, functools.partial(_stand_in, each)):
-            _unused[file] = f"this version of torch lets nothing stand for {each.target}"
+        substitute(_object(each.target), functools.partial(_stand_in, each, why_unknown(front_end, each)))
 
 
-def _stand_in(each: Substitute, within: str, options: Mapping[str, Any]) -> Any:
+def _stand_in(each: Substitute, unknown: str | None, within: str, options: Mapping[str, Any]) -> Any:
     """Return what is captured in place of a target in the code of a module, or None."""
-    return each.by if each.within in ("", within) and wants_front_ends(options) else None
+    if each.within not in ("", within) or not wants_front_ends(options):
+        return None
+    if unknown is not None:
+        _met[unknown] = None
+    return each.by if unknown is None else None
 
 
 def why_unknown(front_end: FrontEnd, each: Substitute) -> str | None:
@@ -117,9 +127,28 @@ def why_unknown(front_end: FrontEnd, each: Substitute) -> str | None:
     return f"the source of {each.target} in {front_end.library} {version} is none of those that are known ({known})"
 
 
-def unused_at(broke: str) -> str:
-    """Return why no front end stands for what a graph ends at, if one was to. ``broke``: the sentence on the graph break."""
-    return next((said for file, said in _unused.items() if file and f" at {os.path.basename(file)}:" in broke), "")
+def left_alone() -> list[str]:
+    """Return a sentence for each target that was met since the last call, and whose source is not known."""
+    found = list(_met)
+    _met.clear()
+    return found
+
+
+def libraries_in(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the libraries whose calls a captured graph holds by a front end."""
+    frames = {frame for node in graph.nodes for frame in _FRAME.findall(node.stack_trace or "")} if _registered else set()
+    found = (each.library for each in _registered for s in each.substitutes if not frames.isdisjoint(_frames(s.by)))
+    return tuple(sorted(set(found)))
+
+
+_FRAME = re.compile(r'File "([^"]*)", line \d+, in (\w+)')
+
+
+def _frames(by: Any) -> set[tuple[str, str]]:
+    """Return file and name of the functions that a stand-in is, or has."""
+    functions = [getattr(f, "__func__", f) for f in vars(by).values()] if inspect.isclass(by) else [inspect.unwrap(by)]
+    codes = (f.__code__ for f in functions if inspect.isfunction(f))
+    return {(code.co_filename, code.co_name) for code in codes}
 
 
 def source_hash(names: tuple[str, ...]) -> str:

@@ -9,6 +9,7 @@ is there when ``register(FUSION)`` has run, or always where its package names it
 
 from fx_fusion.checking import check
 from fx_fusion.errors import DeclarationError
+from fx_fusion.frontend import FrontEnd, Substitute, register_front_end
 from fx_fusion.fusion.declaration import Case, Fusion, case
 from fx_fusion.fusion.guards import unlike, wrong_dtype
 from fx_fusion.fusion.registry import register
@@ -22,6 +23,7 @@ from fx_fusion.ops.fused_op import FusedOp, fused_op
 from fx_fusion.ops.launch import launch
 
 __all__ = [
-    "Case", "DeclarationError", "FusedOp", "Fusion", "Plan", "as_rows", "case", "cdiv", "check", "column_sums", "fused_op",
-    "launch", "multiprocessors", "next_power_of_2", "planner", "register", "too_small", "unlike", "wrong_dtype",
+    "Case", "DeclarationError", "FrontEnd", "FusedOp", "Fusion", "Plan", "Substitute", "as_rows", "case", "cdiv", "check",
+    "column_sums", "fused_op", "launch", "multiprocessors", "next_power_of_2", "planner", "register", "register_front_end",
+    "too_small", "unlike", "wrong_dtype",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ class GraphReport:
     planned_for: str = ""  # the GPU by whose table it was planned, where that is not here
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
     broke: str = ""  # the graph break that it ends at, if it does
+    front_ends: tuple[str, ...] = ()  # libraries whose calls are part of it by a front end
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     joined: int = 0  # new tensors that were written in two halves
     apart: int = 0  # linear layers of which each part of the rows has one of its own
@@ -74,6 +75,8 @@ class GraphReport:
             yield f"unchanged to Inductor: {self.fallback}"
         if self.broke:
             yield f"ends at a {self.broke}"
+        if self.front_ends:
+            yield f"calls of {', '.join(self.front_ends)} are part of it: front_ends=False leaves them to eager"
         if self.floats:
             yield f"{self.floats} foreach call(s) take a changing float as a tensor"
         if self.joined:

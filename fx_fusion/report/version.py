@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fx_fusion.frontend import left_alone, libraries_in
 from fx_fusion.graph.devices import planned_gpu
 from fx_fusion.options import Options
 from fx_fusion.report.diff import rows
@@ -32,13 +33,15 @@ class Version:
 def new_report(gm: fx.GraphModule, version: Version | None, options: Options) -> GraphReport:
     """The report of a graph that is as Dynamo wrote it."""
     compile_id, attempt = current_compile_id()
+    broke, unknown = why_it_ends(gm), left_alone()
     report = GraphReport(
         index=next(graph_numbers),
         rows_before=rows(gm),
         nodes_before=len(gm.graph.nodes),
         compile_id=compile_id,
         attempt=attempt,
-        broke=why_it_ends(gm),
+        broke=" ".join((broke, *unknown)) if broke else "",
+        front_ends=libraries_in(gm.graph),
         planned_for=planned_gpu(),
         options=options.given(),
     )

@@ -65,7 +65,9 @@ def _options(tx: Any) -> Mapping[str, Any] | None:
             return options
         arguments = getattr(backend, "kwargs", None) or getattr(backend, "keywords", None) or {}
         given = arguments.get("options")
-        options = {**options, **given} if isinstance(given, Mapping) else options
+        if not isinstance(given, Mapping):  # validated, by a backend of this package that others are made of
+            given = {"front_ends": getattr(given, "front_ends", True)}
+        options = {**options, **given}
         inside = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "func", "__wrapped__")
         backend = next((found for name in inside if (found := getattr(backend, name, None)) is not None), None)
     return None

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fx_fusion.torch_internals import (
     kernel_accesses,
     lowerings,
     nodes,
+    substitutes,
 )
 from fx_fusion.torch_internals.attention import takes_grouped_heads
 from fx_fusion.torch_internals.fakes import FakeTensor, FakeTensorMode, example_of
@@ -334,6 +336,51 @@ def test_parameters_have_the_path_of_the_model():
     assert {"0.weight", "1.running_mean"} <= set(seen)
     assert "" in seen, "of the input, and of what is computed"
     assert dynamo.parameter_path(torch.fx.Graph().placeholder("x")) == ""
+
+
+@torch.compiler.disable
+def left_to_eager(x):
+    return x + 1
+
+
+class StandsForIt:
+    @staticmethod
+    def apply(x):
+        return x + 1
+
+
+def stands_for_it(x):
+    return x + 1
+
+
+class NotTraced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_something_else_stands_for_a_function_and_a_class(monkeypatch):
+    """Under a backend of this package; another one sees the original."""
+    assert substitutes.substitute(left_to_eager, lambda within, options: stands_for_it if within == __name__ else None)
+    assert substitutes.substitute(NotTraced, lambda within, options: StandsForIt)
+
+    def function(x):
+        return NotTraced.apply(left_to_eager(x.sin())).cos()
+
+    for module, count in (("fx_fusion.backend", 1), ("another.backend", 3)):
+        graphs = []
+
+        def backend(gm, inputs, graphs=graphs):
+            graphs.append(gm)
+            return gm
+
+        backend.__module__ = module
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(function, backend=backend)(torch.ones(3)), function(torch.ones(3)))
+        assert len(graphs) == count
+    monkeypatch.setitem(sys.modules, "torch._dynamo.variables.builder", None)
+    assert not substitutes.substitute(left_to_eager, lambda within, options: None)
 
 
 def test_nodes_in_containers():
