@@ -94,6 +94,7 @@ LOSSES = {
     "weighted by rows": (lambda z, t, y: -(of_labels(z, y) * t[:, 0, :1] * log_p(z).square().mean(-1)).sum() / 7, True),
     "shifted": (lambda z, t, y: (z[:, :-1].softmax(-1) * (log_p(z[:, :-1]) - log_p(t[:, 1:]))).sum(-1).mean(), True),
     "in one dim": (lambda z, t, y: (lambda z, t: (z - t).abs().sum(-1).mean())(z.view(-1, V), t.view(-1, V)), True),
+    "a logit itself": (lambda z, t, y: F.dropout(z[..., 3], 0.0).mean() + z.softmax(-1).square().sum(-1).mean(), True),
     "mean of logits": (lambda z, t, y: z.float().square().mean(), True),
     "hardest tokens": (lambda z, t, y: (z - t).square().mean(-1).flatten().topk(6)[0].mean(), False),
     "norm of rows": (lambda z, t, y: (z - t).square().mean(-1).norm(), False),

@@ -141,7 +141,7 @@ LATER = 10**7  # seeds from here on are of families that came later: the program
 
 def families() -> dict[str, Family]:
     """Every family by name, in a fixed order: a seed says which."""
-    return _first() | _later() | _of_rows()
+    return _first() | _later() | _of_rows() | _returned()
 
 
 def _first() -> dict[str, Family]:
@@ -168,9 +168,15 @@ def _of_rows() -> dict[str, Family]:
     return {f"rows {f.__name__}": f for f in (rows.rows_inside, rows.rows_behind, rows.rows_outside)}
 
 
+def _returned() -> dict[str, Family]:
+    from tests.fuzz import programs_rows as rows
+
+    return {"returned rows_returned": rows.rows_returned}
+
+
 def _groups() -> tuple[tuple[int, dict[str, Family]], ...]:
     """Groups of families, each with its first seed."""
-    return (0, _first()), (LATER, _later()), (2 * LATER, _of_rows())
+    return (0, _first()), (LATER, _later()), (2 * LATER, _of_rows()), (3 * LATER, _returned())
 
 
 def seed_of(family: str, n: int) -> int:

@@ -122,3 +122,51 @@ def rows_outside(m: Maker) -> None:
     without_unread(m.program.after, 0, loss)
     m.program.after.append(f"r[0] = {m.pick('0', '0', 'r[0]', f'{loss}.detach()')}")
     m.program.after.append(f"r.append({loss})")
+
+
+def rows_returned(m: Maker) -> None:
+    """The function returns numbers of rows, masked or not; eager code logs some, writes to some, and makes losses of them."""
+    z = logits(m)
+    y, row, _ = operands(m)
+    seen = scaled(m, z) if m.chance(0.4) else m.let("z", f"{z}.float()")
+    logp = m.let("logp", f"{seen}.log_softmax(-1)")
+    mask = m.let("mask", f"{row} > {m.pick(-1.0, 0.0, 0.5, 9.0)}")
+    rows = []
+    for _ in range(m.pick(1, 2, 3)):
+        rows.append(m.let("r", m.pick(
+            f"{logp}.gather(-1, {y}[..., None]).squeeze(-1)", f"-({logp}.exp() * {logp}).sum(-1)", f"{seen}.logsumexp(-1)",
+            f"({seen}.argmax(-1) == {y}).float()", f"{seen}.mean(-1).detach()", f"{seen}.square().sum(-1)",
+            f"F.cross_entropy({seen}.flatten(0, 1), {y}.flatten(), reduction='none').view({y}.shape)",
+        )))  # fmt: skip
+    hides = m.pick("{}", "{}.masked_fill(~{m}, 0)", "{}.masked_fill(~{m}, 0)", "torch.where({m}, {}, 0.0)", "{} * {m}")
+    rows = [m.let("h", hides.format(r, m=mask)) for r in rows]
+    returned = [*rows, *([m.let("n", f"-{m.pick(*rows)}.sum() / {mask}.sum().clamp(min=1)")] if m.chance(0.5) else [])]
+    m.out(*returned, f"{row} * 1", mask)
+    names, after = iter(range(10**6)), m.program.after
+    weights, counted = f"r[{len(returned)}]", f"r[{len(returned) + 1}]"
+    alive, numbers, logged = [f"r[{i}]" for i in range(len(rows))], [], []
+
+    def let(stem: str, expression: str) -> str:
+        name = f"{stem}_{next(names)}"
+        after.append(f"{name} = {expression}")
+        return name
+
+    for _ in range(m.pick(2, 4, 6)):
+        kind, a = m.random.random(), m.pick(*alive)
+        if kind < 0.3:
+            alive.append(let("a", m.pick(
+                f"-{a}", f"{a} * {weights}", f"torch.exp({a} - {a}.detach())", f"{a}.clamp(-1, 1)", f"{a} * {counted}", f"{a}.square()",
+            )))  # fmt: skip
+        elif kind < 0.65 or not numbers:
+            numbers.append(let("n", m.pick(
+                f"{a}.mean()", f"({a} * {counted}).sum() / {counted}.sum().clamp(min=1)", f"F.logsigmoid({a}.sum(-1)).mean()",
+                f"{a}.sum()", f"{a}.norm()",
+            )))  # fmt: skip
+        elif kind < 0.9:
+            logged.append(let("s", m.pick(
+                f"{a}.detach().sum().item()", f"{m.pick(*numbers)}.item()", f"{a}.tolist()", f"{a}.detach().mean().item()",
+            )))  # fmt: skip
+        else:
+            after.append(m.pick(f"{a} = {a} * 2", f"{let('c', f'{a} + 0')}.mul_(2)", f"{numbers[-1]} = {numbers[-1]} + {a}.sum()"))
+    kept = m.random.sample(alive, m.pick(0, 0, 1)) if m.chance(0.5) else []
+    after.append(f"r[:] = [{', '.join([*kept, *m.random.sample(numbers, min(2, len(numbers))), *logged])}]")

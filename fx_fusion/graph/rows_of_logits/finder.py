@@ -213,7 +213,7 @@ class _Finder:
             elif any(user not in region.nodes for user in node.users):
                 raise Opaque(f"{node.name} has several results that are read outside")
         region.float16 = self.reader.float16
-        self.reader.body.output(tuple(seam.typed.node for seam in region.seams))
+        self.reader.body.output(tuple(_in_own_memory(self.reader.body, seam.typed.node) for seam in region.seams))
         _remove_dead(self.reader.body)
         used = {n for n in self.reader.body.nodes if n.users}
         region.inputs = [given for given in self.reader.inputs if given.typed.node in used]
@@ -344,6 +344,19 @@ def _rows_of(logits: Tensor, selected: fx.Node) -> Tensor:
 
 def _asks_for_a_size(node: fx.Node) -> bool:
     return not is_tensor(node) and isinstance(example(node), (int, torch.SymInt, torch.Size))
+
+
+_VIEWS = {
+    "alias", "detach", "view", "_unsafe_view", "select", "slice", "squeeze", "unsqueeze", "expand", "permute", "transpose",
+}  # fmt: skip
+
+
+def _in_own_memory(body: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a seam, or a copy of one that is a view of the logits, over which their gradient is written."""
+    below = node
+    while getattr(below.target, "_opname", "") in _VIEWS:
+        below = below.all_input_nodes[0]
+    return node if below is not next(iter(body.nodes)) else body.call_function(torch.ops.aten.clone.default, (node,))
 
 
 def _remove_dead(graph: fx.Graph) -> None:
