@@ -40,6 +40,9 @@ _OPERATORS = {
 }  # fmt: skip
 
 
+_OF_SHAPES = {"size", "dim", "numel"}  # which do not read a tensor
+
+
 @dataclass(frozen=True)
 class Tail:
     """What a graph did with its logits.
@@ -47,12 +50,14 @@ class Tail:
     Attributes:
         calls: what is called, in order, of each other's results, of the logits and of other results of the graph.
         given: of which results of the graph, by their nodes.
+        arguments: and of which of its arguments.
         plan: for every original output its place among the results of the graph, or the call that makes it.
         autocast: device type, dtype and whether it is on, around the calls.
     """
 
     calls: list[fx.Node]
     given: dict[fx.Node, int]
+    arguments: dict[fx.Node, int]
     plan: list[int | fx.Node]
     autocast: tuple[str, torch.dtype, bool]
 
@@ -69,15 +74,16 @@ class Tail:
                 reads.next_call().at_once()
                 return tuple(whole[0](*args))
             results = deferring(*args)
-            made = self._called(results)
+            made = self._called(results, args)
             return tuple(results[at] if isinstance(at, int) else made[at] for at in self.plan)
 
         return run
 
-    def _called(self, results: Sequence[Any]) -> dict[fx.Node, Any]:
+    def _called(self, results: Sequence[Any], arguments: Sequence[Any]) -> dict[fx.Node, Any]:
         """Return the results of the calls, which wait where the logits do."""
         device, dtype, enabled = self.autocast
         values = {node: results[at] for node, at in self.given.items()}
+        values |= {node: arguments[at] for node, at in self.arguments.items()}
         with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
             for call in self.calls:
                 args, kwargs = fx.map_arg((call.args, call.kwargs), values.__getitem__)
@@ -137,6 +143,8 @@ def _may_wait(view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> bool:
 
 
 def _is_recorded(node: fx.Node) -> bool:
+    if not is_tensor(node) and not isinstance(example(node), (tuple, list)):
+        return node.target in _OF_SHAPES or getattr(node.target, "__module__", "") == "_operator"
     if node.op == "call_method":
         function = getattr(Tensor, str(node.target), None)
         return function in RECORDED or function in SPLITS
@@ -146,25 +154,37 @@ def _is_recorded(node: fx.Node) -> bool:
 
 def _cut(gm: fx.GraphModule, view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> Tail:
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    returned = list(output.args[0])  # type: ignore[arg-type]
-    inside = set(calls)
+    returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    inside, calls = set(calls), _with_sizes(view, logits, calls)
+    placeholders = gm.graph.find_nodes(op="placeholder")
     read: dict[fx.Node, fx.Node] = {}  # what calls take, equal ones (``~mask``, written twice) once
-    for node in (n for call in calls for n in call.all_input_nodes if n not in inside and n is not logits):
+    for node in (n for call in calls for n in call.all_input_nodes if n not in calls and n is not logits):
         read[node] = next((known for known in read if view.same_value(known, node)), node)
-    given_to = dict.fromkeys(read.values())
+    results = [logits, *(n for n in dict.fromkeys(read.values()) if n.op != "placeholder")]
     kept = [item for item in returned if item not in inside]
-    for node in (logits, *given_to):
-        if node not in kept:
-            kept.append(node)
+    kept += [n for n in results if n not in kept]
     graph = fx.Graph()
-    copies = {n: graph.placeholder(n.name) for n in (logits, *given_to)}
+    copies = {n: graph.placeholder(n.name) for n in (logits, *dict.fromkeys(read.values()))}
     copies |= {n: copies[known] for n, known in read.items()}
     copied = [copies.setdefault(call, graph.node_copy(call, copies.__getitem__)) for call in calls]
-    given = {copies[n]: kept.index(n) for n in (logits, *given_to)}
+    given = {copies[n]: kept.index(n) for n in results}
+    arguments = {copies[n]: placeholders.index(n) for n in read.values() if n.op == "placeholder"}
     plan = [copies[n] if n in inside else kept.index(n) for n in returned]
     autocast = autocast_of(view.effects.region[calls[0]], example(logits).device.type)
     output.args = (tuple(kept),)
     for call in reversed(calls):
-        gm.graph.erase_node(call)
+        if not call.users:
+            gm.graph.erase_node(call)
     gm.recompile()
-    return Tail(copied, given, plan, autocast)
+    return Tail(copied, given, arguments, plan, autocast)
+
+
+def _with_sizes(view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the calls with those that make sizes for them, which no graph returns as they are."""
+    wanted, waiting = set(calls), list(calls)
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node not in wanted and node is not logits and node.op != "placeholder" and not is_tensor(node):
+                wanted.add(node)
+                waiting.append(node)
+    return [node for node in view.graph.nodes if node in wanted]

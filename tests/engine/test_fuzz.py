@@ -36,6 +36,7 @@ LEAST = {  # about half of what fuses: a fuzzer that fuses nothing tests nothing
     "rows_inside": {"linear_rows": 1},
     "rows_behind": {"linear_rows": 3},
     "rows_outside": {"linear_rows": 2},
+    "rows_returned": {"linear_rows": 3},
     "blocks": {"add_layer_norm": 5, "geglu": 2, "swiglu": 1, "linear_cross_entropy": 1},
 }
 

@@ -1,12 +1,18 @@
 """Losses of rows that a graph returns are computed outside of it, with the loss that is made of them."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import fx_fusion
+from fx_fusion.backend import compile_graph
 from fx_fusion.kernels.logits import logit_chunks
+from fx_fusion.options import parse
+from fx_fusion.testing import eager_rest
 from tests.engine.test_loss_outside import (  # noqa: F401  a fixture
     B,
     H,
@@ -37,13 +43,14 @@ class Rows(nn.Module):
         mask = targets != -100
         z = self.head(torch.tanh(self.layer(self.table(ids)))).float() / 0.9
         log_p = z.log_softmax(-1)
-        picked = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1).masked_fill(~mask, 0)
+        picked = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        picked = (picked.reshape(-1).view(mask.shape) if self.returned == "views" else picked).masked_fill(~mask, 0)
         entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(~mask, 0)
         top = (z.argmax(-1) == targets).masked_fill(~mask, False)
         loss = -picked.sum() / mask.sum()
         if self.returned == "a number":
             return loss, top
-        return (picked, entropy, top, mask, loss) if self.returned == "rows" else (picked, z)
+        return (picked, z) if self.returned == "logits" else (picked, entropy, top, mask, loss)
 
 
 def supervised(picked, entropy, top, mask, loss):
@@ -187,9 +194,15 @@ def test_other_graphs_stay_whole(returned):
     torch.testing.assert_close(found[0], model(ids, some)[0])
 
 
-def test_sizes_that_change():
-    model = Rows()
-    ours = compiled_of(model)
+def aot(gm, inputs, options):
+    return aot_eager(gm, list(inputs))
+
+
+@pytest.mark.parametrize("rest", [eager_rest, aot], ids=["eager", "aot"])
+def test_sizes_that_change(rest):
+    """The graph returns no sizes: what the calls need of them is made outside."""
+    model = Rows("views")
+    ours = torch.compile(model, backend=functools.partial(compile_graph, options=parse(None, {"select": "always"}), rest=rest))
     for rows in (2, 3, 4):
         given = ids.repeat(2, 1)[:rows], some.repeat(2, 1)[:rows]
         picked, entropy, _, mask, _ = ours(*given)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import fx_fusion
+from fx_fusion.patterns import linear_rows
+from fx_fusion.rewrite import returned_logits
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import slow_but, tiny_llama
 
@@ -45,9 +47,15 @@ def train(folder, *, compiled, packing, loss):
     return torch.tensor([[e["loss"], e["entropy"], e["mean_token_accuracy"]] for e in log if "loss" in e])
 
 
+@pytest.mark.parametrize("large", slow_but([True], [False, True]), ids=["small logits", "large logits"])
 @pytest.mark.parametrize("loss", slow_but(["nll"], ["nll", "dft"]))
 @pytest.mark.parametrize("packing", slow_but([False], [False, True]), ids=["padded", "packed"])
-def test_sft_trainer(tmp_path, monkeypatch, packing, loss):
+def test_sft_trainer(tmp_path, monkeypatch, packing, loss, large):
+    """Large logits wait for TRL's loss, and what it logs; small ones are made in the graph."""
+    if large:
+        monkeypatch.setattr(returned_logits, "_FEWEST_LOGITS", {"cpu": 1})
+        monkeypatch.setattr(returned_logits, "_FEWEST_CLASSES", 256)
+        monkeypatch.setattr(linear_rows, "_FEWEST_CLASSES", 256)
     torch._dynamo.list_backends()
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "fx_fusion", rewriting_backend())
     expected = train(tmp_path / "eager", compiled=False, packing=packing, loss=loss)
@@ -58,4 +66,8 @@ def test_sft_trainer(tmp_path, monkeypatch, packing, loss):
     for fusion in ("rms_norm", "add_rms_norm", "rope", "swiglu"):
         assert report.count(fusion) >= 2, str(report)
     assert not any(graph.broke for graph in report.graphs), str(report)
-    assert all(graph.front_ends == ("trl",) for graph in report.graphs)
+    assert report.graphs[0].front_ends == ("trl",)
+    assert bool(report.graphs[0].outside) == large
+    if large:
+        assert report.count("linear_rows") >= 1
+        assert all(graph.reads.calls_read == 0 for graph in report.graphs), str(report)
