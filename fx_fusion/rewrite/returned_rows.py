@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fx_fusion.fusion.legality import why_not_plain
 from fx_fusion.graph.effects import autocast_of
 from fx_fusion.graph.linear import linear_of
 from fx_fusion.graph.rows_of_logits.values import is_plain_call
@@ -30,7 +31,9 @@ from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.reads import Reads
 from fx_fusion.runtime.recorded_ops import RECORDED, SPLITS
 from fx_fusion.runtime.sources import PLACE
+from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fakes import FakeTensor
+from fx_fusion.torch_internals.fsdp import is_gathered_for_its_module_alone, owner_of
 
 Compiled = Callable[..., Any]
 _MOST_CALLS = 96
@@ -53,6 +56,7 @@ class Tail:
         arguments: and of which of its arguments.
         plan: for every original output its place among the results of the graph, or the call that makes it.
         autocast: device type, dtype and whether it is on, around the calls.
+        head: the arguments of the graph that are weight and bias of the linear layer.
     """
 
     calls: list[fx.Node]
@@ -60,24 +64,34 @@ class Tail:
     arguments: dict[fx.Node, int]
     plan: list[int | fx.Node]
     autocast: tuple[str, torch.dtype, bool]
+    head: list[int]
 
     def wrap(self, deferring: Compiled, reads: Reads, compile_whole: Callable[[], Compiled]) -> Compiled:
-        """Around the compiled graph: return what the graph returned before. While the logits are wanted in call after call,
-        call what ``compile_whole`` returns, the graph with what it does with them, made at first need."""
+        """Around the compiled graph: return what the graph returned before. Where the logits could not wait, and while they
+        are wanted in call after call, call what ``compile_whole`` returns, the graph with what it does with them, made at
+        first need."""
         whole: list[Compiled] = []
 
         def run(*args: Any) -> tuple[Any, ...]:
-            plain = not any(isinstance(a, FakeTensor) for a in args) and (bool(whole) or not is_capturing())
-            if plain and reads.will_be_at_once():
-                if not whole:
-                    whole.append(compile_whole())
-                reads.next_call().at_once()
-                return tuple(whole[0](*args))
+            if not any(isinstance(a, FakeTensor) for a in args) and (bool(whole) or not is_capturing()):
+                at_once = reads.will_be_at_once()
+                if at_once or not self._may_wait(args):
+                    if not whole:
+                        whole.append(compile_whole())
+                    if at_once:
+                        reads.next_call().at_once()
+                    return tuple(whole[0](*args))
             results = deferring(*args)
             made = self._called(results, args)
             return tuple(results[at] if isinstance(at, int) else made[at] for at in self.plan)
 
         return run
+
+    def _may_wait(self, arguments: Sequence[Any]) -> bool:
+        """Return True if losses outside find the linear layer as it is, and hooks on what is saved want nothing of it."""
+        head = [arguments[at] for at in self.head]
+        gathered = any(owner_of(t) is not None or is_gathered_for_its_module_alone(t) for t in head)
+        return not gathered and not has_saved_tensor_hooks()
 
     def _called(self, results: Sequence[Any], arguments: Sequence[Any]) -> dict[fx.Node, Any]:
         """Return the results of the calls, which wait where the logits do."""
@@ -107,10 +121,13 @@ def take_rows_outside(gm: fx.GraphModule) -> Tail | None:
     if len(linears) != 1:
         return None
     (logits,) = linears
-    calls = _calls_of(view, logits)
+    calls, linear = _calls_of(view, logits), linear_of(view, logits)
+    operands = [] if linear is None else [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
+    if any(why_not_plain(example(n)) is not None for n in (logits, *operands)):
+        return None
     if not calls or not _returns_trained_rows(logits, calls) or not _may_wait(view, logits, calls):
         return None
-    return _cut(gm, view, logits, calls)
+    return _cut(gm, view, logits, calls, operands[1:])
 
 
 def _calls_of(view: View, logits: fx.Node) -> list[fx.Node]:
@@ -152,7 +169,7 @@ def _is_recorded(node: fx.Node) -> bool:
     return node.op == "call_function" and known and node.target is not F.linear
 
 
-def _cut(gm: fx.GraphModule, view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> Tail:
+def _cut(gm: fx.GraphModule, view: View, logits: fx.Node, calls: Sequence[fx.Node], head: Sequence[fx.Node]) -> Tail:
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     inside, calls = set(calls), _with_sizes(view, logits, calls)
@@ -176,7 +193,7 @@ def _cut(gm: fx.GraphModule, view: View, logits: fx.Node, calls: Sequence[fx.Nod
         if not call.users:
             gm.graph.erase_node(call)
     gm.recompile()
-    return Tail(copied, given, arguments, plan, autocast)
+    return Tail(copied, given, arguments, plan, autocast, [placeholders.index(n) for n in head if n.op == "placeholder"])
 
 
 def _with_sizes(view: View, logits: fx.Node, calls: Sequence[fx.Node]) -> list[fx.Node]:

@@ -1,5 +1,6 @@
 """Losses of rows that a graph returns are computed outside of it, with the loss that is made of them."""
 
+import contextlib
 import functools
 
 import pytest
@@ -7,11 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
 
 import fx_fusion
 from fx_fusion.backend import compile_graph
 from fx_fusion.kernels.logits import logit_chunks
 from fx_fusion.options import parse
+from fx_fusion.rewrite import returned_rows
+from fx_fusion.runtime import recipe
 from fx_fusion.testing import eager_rest
 from tests.engine.test_loss_outside import (  # noqa: F401  a fixture
     B,
@@ -212,6 +216,28 @@ def test_sizes_that_change(rest):
         picked, entropy, _, mask, _ = model(*given)
         expected = torch.autograd.grad(-(picked + 0.1 * entropy).sum() / mask.sum(), list(model.parameters()))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("why", ["hooks", "checkpoint", "gathered"])
+def test_where_the_logits_cannot_wait_the_graph_is_whole(why, monkeypatch):
+    """Under hooks on what is saved (offloading), in a checkpoint, and where FSDP gathers lm_head: nothing runs in eager."""
+    model = Rows()
+    if why == "gathered":
+        monkeypatch.setattr(returned_rows, "owner_of", lambda t: t if t is model.head.weight else None)
+    numbers, gradients = step(model, model, of_a_policy)
+    compiled, reads = compiled_of(model), []
+    monkeypatch.setattr(recipe.Recipe, "values", lambda self: reads.append(self))
+
+    def call(*given):
+        return checkpoint(compiled, *given, use_reentrant=False) if why == "checkpoint" else compiled(*given)
+
+    hooks = torch.autograd.graph.save_on_cpu() if why == "hooks" else contextlib.nullcontext()
+    with fx_fusion.recording() as report, hooks:
+        found, ours = step(model, call, of_a_policy)
+    torch.testing.assert_close(found, numbers, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, gradients, rtol=1e-4, atol=1e-6)
+    assert not reads
+    assert len(report.graphs) == 2, str(report)
 
 
 def test_nothing_is_differentiated():
