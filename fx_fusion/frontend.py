@@ -34,7 +34,7 @@ from fx_fusion.torch_internals.substitutes import substitute
 
 @dataclass(frozen=True)
 class Substitute:
-    """What stands for a function or a class of a library while a graph is captured.
+    """Say what stands for a function or a class of a library while a graph is captured.
 
     Args:
         target: the object as the code that calls it finds it, as ``trl.trainer.utils:_use_triton``.
@@ -53,7 +53,7 @@ class Substitute:
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """What is substituted in the code of a library.
+    """Say what is substituted in the code of a library.
 
     Args:
         library: the distribution's name, which has a version.

@@ -196,9 +196,10 @@ class DeferredOutputs:
 
         def run(*args: Any) -> tuple[Any, ...]:
             for recipe in waiting():
-                if recipe.graph is self:
-                    if replayed:
-                        recipe.read_numbers()
+                mine = recipe.graph is self
+                if not recipe.grad or (mine and replayed):
+                    recipe.read_numbers()  # predictions that are collected would keep the tensors that they are made of
+                if mine:
                     recipe.forget_copies(args)
             results = compiled(*args)
             call = reads.next_call()

@@ -75,7 +75,7 @@ class Record:
             numbers[at] = graph.placeholder(f"number_{at}")
         modes = _Modes(graph, recipe.device().type)
         first = self.steps[0].autocast if self.steps else None
-        modes.enter(True, first if first == recipe.of_linear else None)
+        modes.enter(recipe.grad, first if first == recipe.of_linear else None)
         made = recipe.of_linear
         dtypes = [t.dtype for t in self.operands[:head_size]]
         cast = [n if t == made else graph.call_method("to", (n, made)) for n, t in zip(given, dtypes, strict=False)]
@@ -150,7 +150,7 @@ class _Modes:
 def record_of(recipe: Recipe, wanted: Sequence[Source]) -> Record | None:
     """Return what ``wanted`` is made of, down to the linear layer. None where somebody waits for a gradient in between, or
     where the layer's operands are not at hand. Raises StaleTensorError if what it is made of has changed."""
-    if recipe.of_linear in (None, torch.float64) or recipe.inference or not recipe.grad:
+    if recipe.of_linear in (None, torch.float64) or recipe.inference:
         return None
     if any(map(is_freed, recipe.operands)) or (has_saved_tensor_hooks() and not recipe.is_checkpointed):
         return None  # a checkpointed loss alone runs again when they may have been read

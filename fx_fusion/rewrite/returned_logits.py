@@ -27,7 +27,7 @@ _FEWEST_LOGITS = {"cuda": 2**26, "cpu": 2**24}  # below, they fit beside everyth
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer whose large result a graph trains, returns, as ``output``, and does not read."""
+    """A linear layer whose large result a graph returns, as ``output``, and does not read."""
 
     linear: fx.Node
     operands: list[fx.Node]
@@ -44,8 +44,9 @@ def heads(search: Search) -> list[Head]:
             continue
         operands = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
         plain = all(is_tensor(n) and why_not_plain(example(n)) is None for n in (node, *operands))
-        if not plain or not is_large(example(node)) or not example(node).requires_grad or not view.effects.region[node][0]:
-            continue
+        with_gradients = view.effects.region[node][0]
+        if not plain or not is_large(example(node)) or example(node).requires_grad != with_gradients:
+            continue  # frozen logits in a graph with gradients: a teacher's, which a student's loss reads
         outputs, _ = deferrable_outputs(search, [node], set(), operands)
         if len(outputs) == 1 and view.source(outputs[0]).base is node:  # it, or a cast of it that keeps its values
             found.append(Head(node, operands, outputs[0]))

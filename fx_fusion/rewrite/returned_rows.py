@@ -48,7 +48,7 @@ _OF_SHAPES = {"size", "dim", "numel"}  # which do not read a tensor
 
 @dataclass(frozen=True)
 class Tail:
-    """What a graph did with its logits.
+    """Hold what a graph did with its logits.
 
     Attributes:
         calls: what is called, in order, of each other's results, of the logits and of other results of the graph.

@@ -393,6 +393,7 @@ class DeferredTensor(torch.Tensor):
         found: list[DeferredTensor] = []
         mapped(DeferredTensor, found.append, (args, kwargs))
         waiting = [tensor for tensor in found if tensor._source is not None]
+        waiting.sort(key=lambda tensor: tensor._source is None or not tensor._source.recipe.grad)  # a teacher's last
         source = waiting[0]._source if waiting else None  # another thread may compute it in between
         if source is None or not source.recipe.records(RECORDED[func] == LAYOUT):
             return None
@@ -400,7 +401,7 @@ class DeferredTensor(torch.Tensor):
         if any(tensor._was_returned() for tensor in waiting):
             return None  # its gradient is that of a custom Function
         others = (t._source for t in waiting if t._source is not None and t._source.recipe is not recipe)
-        if any(other.classes for other in others):
+        if any(other.classes and other.recipe.grad for other in others):
             return None  # who compares the logits of two calls needs both
 
         def read(tensor: DeferredTensor) -> Any:

@@ -136,7 +136,7 @@ class Recipe:
         save other tensors. Nor may anything once a loss took the outputs: a second one needs them."""
         if layout:
             return True
-        if self.losses is None or self.of_linear is None or not self.grad or self.rows_taken:
+        if self.losses is None or self.of_linear is None or self.rows_taken:
             return False
         if torch.is_inference_mode_enabled() or (has_saved_tensor_hooks() and not self.is_checkpointed):
             return False

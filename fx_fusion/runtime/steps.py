@@ -24,6 +24,7 @@ class _Recipe(Protocol):
     operands: tuple[Any, ...]
     owners: list[Any]
     stepped: bool
+    grad: bool
     graph: Any
 
     def keep(self, changing: Spans, copies: dict[int, Tensor]) -> None: ...

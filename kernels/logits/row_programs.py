@@ -88,7 +88,7 @@ class RowProgram:
 
     @functools.cached_property
     def hiding(self) -> Hiding | None:
-        """Which rows need no logits; None where each does."""
+        """Return which rows need no logits; None where each does."""
         _, *placeholders = self.body.graph.find_nodes(op="placeholder")
         inputs = zip(placeholders, self.inputs, strict=True)
         masks = [p for p, of in inputs if of.per_row and of.dtype == torch.bool and not of.shape]

@@ -21,7 +21,7 @@ _NOT, _AND, _OR = {"bitwise_not", "logical_not"}, {"bitwise_and", "logical_and"}
 
 @dataclass(frozen=True)
 class Hiding:
-    """Which rows of a body are hidden.
+    """Say which rows of a body are hidden.
 
     Attributes:
         mask: the placeholder that hides a row where it is ``value``.
