@@ -17,7 +17,6 @@ import io
 import re
 import textwrap
 import tokenize
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import fx
 
 from fx_fusion.after_import import after_import
 from fx_fusion.errors import DeclarationError
+from fx_fusion.fusion.registry import load_plugins
 from fx_fusion.options import wants_front_ends
 from fx_fusion.torch_internals.substitutes import substitute
 
@@ -90,12 +90,7 @@ def install() -> None:
     ``fx_fusion.front_ends``. Each of them acts when its library is imported. One that fails is left out with a warning."""
     for file in sorted((Path(__file__).parent / "frontends").glob("[!_]*.py")):
         register_front_end(importlib.import_module(f"fx_fusion.frontends.{file.stem}").FRONT_END)
-    for point in importlib.metadata.entry_points(group=GROUP):
-        try:
-            register_front_end(point.load())
-        except Exception as error:
-            told = f"plug-in {point.name} ({point.value}) is not used: {type(error).__name__}: {error}"
-            warnings.warn(f"fx_fusion: {told}", stacklevel=2)
+    load_plugins(GROUP, register_front_end)
 
 
 def _install(front_end: FrontEnd, module: ModuleType) -> None:
@@ -107,9 +102,10 @@ def _stand_in(each: Substitute, unknown: str | None, within: str, options: Mappi
     """Return what is captured in place of a target in the code of a module, or None."""
     if each.within not in ("", within) or not wants_front_ends(options):
         return None
-    if unknown is not None:
-        _met[unknown] = None
-    return each.by if unknown is None else None
+    if unknown is None:
+        return each.by
+    _met[unknown] = None
+    return None
 
 
 def why_unknown(front_end: FrontEnd, each: Substitute) -> str | None:

@@ -8,8 +8,9 @@ import graphlib
 import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from fx_fusion.errors import DeclarationError, nearest
 from fx_fusion.fusion.declaration import Fusion
@@ -59,15 +60,23 @@ def plugins() -> tuple[Fusion, ...]:
 def installed() -> tuple[str, ...]:
     """Register the fusions that installed packages name as entry points of the group ``fx_fusion.fusions``; returns a
     sentence for each that could not be used. Such a one is left out with a warning, and the others are used."""
+    def add(found: Any) -> None:
+        for fusion in (found,) if isinstance(found, Fusion) else tuple(found):
+            _add(fusion)
+
+    return load_plugins(GROUP, add)
+
+
+def load_plugins(group: str, add: Callable[[Any], None]) -> tuple[str, ...]:
+    """Hand what installed packages name as entry points of a group to ``add``. Return a sentence for each that could not be
+    used, and warn of it."""
     troubles = []
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in importlib.metadata.entry_points(group=group):
         try:
-            found = point.load()
-            for fusion in (found,) if isinstance(found, Fusion) else tuple(found):
-                _add(fusion)
+            add(point.load())
         except Exception as error:
             troubles.append(f"plug-in {point.name} ({point.value}) is not used: {type(error).__name__}: {error}")
-            warnings.warn(f"fx_fusion: {troubles[-1]}", stacklevel=2)
+            warnings.warn(f"fx_fusion: {troubles[-1]}", stacklevel=3)
     return tuple(troubles)
 
 
