@@ -1,4 +1,4 @@
-"""What a package imports that brings fusions of its own (docs/plugins.md).
+"""Gather what a package imports that brings fusions of its own (docs/plugins.md).
 
     from fx_fusion.plugin import Fusion, case, check, fused_op, launch, register
 

@@ -44,16 +44,13 @@ def _run(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks, 
     kept = _rows_that_count(inputs, cotangents, key, lm_head.shape[0], skips)
     if kept is None:
         return _run_all(x, lm_head, bias, inputs, heads, cotangents, key, needs, small_chunks)
-    some, some_heads = _inputs_of(kept, inputs, key), [t if i % 3 else t[kept] for i, t in enumerate(heads)]
+    some, some_heads = _inputs_of(kept, inputs, key), _heads_of(kept, heads)
     cotangents = None if cotangents is None else [c[kept] for c in cotangents]
     given = (lm_head, bias, some, some_heads, cotangents, key, needs, small_chunks)
-    seams, (dx, dw, db, *d_inputs) = _run_all(x[kept], *given, of_rows=x.shape[0])
-
-    def whole(t):
-        return None if t is None else t.new_zeros((x.shape[0], *t.shape[1:])).index_copy_(0, kept, t)
-
-    d_inputs = [whole(d) if of.per_row else d for d, of in zip(d_inputs, program(key).inputs, strict=False)]
-    return _seams_of_all(seams, kept, inputs, key, x.shape[0]), (whole(dx), dw, db, *d_inputs)
+    m = x.shape[0]
+    seams, (dx, dw, db, *d_inputs) = _run_all(x[kept], *given, of_rows=m)
+    d_inputs = [_whole(d, kept, m) if of.per_row else d for d, of in zip(d_inputs, program(key).inputs, strict=False)]
+    return _seams_of_all(seams, kept, inputs, key, m), (_whole(dx, kept, m), dw, db, *d_inputs)
 
 
 def _rows_that_count(inputs, cotangents, key, v, skips):
@@ -73,15 +70,27 @@ def _inputs_of(kept, inputs, key):
     return [i[kept] if of.per_row else i for i, of in zip(inputs, program(key).inputs, strict=False)]
 
 
+def _heads_of(kept, heads):
+    """Return the operands of other heads for some rows."""
+    return [t if i % 3 else t[kept] for i, t in enumerate(heads)]
+
+
+def _whole(t, kept, m):
+    """Return what some rows have for all of them: 0 for the others."""
+    return None if t is None else t.new_zeros((m, *t.shape[1:])).index_copy_(0, kept, t)
+
+
 def _seams_of_all(seams, kept, inputs, key, m):
     """Return the seams of all rows. Those of hidden rows are computed of the inputs; what nobody reads is 0."""
     rows = program(key)
-    whole = [s.new_zeros((m, *s.shape[1:])).index_copy_(0, kept, s) for s in seams]
-    if rows.hiding is not None:
-        hidden = rows.hidden(inputs).nonzero()[:, 0]
-        for s, values in zip(whole, rows.hidden_values(_inputs_of(hidden, inputs, key), len(hidden)), strict=True):
-            s.index_copy_(0, hidden, values.to(s.dtype))
-    return whole
+    whole = [_whole(seam, kept, m) for seam in seams]
+    if rows.hiding is None:
+        return whole
+    hidden, values = rows.hidden(inputs), rows.hidden_values(inputs, m)  # of all rows: which are hidden takes no wait
+    return [
+        torch.where(hidden.view(m, *[1] * (s.dim() - 1)), of_hidden.to(s.dtype), s)
+        for s, of_hidden in zip(whole, values, strict=True)
+    ]
 
 
 class _Chunks:
@@ -163,7 +172,7 @@ def _kept(x, lm_head, bias, inputs, heads, key):
     """Return the seams, and the logits of the rows that count; padding for unaligned classes is behind them."""
     m, kept, given = x.shape[0], _rows_that_count(inputs, None, key, lm_head.shape[0], False), inputs
     if kept is not None:
-        x, given, heads = x[kept], _inputs_of(kept, inputs, key), [t if i % 3 else t[kept] for i, t in enumerate(heads)]
+        x, given, heads = x[kept], _inputs_of(kept, inputs, key), _heads_of(kept, heads)
     lm_head, bias = padded(lm_head), None if bias is None else padded(bias)
     logits, chunks = torch.nn.functional.linear(x, lm_head, bias), _Chunks(x, given, heads, None, key)
     chunks.fill_all(logits, program(key).logits.shape[0])
@@ -181,8 +190,7 @@ def _gradients_of_kept(logits, cotangents, x, lm_head, bias, inputs, key, needs)
     chunks.fill_all(logits, v)
     needs_dx, needs_dw, needs_db = needs
     dx = logits @ padded(lm_head) if needs_dx else None
-    if dx is not None and kept is not None:
-        dx = dx.new_zeros((m, dx.shape[1])).index_copy_(0, kept, dx)
+    dx = dx if kept is None else _whole(dx, kept, m)
     dw = (logits.t() @ x)[:v] if needs_dw else None
     db = logits[:, :v].sum(0) if needs_db else None
     return _given((dx, dw, db, *chunks.d_inputs), (x, lm_head, x if bias is None else bias, *inputs))

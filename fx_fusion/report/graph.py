@@ -52,7 +52,7 @@ class GraphReport:
 
     @property
     def checked(self) -> Calls:
-        """How often what it assumes of its inputs held; where it assumes nothing, what it would assume."""
+        """Return how often what it assumes of its inputs held; where it assumes nothing, what it would assume."""
         return self.calls if self.assumes else self.unmet
 
     @property
@@ -66,7 +66,7 @@ class GraphReport:
         return text(self.rows_after)
 
     def notes(self) -> Iterator[str]:
-        """What there is to say of a graph besides its sites."""
+        """Yield what there is to say of a graph besides its sites."""
         if self.version:
             yield f"{'a graph of before' if self.instead_of is None else f'graph {self.instead_of}'} {self.version}"
         if self.planned_for:

@@ -1,4 +1,4 @@
-"""What was done, and why the rest was not: sites, the table, the diff, JSON.
+"""Say what was done, and why the rest was not: sites, the table, the diff, JSON.
 
 Statuses: **fused** (replaced) · **kept** (legal, but Inductor is as good here) · **declined** (the structure fits, a
 legality check or the dtype policy says no) · **near** (the structure differs) · **left** (ops that no pattern is about).
@@ -72,7 +72,7 @@ class Report:
 
     # -- questions -----------------------------------------------------------------------------------------------
     def count(self, fusion: str, status: str = "fused") -> int:
-        """How many sites of a fusion have a status. Raises ValueError for a fusion or status that does not exist."""
+        """Return how many sites of a fusion have a status. Raises ValueError for a fusion or status that does not exist."""
         if fusion not in (names := [f.name for f in registry.all_fusions()]):
             raise ValueError(f"no fusion is called {fusion!r}. {nearest(fusion, names)}")
         if status not in STATUSES:
@@ -102,7 +102,7 @@ class Report:
         return report
 
     def why(self, place: str) -> str:
-        """What became of a place of the model, and why: a line a site.
+        """Return what became of a place of the model, and why: a line a site.
 
         Args:
             place: a module's path, or a part of one, as ``layers.3.norm`` or ``self.layers.3.norm``, with all that is inside

@@ -138,8 +138,8 @@ def cut_off(
 
 
 def called(node: fx.Node) -> str:
-    """What the model calls an output: the name of what it is a cast of (accelerate casts logits to float32), with the module
-    that made it where the name does not speak of logits."""
+    """Return what the model calls an output: the name of what it is a cast of (accelerate casts logits to float32). The
+    module that made it is added where the name does not speak of logits."""
     while len(node.all_input_nodes) == 1 and _is_cast(example(below := node.all_input_nodes[0]), example(node)):
         node = below
     module = module_of(node)

@@ -189,9 +189,7 @@ def _losses(members: Sequence[Any]) -> list[int]:
     in a variable, and mostly nobody differentiates them. If somebody could, no gradient would be known before the backward.
     The loss is the last number that nothing else is made of."""
     trained = [member.source for member in members if member.requires_grad]
-    below: set[Source] = set()
-    for source in trained:
-        below.update(set(in_order([source], values=False)) - {source})
+    below = {parent for source in in_order(trained, values=False) for parent in source.parents()}
     ends = [source for source in trained if source not in below]
     numbers = [source for source in ends if not source.meta.dim()]
     likely = numbers[-1:] or ends

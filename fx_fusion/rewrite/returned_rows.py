@@ -11,7 +11,6 @@ as if the user had written it there; those calls wait, and ``rewrite.losses_outs
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from fx_fusion.graph.view import View
 from fx_fusion.rewrite.returned_logits import is_large
 from fx_fusion.runtime.capture import is_capturing
 from fx_fusion.runtime.reads import Reads
-from fx_fusion.runtime.recorded_ops import RECORDED, SPLITS
+from fx_fusion.runtime.recorded_ops import PYTHONS, RECORDED, SPLITS
 from fx_fusion.runtime.sources import PLACE
 from fx_fusion.torch_internals.dispatch import has_saved_tensor_hooks
 from fx_fusion.torch_internals.fakes import FakeTensor
@@ -37,10 +36,6 @@ from fx_fusion.torch_internals.fsdp import is_gathered_for_its_module_alone, own
 
 Compiled = Callable[..., Any]
 _MOST_CALLS = 96
-_OPERATORS = {
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.eq, operator.ne,
-    operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_, operator.invert, operator.getitem,
-}  # fmt: skip
 
 
 _OF_SHAPES = {"size", "dim", "numel"}  # which do not read a tensor
@@ -165,7 +160,7 @@ def _is_recorded(node: fx.Node) -> bool:
     if node.op == "call_method":
         function = getattr(Tensor, str(node.target), None)
         return function in RECORDED or function in SPLITS
-    known = node.target in RECORDED or node.target in SPLITS or node.target in _OPERATORS
+    known = node.target in RECORDED or node.target in SPLITS or node.target in PYTHONS
     return node.op == "call_function" and known and node.target is not F.linear
 
 

@@ -1,4 +1,4 @@
-"""Who reads the deferred outputs of a graph: nobody, or somebody in call after call.
+"""Follow who reads the deferred outputs of a graph: nobody, or somebody in call after call.
 
 Outputs that are computed when they are read cost nothing where nobody does, and a second product of the lm_head where
 somebody does. After two calls in a row whose outputs were read, the calls that follow run a version of the graph that
@@ -34,7 +34,7 @@ class Call:
         self._at_once: bool | None = None
 
     def at_once(self) -> bool:
-        """Whether logits for a loss outside of the graph are computed when they are returned; the same for all of a call."""
+        """Return True if logits for a loss outside of the graph are computed when they are returned, for all of a call."""
         if self._at_once is None:
             self._at_once = self._reads.next_at_once(self)
         return self._at_once
@@ -81,8 +81,8 @@ class Reads:
         return self._last
 
     def next_at_once(self, call: Call) -> bool:
-        """Whether a call gets such logits at once. What became of those before is known late (two calls of a model, then a
-        loss of both)."""
+        """Return True if a call gets such logits at once. What became of those before is known late: two calls of a model
+        may be followed by a loss of both."""
         if self._wanted_in_a_row():
             self._recent, self._at_once = (), AT_ONCE
         if self._at_once:
@@ -102,7 +102,7 @@ class Reads:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, calls and reads of them count for nothing."""
+        """Let calls, and reads of them, count for nothing inside."""
         known = dict(vars(self))
         try:
             yield
@@ -110,7 +110,7 @@ class Reads:
             vars(self).update(known)
 
     def in_a_row(self) -> int:
-        """How many calls in a row were read, up to now."""
+        """Return how many calls in a row were read, up to now."""
         return self._in_a_row + 1 if self._last.read_beside_the_loss else 0
 
 

@@ -45,6 +45,11 @@ _OPERATORS = {
     "__or__": operator.or_, "__invert__": operator.invert, "__getitem__": operator.getitem, "__neg__": operator.neg,
 }  # fmt: skip
 _REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv, "__rpow__": operator.pow}
+# All that Python calls for the operators of tensors.
+PYTHONS = {
+    *_OPERATORS.values(), *_REFLECTED.values(), operator.add, operator.mul, operator.lt, operator.le, operator.gt,
+    operator.ge,
+}  # fmt: skip
 
 
 def _functions(names: str, modules: Iterable[Any]) -> Iterator[Any]:

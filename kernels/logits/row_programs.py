@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from fx_fusion.graph.rows_of_logits.hidden import Hiding, hiding
 from fx_fusion.torch_internals.dispatch import autograd_inside_an_op, without_saved_tensor_hooks
@@ -71,10 +72,14 @@ class RowProgram:
         return (*(s.detach() for s in seams), *rest)
 
     @functools.cached_property
+    def _placeholders(self) -> list[fx.Node]:
+        """Those of the inputs, in order."""
+        return self.body.graph.find_nodes(op="placeholder")[1:]
+
+    @functools.cached_property
     def seams_of_inputs(self) -> list[set[int]]:
         """Which seams each input is read for."""
-        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
-        read: dict[fx.Node, set[int]] = {p: set() for p in placeholders}
+        read: dict[fx.Node, set[int]] = {p: set() for p in self._placeholders}
         for i, seam in enumerate(self.body.graph.output_node().args[0]):
             waiting, seen = [seam], set()
             while waiting:
@@ -84,32 +89,29 @@ class RowProgram:
                     waiting += node.all_input_nodes
             for p in read.keys() & seen:
                 read[p].add(i)
-        return [read[p] for p in placeholders]
+        return [read[p] for p in self._placeholders]
 
     @functools.cached_property
     def hiding(self) -> Hiding | None:
         """Return which rows need no logits; None where each does."""
-        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
-        inputs = zip(placeholders, self.inputs, strict=True)
-        masks = [p for p, of in inputs if of.per_row and of.dtype == torch.bool and not of.shape]
-        return hiding(self.body.graph, masks, [p for p, want in zip(placeholders, self.wants, strict=True) if want])
+        inputs = list(zip(self._placeholders, self.inputs, self.wants, strict=True))
+        masks = [p for p, of, _ in inputs if of.per_row and of.dtype == torch.bool and not of.shape]
+        return hiding(self.body.graph, masks, [p for p, _, want in inputs if want])
 
     def hidden(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return which rows the mask among the inputs hides."""
         assert self.hiding is not None
-        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
-        mask = inputs[placeholders.index(self.hiding.mask)]
+        mask = inputs[self._placeholders.index(self.hiding.mask)]
         return mask if self.hiding.value else ~mask
 
     def hidden_values(self, inputs: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """Return the seams of so many hidden rows. ``inputs``: of these alone."""
+        """Return the seams of so many rows, as if all were hidden."""
         assert self.hiding is not None
-        _, *placeholders = self.body.graph.find_nodes(op="placeholder")
-        values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=False))
+        values: dict[fx.Node, Any] = dict(zip(self._placeholders, inputs, strict=False))
         for node in self.hiding.steps:
-            shape, dtype = self._types.get(node, ((), None))
-            shape = tuple(rows if size == _SOME_ROWS else size for size in shape)
             if node in self.hiding.chosen:
+                some, dtype = self._types[node]
+                shape = tuple(rows if size == _SOME_ROWS else size for size in some)
                 made = fx.map_arg(self.hiding.chosen[node], values.__getitem__)
                 values[node] = torch.as_tensor(made, device=self.logits.device).to(dtype).expand(shape)
             elif node.op == "call_function":
@@ -120,21 +122,13 @@ class RowProgram:
     @functools.cached_property
     def _types(self) -> dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]:
         """The shape, for some rows, and the dtype of each tensor that the body computes."""
-        found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
-
-        class Typing(fx.Interpreter):
-            def run_node(self, n: fx.Node) -> Any:
-                made = super().run_node(n)
-                if isinstance(made, Tensor):
-                    found[n] = tuple(made.shape), made.dtype
-                return made
-
         def meta(of: Operand) -> Tensor:
             shape = (_SOME_ROWS, *of.shape) if of.per_row else of.shape
             return torch.empty(shape, dtype=of.dtype, device="meta")
 
-        Typing(self.body).run(*map(meta, (self.logits, *self.inputs)))
-        return found
+        ShapeProp(self.body).propagate(*map(meta, (self.logits, *self.inputs)))
+        known = ((node, node.meta.get("tensor_meta")) for node in self.body.graph.nodes)
+        return {node: (tuple(of.shape), of.dtype) for node, of in known if isinstance(of, TensorMetadata)}
 
     def compile(self) -> None:
         """Compile both programs, where they run on a GPU."""
