@@ -72,14 +72,20 @@ def test_the_loop_of_the_quickstart(examples, capsys):
     assert re.search(r"^fused +linear_cross_entropy ", capsys.readouterr().out, re.M)
 
 
+RUNS = {
+    "quickstart-1": "accelerate", "quickstart-2": "lightning", "quickstart-3": "accelerate", "huggingface-0": "accelerate",
+    "huggingface-1": "accelerate", "huggingface-2": "peft", "accuracy-0": "transformers",
+}  # fmt: skip
+
+
+def test_the_code_that_runs_is_on_the_pages():
+    assert set(RUNS) <= set(BLOCKS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [("quickstart-1", "accelerate"), ("quickstart-2", "lightning"), ("quickstart-3", "accelerate"), ("huggingface-0", "accelerate"),
-     ("huggingface-1", "accelerate"), ("huggingface-2", "peft"), ("trl-1", "trl"), ("accuracy-0", "transformers")],
-)  # fmt: skip
-def test_code_runs(name, needs, examples):
-    pytest.importorskip(needs)
+@pytest.mark.parametrize("name", RUNS)
+def test_code_runs(name, examples):
+    pytest.importorskip(RUNS[name])
     exec(compile(BLOCKS[name], name, "exec"), {"__name__": name})
 
 
