@@ -1,11 +1,12 @@
 """A step of TRL's trainers and of transformers' Trainer, the ways in which people fine-tune with them.
 
     python -m bench.sft
-    python -m bench.sft trl-inductor trl-fx_fusion dpo-inductor dpo-fx_fusion
+    python -m bench.sft trl-inductor trl-fx_fusion dpo-inductor dpo-fx_fusion --together 4
     python -m bench.sft --tiny                    whether all of them run, on a CPU; no figures
 
 Llama of the 1B shape with 8 layers, 4 rows of 2048 tokens, bfloat16, fused AdamW, no gradient checkpointing. Each way in a
-process of its own: the median time of a step as the trainer makes it, its own work included, and peak memory.
+process of its own: the median time of a step as the trainer makes it, its own work included, and peak memory. ``--together``
+of them compile side by side and measure one after the other.
 
     trl-eager, trl-inductor, trl-fx_fusion    SFTTrainer: TRL's own head, in chunks; under fx_fusion a part of the graph
     trl-prompts-inductor, -fx_fusion          SFTTrainer, of rows whose first three quarters are prompts without labels
@@ -28,14 +29,14 @@ from typing import Any
 from tabulate import tabulate
 
 from bench.parallel_models import FULL, TINY, Sizes, llama
-from bench.process import Row, environment, give, measured
+from bench.process import Row, environment, give, in_turns, wait_for_turn
 
 WAYS = (
     "trl-eager", "trl-inductor", "trl-fx_fusion", "trl-liger", "trl-prompts-inductor", "trl-prompts-fx_fusion", "dpo-eager",
     "dpo-inductor", "dpo-fx_fusion", "grpo-eager", "grpo-inductor", "grpo-fx_fusion", "trainer-inductor",
     "trainer-fx_fusion",
 )  # fmt: skip
-WARM, TIMED = 6, 20  # steps
+COMPILED, WARM, TIMED = 3, 6, 20  # steps
 
 
 def _arguments(way: str, sizes: Sizes) -> dict[str, Any]:
@@ -119,8 +120,11 @@ def measure(way: str, sizes: Sizes) -> Row:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if cuda:
                 torch.cuda.synchronize()
-                if state.global_step == WARM:
-                    torch.cuda.reset_peak_memory_stats()
+            if state.global_step == COMPILED:
+                torch.cuda.empty_cache()
+                wait_for_turn()
+            if cuda and state.global_step == WARM:
+                torch.cuda.reset_peak_memory_stats()
             times.append(time.perf_counter())
 
     trainer = _trainer(way, sizes)
@@ -140,7 +144,8 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", help=f"of {', '.join(WAYS)}; all of them unless named")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, a tiny model")
     parser.add_argument("--out", default="bench/results/sft.jsonl")
-    parser.add_argument("--timeout", type=int, default=200, help="seconds for one way")
+    parser.add_argument("--together", type=int, default=1, help="how many compile side by side")
+    parser.add_argument("--timeout", type=int, default=200, help="seconds for one way to compile, and to be measured")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if unknown := set(given.ways) - set(WAYS):
@@ -148,13 +153,18 @@ def main() -> None:
     if given.inside:
         give(measure(given.ways[0], TINY if given.tiny else FULL))
         return
-    table = []
-    for way in given.ways or WAYS:
-        row = measured(["bench.sft", way, "--inside", *(["--tiny"] if given.tiny else [])], given.timeout)
-        if "error" not in row and not given.tiny:
-            with open(given.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        table.append((way, *(row.get(name, row.get("error", "")) for name in ("ms", "peak_gib", "loss", "fused"))))
+    ways, table = given.ways or WAYS, []
+    for start in range(0, len(ways), given.together):
+        beside = ways[start : start + given.together]
+        inner = {way: ["bench.sft", way, "--inside", *(["--tiny"] if given.tiny else [])] for way in beside}
+        for way, rows in in_turns(inner, given.timeout, given.timeout).items():
+            if isinstance(rows, str):
+                table.append((way, rows))
+                continue
+            table.append((way, *(rows[0][name] for name in ("ms", "peak_gib", "loss", "fused"))))
+            if not given.tiny:
+                with open(given.out, "a") as file:
+                    file.write(json.dumps(rows[0]) + "\n")
     print(tabulate(table, headers=("way", "ms", "GiB", "loss", "fused")))
 
 
