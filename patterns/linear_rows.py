@@ -24,7 +24,7 @@ from fx_fusion.graph.linear import Linear, linear_of
 from fx_fusion.graph.rows_of_logits.finder import region_of
 from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, Input, Made, Opaque, Region, Rows, Seam
 from fx_fusion.graph.size_hints import elements, expected
-from fx_fusion.graph.terms import example
+from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.linear_rows import linear_rows as op
 from fx_fusion.kernels.logits.logit_chunks import again_takes_longer, padded_classes
@@ -152,12 +152,28 @@ def _is_number_of_the_cpu(tensor: Tensor, region: Region) -> bool:
     return tensor.dim() == 0 and tensor.device.type == "cpu" and example(region.root).device.type != "cpu"
 
 
+def _detach_untrained(region: Region) -> None:
+    """Let the body have no gradient of seams that nothing trained is made of (an entropy that is only logged)."""
+    if region.rest:
+        return  # it reads seams, too
+    output, trained = region.body.output_node(), []
+    for node, seam in region.ends.items():
+        if any(not is_tensor(user) or example(user).requires_grad for user in node.users):
+            trained.append(seam)
+    with region.body.inserting_before(output):
+        output.args = (tuple(
+            node if seam in trained else region.body.call_function(torch.ops.aten.detach.default, (node,))
+            for node, seam in zip(output.args[0], region.seams, strict=True)
+        ),)
+
+
 def emit(editor: Editor, match: Match) -> None:
     region, linear, heads = match.reading
     waiting = sharing_memory(match.deferred)
     if any(example(n).requires_grad != example(group[0]).requires_grad for group in waiting for n in group):
         raise Mismatch("the graph returns the logits with a gradient and without, in the same memory")
     point = insertion_point(match, editor)
+    _detach_untrained(region)
     with editor.graph.inserting_before(point):
         builder = _Builder(editor, match.root, region, point)
         x, lm_head, bias = builder.operands(linear, region.selected, example(region.root).dtype)

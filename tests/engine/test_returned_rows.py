@@ -47,12 +47,15 @@ class Rows(nn.Module):
         if self.returned == "views":  # the size of a slice is none that comes in
             ids, targets = ids[:, :-1], targets[:, 1:]
         mask = targets != -100
-        z = self.head(torch.tanh(self.layer(self.table(ids)))).float() / 0.9
+        hidden = torch.tanh(self.layer(self.table(ids)))
+        if self.returned == "flat":
+            hidden, targets = hidden.reshape(-1, H), targets.reshape(-1)
+        z = self.head(hidden).float() / 0.9
         log_p = z.log_softmax(-1)
         picked = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-        picked = (picked.reshape(-1).view(mask.shape) if self.returned == "views" else picked).masked_fill(~mask, 0)
-        entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(~mask, 0)
-        top = (z.argmax(-1) == targets).masked_fill(~mask, False)
+        picked = (picked.reshape(-1) if self.returned == "views" else picked).view(mask.shape).masked_fill(~mask, 0)
+        entropy = -(log_p.exp() * log_p).sum(-1).view(mask.shape).masked_fill(~mask, 0)
+        top = (z.argmax(-1) == targets).view(mask.shape).masked_fill(~mask, False)
         loss = -picked.sum() / mask.sum()
         if self.returned == "a number":
             return loss, top
@@ -127,11 +130,12 @@ def test_three_products(loss_of, monkeypatch):
     assert report.graphs[0].reads.calls_taken == 2
 
 
+@pytest.mark.parametrize("returned", ["rows", "flat"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("loss_of", [supervised, preferred, of_a_policy])
-def test_hidden_rows_have_no_logits(loss_of, keeps, monkeypatch):
+def test_hidden_rows_have_no_logits(loss_of, keeps, returned, monkeypatch):
     """Of prompts and padding neither logits nor gradients are made; what the loss adds for them stays."""
-    times, model = keeps_logits(monkeypatch, wide=keeps), Rows()
+    times, model = keeps_logits(monkeypatch, wide=keeps), Rows(returned)
     monkeypatch.setattr(logit_chunks, "_WORTH_COUNTING", 0)
     numbers, gradients = step(model, model, loss_of)
     compiled = compiled_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from fx_fusion.graph.effects import entered, storages
 from fx_fusion.graph.indices import index_of
 from fx_fusion.graph.rows_of_logits.hidden import hiding
 from fx_fusion.graph.rows_of_logits.reader import Reader, is_elementwise
-from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Typed, is_plain_call
+from fx_fusion.graph.rows_of_logits.values import Opaque, Region, Split, Typed, is_plain_call
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves
@@ -39,7 +40,7 @@ def region_of(view: View, root: fx.Node, *, may_return: bool = False) -> Region:
     """
     if any(view.name(node) in ("where", "masked_fill") for node in view.graph.nodes):
         try:
-            region = _Finder(view, root, may_return, with_masks=True).region
+            region = _region_with_masks(view, root, may_return)
         except Opaque:
             pass  # without masks it may be another
         else:
@@ -47,19 +48,40 @@ def region_of(view: View, root: fx.Node, *, may_return: bool = False) -> Region:
             trained = [i.typed.node for i in region.inputs if i.tensor.requires_grad]
             if hiding(region.body, masks, trained) is not None:
                 return region
-    return _Finder(view, root, may_return).region
+    return _finder(view, root, may_return, with_masks=False).region
+
+
+def _region_with_masks(view: View, root: fx.Node, may_return: bool) -> Region:
+    """Return a region that goes on behind views which split its rows: masks may be there."""
+    finder = _finder(view, root, may_return, with_masks=True)
+    while finder.split is not None:
+        finder = _finder(view, root, may_return, with_masks=True, splits=(*finder.splits, finder.split))
+    return finder.region
+
+
+def _finder(
+    view: View, root: fx.Node, may_return: bool, with_masks: bool, splits: tuple[Split, ...] = ()
+) -> _Finder:  # fmt: skip
+    """Return the finder of a region whose row axes are as many as views of its logits have."""
+    try:
+        return _Finder(view, root, may_return, with_masks, splits)
+    except Split as split:
+        return _finder(view, root, may_return, with_masks, (*splits, split))
 
 
 class _Finder:
     """Runs the nodes that read the logits, on fake tensors, and sorts them: inside, at the seam, behind it."""
 
-    def __init__(self, view: View, root: fx.Node, may_return: bool, with_masks: bool = False):
-        self.view, self.may_return, self.with_masks = view, may_return, with_masks
+    def __init__(self, view: View, root: fx.Node, may_return: bool, with_masks: bool, splits: tuple[Split, ...]):
+        """``splits``: of row axes, one after the other."""
+        self.view, self.may_return, self.with_masks, self.splits = view, may_return, with_masks, splits
+        self.split: Split | None = None  # the first one at which values without classes leave the region
         self.masks: list[fx.Node] = []  # booleans from outside, equal ones once
         selected = _selection(view, root, may_return)
         logits = _rows_of(example(root), selected[0]) if selected else example(root)
-        self.reader = Reader(logits)
-        rows = tuple(logits.shape[:-1])
+        axes = _axes(logits, splits)
+        self.reader = Reader(logits, axes)
+        rows = tuple(itertools.chain.from_iterable(axes))
         of = selected[0] if selected else None
         self.region = Region(root, rows, self.reader.body, of, made_by=self.reader.made_by)
         self.values: dict[fx.Node, Any] = {root: logits}  # of nodes inside
@@ -129,9 +151,11 @@ class _Finder:
         before = len(self.region.seams)
         try:
             value = self._run(node)
-        except Opaque:
+        except Opaque as opaque:
             if has_classes:
                 raise
+            if isinstance(opaque, Split) and self.split is None:
+                self.split = opaque
             del self.region.seams[before:]
             self.after.add(node)
             return
@@ -331,6 +355,15 @@ def _selection(view: View, root: fx.Node, may_return: bool) -> list[fx.Node]:
     index = index_of(users[0].args[1], example(node).dim())
     plain = index is not None and index.takes_rows
     return users if plain and all(user.args[1] == users[0].args[1] for user in users) else []
+
+
+def _axes(logits: Tensor, splits: Iterable[Split]) -> list[list[Any]]:
+    """Return the sizes of the row axes that each dim of the logits holds."""
+    axes = [[size] for size in logits.shape[:-1]]
+    for split in splits:
+        dim, at = [(i, j) for i, of in enumerate(axes) for j in range(len(of))][split.axis]
+        axes[dim][at : at + 1] = split.sizes
+    return axes
 
 
 def _rows_of(logits: Tensor, selected: fx.Node) -> Tensor:

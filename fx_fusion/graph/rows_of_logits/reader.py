@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -57,10 +58,14 @@ def is_elementwise(made: Any) -> bool:
 class Reader(DispatchMode):
     """Labels what ops make of labeled values, and writes the body."""
 
-    def __init__(self, logits: Tensor):
+    def __init__(self, logits: Tensor, rows: Sequence[Sequence[Any]]):
+        """``rows``: for each dim of the logits but the last, the sizes of the row axes that it holds."""
         super().__init__()
         self.float16 = False  # whether there are values in float16
-        self.shape = tuple(logits.shape)
+        self.logits = tuple(logits.shape)
+        self.shape = (*itertools.chain.from_iterable(rows), self.logits[-1])
+        ends = list(itertools.accumulate(map(len, rows), initial=0))
+        self._axes = [Rows(*ends) for ends in itertools.pairwise(ends)]
         self.body = fx.Graph()
         self.typed: dict[int, Typed] = {}
         self.outside: dict[int, Made | Seam] = {}
@@ -78,15 +83,19 @@ class Reader(DispatchMode):
     # -- values
     def labels_like_logits(self, tensor: Tensor) -> tuple[Label, ...] | None:
         """Return labels for a tensor (.., classes) whose dims are those of the logits, or of their last dims."""
-        offset = len(self.shape) - tensor.dim()
+        axes = [Rows(i, i + 1) for i in range(len(self.shape) - 1)]
+        return self._labels_like(tensor, self.logits, self._axes) or self._labels_like(tensor, self.shape, axes)
+
+    def _labels_like(self, tensor: Tensor, shape: Sequence[Any], axes: Sequence[Rows]) -> tuple[Label, ...] | None:
+        offset = len(shape) - tensor.dim()
         if offset < 0:
             return None
         labels: list[Label] = []
-        for i, size in enumerate(tensor.shape[:-1]):
+        for size, known, axis in zip(tensor.shape[:-1], shape[offset:], axes[offset:], strict=False):
             if statically_known_true(size == 1):
                 labels.append(ONE)
-            elif statically_known_true(size == self.shape[i + offset]):
-                labels.append(Rows(i + offset, i + offset + 1))
+            elif statically_known_true(size == known):
+                labels.append(axis)
             else:
                 return None
         return (*labels, CLASS)

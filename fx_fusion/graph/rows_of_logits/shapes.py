@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, ONE, Label, NoRule, Opaque, Rows, Typed
+from fx_fusion.graph.rows_of_logits.values import CLASS, FEW, ONE, Label, NoRule, Opaque, Rows, Split, Typed
 from fx_fusion.graph.size_hints import expected
 
 
@@ -42,7 +42,7 @@ def _product(sizes: Sequence[Any], dims: Sequence[int]) -> Any:
 def viewed(logits: Sequence[Any], before: Tensor, after: Tensor, typed: Typed) -> list[Label]:
     """Return the labels of a view of a value: dims of size 1 come and go, row axes are merged and split as they were.
 
-    ``logits``: the shape of the logits."""
+    ``logits``: the sizes of the row axes, then the classes. Raises Split where an axis would have to be several."""
     for size, label in zip(before.shape, typed.labels, strict=True):
         if label == ONE and not statically_known_true(size == 1):
             raise Opaque("a view of what was expanded")
@@ -64,6 +64,8 @@ def viewed(logits: Sequence[Any], before: Tensor, after: Tensor, typed: Typed) -
             continue
         sizes = [after.shape[i] for i in new]
         known = [logits[i] for i in axes]
+        if len(known) == 1:
+            raise Split(axes[0], sizes)
         if len(sizes) != len(known) or not all(map(statically_known_true, map(operator.eq, sizes, known))):
             raise Opaque("a view splits the rows in another way than the logits have them")
         for i, axis in zip(new, axes, strict=True):

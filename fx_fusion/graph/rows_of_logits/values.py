@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,14 @@ class Opaque(Exception):
     def __init__(self, reason: str, node: fx.Node | None = None):
         super().__init__(reason)
         self.reason, self.node = reason, node
+
+
+class Split(Opaque):
+    """A view has more row axes than the region: row axis ``axis`` in parts of these sizes."""
+
+    def __init__(self, axis: int, sizes: Sequence[Any]):
+        super().__init__("a view splits the rows in another way than the logits have them")
+        self.axis, self.sizes = axis, tuple(sizes)
 
 
 class NoRule(Exception):
@@ -108,7 +116,7 @@ class Region:
 
     Attributes:
         root: the node that makes the logits.
-        rows: the sizes of its row axes.
+        rows: the sizes of its row axes, of which a dim of the logits may be several.
         selected: the call that takes some of its rows (``[:, :-1]``), if everything else reads what that takes.
         body: a graph of aten ops. Its placeholders are the logits (rows, classes) and the ``inputs``; it returns ``seams``.
         ends: nodes of the graph that are seams.
