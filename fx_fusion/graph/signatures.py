@@ -56,6 +56,8 @@ layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05, cudnn_ena
 native_layer_norm(input, normalized_shape, weight, bias, eps)
 group_norm(input, num_groups, weight=None, bias=None, eps=1e-05, cudnn_enabled=True)
 linear(input, weight, bias=None)
+conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)
+pad(input, pad, mode='constant', value=None)
 embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
 addcmul(input, tensor1, tensor2, value=1)
 addmm(input, mat1, mat2, beta=1, alpha=1)

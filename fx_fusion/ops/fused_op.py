@@ -233,8 +233,10 @@ def _on_device(device: str, launcher: Callable[..., Any], reference: Callable[..
 
 
 def _laid_out(gradient: Tensor, like: Tensor | None) -> Tensor:
-    if like is None or like.is_contiguous() or gradient.shape != like.shape:
+    if like is None or gradient.shape != like.shape:
         return gradient
+    if like.is_contiguous():
+        return gradient.contiguous()
     wanted = torch.empty_like(like)
     return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
 

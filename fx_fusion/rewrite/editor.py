@@ -156,9 +156,11 @@ class Editor:
             if (why := differs(example(before), example(after))) is not None:
                 raise Mismatch(f"the op's result {why}")
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """``new`` takes the place of ``old`` at every user, and its name."""
-        self.check([old], [new])
+    def replace(self, old: fx.Node, new: fx.Node, *, any_strides: bool = False) -> None:
+        """``new`` takes the place of ``old`` at every user, and its name. ``any_strides``: the caller knows that each view
+        of old is one of new."""
+        if (why := differs(example(old), example(new), strides=not any_strides)) is not None:
+            raise Mismatch(f"the op's result {why}")
         old.replace_all_uses_with(new)
         take_name(new, old)
         self._replaced[old] = new
@@ -258,13 +260,21 @@ class Editor:
                 self.graph.erase_node(node)
 
 
-def differs(old: Any, new: Any) -> str | None:
+def without_gaps(tensor: Any) -> Any:
+    """Return a tensor without values whose dims lie in the same order in memory, one behind the other."""
+    order = sorted(range(tensor.dim()), key=lambda d: -expected(tensor.stride(d)))
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    return tensor.new_empty([tensor.shape[d] for d in order]).permute(back)
+
+
+def differs(old: Any, new: Any, *, strides: bool = True) -> str | None:
     """The first difference in dtype, device, shape, stride or placement between two example values, or None."""
     if old.dtype != new.dtype:
         return f"is {new.dtype} where the graph has {old.dtype}"
     if old.device != new.device:
         return f"is on {new.device} where the graph has {old.device}"
-    for what, before, after in (("shape", old.shape, new.shape), ("stride", old.stride(), new.stride())):
+    alike = (("shape", old.shape, new.shape), ("stride", old.stride(), new.stride()))
+    for what, before, after in alike if strides else alike[:1]:
         if len(before) != len(after) or not all(
             statically_known_true(b == a) or (what == "stride" and statically_known_true(old.shape[i] <= 1))
             for i, (b, a) in enumerate(zip(before, after, strict=True))

@@ -118,6 +118,9 @@ _FILLS: dict[Any, Callable[[fx.Node], Any]] = {
 }
 
 
+# Kernels without a reduction go over rows and classes, not over elements of a chunk: what each row has is loaded once a row.
+# The gradient of an entropy and a log-probability of 2048 x 128256 takes 0.33 ms then, not 0.75 (H200).
+_BY_ROWS = {"triton.prefer_nd_tiling": True}
 # Inductor writes a value with several readers to memory where its expression has more reads or ops than these.
 _RECOMPUTE = {"realize_reads_threshold": 2**20, "realize_opcount_threshold": 2**20, "realize_acc_reads_threshold": 2**20}
 # Inductor visits such an expression op by op: ops in one that is computed again.
@@ -134,8 +137,8 @@ def compiled_for_rows(function: Callable[..., Any], operands: Sequence[Operand])
         return None
     gm, fakes = traced_for_rows(function, operands, decompositions_of_rows())
     config = torch._inductor.config
-    again = _RECOMPUTE if _longest_expression(gm.graph) < _LONGEST else {}
-    patch = {name: value for name, value in again.items() if hasattr(config, name)}
+    wanted = {**_BY_ROWS, **(_RECOMPUTE if _longest_expression(gm.graph) < _LONGEST else {})}
+    patch = {name: value for name, value in wanted.items() if hasattr(config, name)}
     with unset_fake_temporarily(), without_tracing_context(), torch.no_grad(), config.patch(patch):
         return compile_(gm, fakes, dynamic_shapes="from_graph")
 

@@ -1,0 +1,144 @@
+"""Short causal convolutions of channels: how models write them, what only looks like one, and how the results lie."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fx_fusion
+from fx_fusion.testing import rewriting_backend
+from tests.helpers import reasons, rewritten, statuses
+
+B, C, T, TAPS = 2, 12, 21, 4
+x, weight, bias = torch.randn(B, C, T), torch.randn(C, 1, TAPS), torch.randn(C)
+rows = torch.randn(B, T, 2 * C)  # of a linear layer, whose channels are innermost
+
+
+def cut(x, w, b, padding=TAPS - 1, **options):
+    return F.conv1d(x, w, b, padding=padding, groups=C, **options)[:, :, :T]
+
+
+def padded(x, w, b, sizes=(TAPS - 1, 0), **options):
+    return F.conv1d(F.pad(x, sizes, **options), w, b, groups=C)
+
+
+class Layer(nn.Conv1d):
+    """A module of its own, as Mamba's first code has it."""
+
+    def __init__(self):
+        super().__init__(C, C, TAPS, padding=TAPS - 1, groups=C)
+
+    def forward(self, x):
+        return F.silu(super().forward(x)[..., : x.shape[2]])
+
+
+FIRES = {
+    "cut": cut,
+    "cut, then SiLU": lambda x, w, b: F.silu(cut(x, w, b)),
+    "cut by narrow": lambda x, w, b: F.conv1d(x, w, b, 1, (TAPS - 1,), (1,), C).narrow(2, 0, T),
+    "padded in front": padded,
+    "padded in front, then SiLU": lambda x, w, b: nn.SiLU()(padded(x, w, b)),
+    "without a bias": lambda x, w, b: F.silu(cut(x, w, None)),
+    "channels of a product": lambda x, w, b: F.silu(cut(rows[..., C:].transpose(1, 2), w, b)).transpose(1, 2),
+    "gates around it": lambda x, w, b: x.tanh() * cut(x.sigmoid() * x, w, b),
+    "weight of a matrix": lambda x, w, b: cut(x, w.squeeze(1).unsqueeze(1), b),
+}
+LEFT = {
+    "what is behind the tokens, too": lambda x, w, b: F.conv1d(x, w, b, padding=TAPS - 1, groups=C),
+    "the last tokens": lambda x, w, b: F.conv1d(x, w, b, padding=TAPS - 1, groups=C)[..., TAPS - 1 :],
+    "padded behind, too": lambda x, w, b: padded(x, w, b, (TAPS - 1, 1)),
+    "padded behind": lambda x, w, b: padded(x, w, b, (0, TAPS - 1)),
+    "padded with ones": lambda x, w, b: padded(x, w, b, value=1.0),
+    "padded with what is there": lambda x, w, b: padded(x, w, b, mode="replicate"),
+    "same padding": lambda x, w, b: F.conv1d(x, w[..., 1:], b, padding="same", groups=C),
+    "dilated": lambda x, w, b: cut(x, w, b, dilation=2),
+    "strided": lambda x, w, b: F.conv1d(x, w, b, 2, TAPS - 1, groups=C)[..., :T],
+    "channels in pairs": lambda x, w, b: F.conv1d(x, w.expand(C, 2, TAPS), b, padding=TAPS - 1, groups=C // 2)[..., :T],
+    "two results a channel": lambda x, w, b: F.conv1d(x, w.repeat(2, 1, 1), None, padding=TAPS - 1, groups=C)[..., :T],
+    "no batch": lambda x, w, b: F.conv1d(x[0], w, b, padding=TAPS - 1, groups=C)[..., :T],
+}
+
+
+@pytest.mark.parametrize("spelling", FIRES)
+def test_fires(spelling):
+    y, report = rewritten(FIRES[spelling], x, weight, bias)
+    report.assert_fused(causal_conv1d=1)
+    torch.testing.assert_close(y, FIRES[spelling](x, weight, bias))
+
+
+@pytest.mark.parametrize("spelling", LEFT)
+def test_is_left_alone(spelling):
+    y, report = rewritten(LEFT[spelling], x, weight, bias)
+    assert "fused" not in statuses(report, "causal_conv1d")
+    torch.testing.assert_close(y, LEFT[spelling](x, weight, bias))
+
+
+def test_a_module():
+    layer = Layer()
+    y, report = rewritten(layer, x)
+    report.assert_fused(causal_conv1d=1)
+    torch.testing.assert_close(y, layer(x))
+
+
+def test_results_behind_the_tokens_are_a_near_miss():
+    _, report = rewritten(LEFT["what is behind the tokens, too"], x, weight, bias)
+    assert "more is read than the first of its results" in reasons(report, "causal_conv1d")
+
+
+def test_more_taps_are_declined():
+    long = torch.randn(C, 1, 31)
+    _, report = rewritten(lambda x, w: F.conv1d(x, w, padding=30, groups=C)[..., :T], x, long)
+    assert "31 taps; the kernel keeps up to 4 tokens in registers" in reasons(report, "causal_conv1d")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.view(B, C * T), lambda y: y.view(B * C, T), lambda y: y.transpose(1, 2).view(B, T, 3, C // 3),
+        lambda y: y.contiguous().view(-1), lambda y: y.mT.split([C // 2, C // 2], -1)[1].tanh(), lambda y: y.to(y.dtype).mT,
+    ],
+)  # fmt: skip
+def test_views_of_the_result(view):
+    """A kernel writes channels innermost. Views that eager allows stay possible."""
+    function = lambda x, w, b: view(F.silu(padded(x, w, b)))  # noqa: E731
+    for operand in (x, x.mT.contiguous().mT):
+        y, report = rewritten(function, operand, weight, bias)
+        report.assert_fused(causal_conv1d=1)
+        torch.testing.assert_close(y, function(operand, weight, bias))
+
+
+def test_written_to_in_place():
+    def function(x, w, b):
+        y = F.silu(cut(x, w, b))
+        y[:, 0] += 1
+        return y.add_(x)
+
+    y, report = rewritten(function, x, weight, bias)
+    report.assert_fused(causal_conv1d=1)
+    torch.testing.assert_close(y, function(x, weight, bias))
+
+
+def test_other_lengths():
+    function = lambda x, w, b: F.silu(F.conv1d(x, w, b, padding=TAPS - 1, groups=C)[..., : x.shape[-1]]).mT  # noqa: E731
+    compiled = torch.compile(function, backend=rewriting_backend(), dynamic=True)
+    with fx_fusion.recording() as report:
+        for tokens in (T, 5, 40):
+            given = torch.randn(B, C, tokens)
+            torch.testing.assert_close(compiled(given, weight, bias), function(given, weight, bias))
+    report.assert_fused(causal_conv1d=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "mamba2", "falcon_mamba"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_functions_of_transformers(family, activation):
+    """What stands in for the causal_conv1d package, in whatever folder."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    module = importlib.import_module(module.__name__)
+    if not hasattr(module, "causal_conv1d_fn"):
+        pytest.skip("this transformers has no causal_conv1d_fn there")
+    function = lambda x, w, b: module.causal_conv1d_fn(x, w.squeeze(1), b, activation=activation)  # noqa: E731
+    y, report = rewritten(function, x, weight, bias)
+    report.assert_fused(causal_conv1d=1)
+    torch.testing.assert_close(y, function(x, weight, bias))
