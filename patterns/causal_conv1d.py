@@ -151,7 +151,7 @@ FUSION = Fusion(
     emit=emit,
     guard=guard,
     why_keep=why_keep,
-    traffic=("5*b*c*t*bytes", "11*b*c*t*bytes"),
+    traffic=("5*b*c*t*bytes", "80*b*c*t*bytes"),  # of the library: what its 1.3 to 3.1 ms would move (H200)
     before=("swish", "swiglu"),
     cases=(
         case("one_token", b=2, c=3, t=1, k=4, bench=False),

@@ -77,7 +77,7 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
         source, slower = _source(cell, floating[0])
         mine, its = (None if scale is None else 1e3 * scale * slower * ms for ms in (cell.ours, cell.inductor))
         return Estimate(source, cell.inductor / cell.ours, mine, its, ours, theirs)
-    if moved[0] is None or moved[1] is None:
+    if not moved[0] or moved[1] is None:  # nothing is moved where there is nothing
         return None
     if ours is None or theirs is None:
         return Estimate("formula", moved[1] / moved[0])
