@@ -108,24 +108,20 @@ def _silu_of(view: View, node: fx.Node) -> fx.Node | None:
 
 def emit(editor: Editor, match: Match) -> None:
     root = match.root
+    wanted = without_gaps(example(root))
     with editor.graph.inserting_before(insertion_point(match, editor)):
         operands = [match.inputs[name] for name in ("x", "weight", "bias")]
         y = editor.call(causal_conv1d.overload, (*operands, match.statics["silu"]), like=root)
-    if not all(_swaps_channels(editor.view, user, root) for user in root.users):
-        dense = without_gaps(example(root))  # which has every view of a tensor with gaps (``y[..., :t]``)
-        y = y if differs(dense, example(y)) is None else editor.restride(y, dense, like=root)
-    editor.replace(root, y, any_strides=True)
-
-
-def _swaps_channels(view: View, user: fx.Node, node: fx.Node) -> bool:
-    """Return True for ``node.transpose(1, 2)``, perhaps behind a cast: no view makes one dim of two of its dims."""
-    bound = view.arguments_of(user, "transpose", "permute", "mT", "to", "type_as")
-    if bound is None or bound["input"] is not node:
-        return False
-    if view.name(user) in ("to", "type_as"):
-        return all(_swaps_channels(view, reader, user) for reader in user.users)
-    old, new = example(node), example(user)
-    return all(statically_known_true(a == b) for a, b in zip(new.stride(), [old.stride(d) for d in (0, 2, 1)], strict=True))
+    if differs(wanted, example(y)) is not None:
+        y = editor.restride(y, wanted, like=root)
+    if editor.view.effects.returned(root) and differs(example(root), wanted) is not None:
+        with editor.graph.inserting_after(y):  # a user sees how it lies in memory: as a part of a longer tensor
+            longer = editor.call(F.pad, (y, (0, example(match.inputs["weight"]).shape[2] - 1)), like=root)
+        with editor.graph.inserting_after(longer):
+            y = editor.method("narrow", (longer, 2, 0, example(root).shape[2]), like=root)
+        editor.replace(root, y)
+    else:
+        editor.replace(root, y, any_strides=True)  # every view of a tensor with gaps is one of a tensor without
 
 
 def guard(x, weight, bias, silu):

@@ -136,12 +136,33 @@ def embeddings(m: Maker) -> None:
         m.out(m.let("z", f"F.linear({h}, {table})"))
 
 
+def convolutions(m: Maker) -> None:
+    """Causal convolutions of channels: cut behind or padded in front, channels innermost or not, gates around them."""
+    c, taps, tokens = m.pick(6, 8), m.pick(2, 3, 4, 4, 4, 5), m.pick(1, 7, 12, 21)
+    innermost = m.chance(0.6)
+    x = m.activation("x", f"B, {tokens}, {c}" if innermost else f"B, {c}, {tokens}")
+    if innermost:
+        x = m.let("x", m.pick(f"{x}.transpose(1, 2)", f"{x}.mT", f"{x}.permute(0, 2, 1)"))
+    if m.chance(0.3):
+        x = m.let("x", f"{x} * {m.activation('gate', f'B, {c}, {tokens}')}")
+    w, b = m.weight("w", f"{c}, 1, {taps}"), m.weight("b", f"{c}") if m.chance(0.6) else None
+    if m.chance(0.7):
+        y = m.let("y", f"F.conv1d({x}, {w}, {b}, padding={taps - 1}, groups={c})")
+        y = m.let("y", m.pick(f"{y}[..., :{tokens}]", f"{y}[:, :, :{x}.shape[-1]]", f"{y}.narrow(-1, 0, {tokens})"))
+    else:
+        padded = m.let("padded", f"F.pad({x}, ({taps - 1}, 0){m.pick('', ', value=0.0')})")
+        y = m.let("y", f"F.conv1d({padded}, {w}, {b}, groups={c})")
+    if m.chance(0.6):
+        y = m.let("s", m.silu(y))
+    m.out(m.let("z", m.pick(f"{y}.transpose(1, 2)", f"{y} * 2", f"{y}.mT.reshape(B, {tokens}, 2, {c // 2})", f"{y} + {x}")))
+
+
 LATER = 10**7  # seeds from here on are of families that came later: the program of a seed is always the same one
 
 
 def families() -> dict[str, Family]:
     """Every family by name, in a fixed order: a seed says which."""
-    return _first() | _later() | _of_rows() | _returned()
+    return _first() | _later() | _of_rows() | _returned() | _convolutions()
 
 
 def _first() -> dict[str, Family]:
@@ -174,9 +195,14 @@ def _returned() -> dict[str, Family]:
     return {"returned rows_returned": rows.rows_returned}
 
 
+def _convolutions() -> dict[str, Family]:
+    return {"convolutions convolutions": convolutions}
+
+
 def _groups() -> tuple[tuple[int, dict[str, Family]], ...]:
     """Groups of families, each with its first seed."""
-    return (0, _first()), (LATER, _later()), (2 * LATER, _of_rows()), (3 * LATER, _returned())
+    made = _first, _later, _of_rows, _returned, _convolutions
+    return tuple((i * LATER, group()) for i, group in enumerate(made))
 
 
 def seed_of(family: str, n: int) -> int:
