@@ -107,8 +107,8 @@ def _command() -> int:
             return report_command(given.file, output=chosen(*output))
         if given.command == "verify":
             return verify_command(given.target, sizes=chosen(*sizes), options=options, **chosen("device"))
-        where = chosen("device", "gpu")
-        return explain_command(given.target, sizes=chosen(*sizes), options=options, output=chosen(*output), **where)
+        where = chosen("device", "gpu", "download")
+        return explain_command(given.target, sizes=chosen(*sizes, "mask"), options=options, output=chosen(*output), **where)
     except (ValueError, VerificationError) as error:  # a target, an option, a fusion or a place that is none
         print(f"fx_fusion: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
@@ -178,11 +178,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
     verify = commands.add_parser("verify", help="one training step beside eager's and float64's, and which fusion is wrong")
-    target = "a model type of transformers, a config.json or its folder, or module:function"
+    target = "a model type of transformers, a config.json or its folder, a model of the Hub, or module:function"
     explain.add_argument("target", type=_target, help=f"{target}; a script (file.py) is run as it is")
     verify.add_argument("target", type=_target, help=target)
-    for command, length, layers in ((explain, 512, "all"), (verify, 64, "2")):
-        command.add_argument("--batch", type=_at_least_1, help="rows of the batch (1)")
+    for command, batch, length, layers in ((explain, "4; 1", 2048, "all"), (verify, "1", 64, "2")):
+        command.add_argument("--batch", type=_at_least_1, help=f"rows of the batch ({batch} with --tiny)")
         command.add_argument("--length", type=_at_least_1, help=f"tokens in a row ({length}; 16 with --tiny)")
         command.add_argument("--layers", type=_at_least_1, help=f"at most so many layers; they are alike ({layers})")
         command.add_argument("--tiny", action="store_true", help="a small model of this type, with memory")
@@ -190,7 +190,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--dtype", choices=("bfloat16", "float16", "float32"), help="of the parameters and images (bfloat16)"
         )
-    explain.add_argument("--gpu", metavar="NAME", help="plan for this GPU by its table, as h200; none has to be here")
+    explain.add_argument("--gpu", metavar="NAME", help="plan for this GPU, as h200, a100 or 4090; none has to be here")
+    explain.add_argument(
+        "--mask", choices=("none", "ones", "padded", "packed"), help="what a model of text gets beside its tokens (none)"
+    )
+    explain.add_argument("--download", action="store_true", help="fetch the config of a model of the Hub")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", allow_abbrev=False)
     run.add_argument("script", help="a Python file; what is not known here, and all behind --, are its own arguments")
     profile = commands.add_parser(

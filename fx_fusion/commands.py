@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fx_fusion.cost import table as cost_table
+from fx_fusion.cost import gpus
+from fx_fusion.cost.table import rates_of_tables
 from fx_fusion.errors import OptionError, TargetError
 from fx_fusion.explaining import explain
 from fx_fusion.graph.devices import planning_for
@@ -37,20 +38,22 @@ _LARGE = 1e9
 
 
 def explain_command(
-    name: str, *, sizes: dict[str, Any], device: str | None, gpu: str | None, options: dict[str, Any], output: dict[str, Any]
+    name: str, *, sizes: dict[str, Any], device: str | None, gpu: str | None, options: dict[str, Any],
+    output: dict[str, Any], download: bool = False,
 ) -> int:  # fmt: skip
     """Explain a target, or run it where it is a script; the exit code: 1 where a requirement does not hold.
 
     Args:
-        device: where a model of transformers is: ``cpu`` or ``cuda``. Without a GPU here, ``cuda`` is planned.
-        gpu: the GPU to plan for, by its table, whatever is here.
+        device: where a model of transformers is: ``cpu`` or ``cuda``. Without a GPU here, all but ``cpu`` is planned.
+        gpu: the GPU to plan for, whatever is here: by its table, or by that of the GPU whose memory is nearest in speed.
+        download: whether the config of a model of the Hub may be fetched.
 
     Raises TargetError, OptionError.
     """
     check_files(output, reads=name)
     check_fusions(output, before=name)
     if name.endswith(".py"):
-        if device or gpu or any(sizes.values()):
+        if device or gpu or download or any(sizes.values()):
             raise TargetError(f"{name} is a script, which chooses its device and sizes itself: give no option for these, or "
                               f"name a function that makes a model, {name}:function")  # fmt: skip
         if Path(name).is_file():
@@ -58,11 +61,17 @@ def explain_command(
         return run_command(name, (), options=options, output=output)
     if gpu and device == "cpu":
         raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")
-    planned = ""
-    if gpu or (device == "cuda" and not torch.cuda.is_available()):
-        planned, device = cost_table.gpu_named(gpu or _DEFAULT_GPU), "cpu"  # where it is captured
+    planned, there = "", torch.cuda.is_available()
+    if not gpu and not there and device is None and options.get("select") != "measure":
+        print(f"fx_fusion: there is no GPU here: planned for an {_DEFAULT_GPU}; --gpu NAME: another, --device cpu: this CPU",
+              file=sys.stderr)  # fmt: skip
+        device = "cuda"
+    if gpu or (device == "cuda" and not there):
+        planned, device = gpus.named(gpu or _DEFAULT_GPU, rates_of_tables()), "cpu"  # where it is captured
+    if sizes["mask"] == "padded" and sizes["tiny"] is False:  # tensors without memory would not tell that they hold a 0
+        options = {"speculate": False, **options}
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
-        target = _target(name, fake=not sizes["tiny"], device=device, usual=512, **sizes)
+        target = _target(name, fake=not sizes["tiny"], device=device, usual=None, download=download, **sizes)
         check_fusions(output)  # it may have registered some
         with target.mode or contextlib.nullcontext(), planning_for(planned):
             try:
@@ -92,12 +101,16 @@ def verify_command(name: str, *, sizes: dict[str, Any], device: str | None, opti
     return 0 if found.ok else 1
 
 
-def _target(name: str, *, fake: bool, device: str | None, usual: int, **given: Any) -> Target:
-    """``usual``: tokens in a row where no ``length`` is given, of a model that is not tiny."""
+def _target(
+    name: str, *, fake: bool, device: str | None, usual: int | None, download: bool = False, **given: Any
+) -> Target:  # fmt: skip
+    """``usual``: tokens in a row where no ``length`` is given, of a model that is not tiny; None for what suits it."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     length = given["length"] or (16 if given["tiny"] else usual)
-    sizes = Sizes(batch=given["batch"] or 1, length=length, layers=given["layers"], tiny=bool(given["tiny"]))
-    target = target_of(name, sizes, device=device, dtype=getattr(torch, given["dtype"] or "bfloat16"), fake=fake)
+    mask = given.get("mask") or "none"
+    sizes = Sizes(batch=given["batch"], length=length, layers=given["layers"], tiny=bool(given["tiny"]), mask=mask)
+    dtype = getattr(torch, given["dtype"] or "bfloat16")
+    target = target_of(name, sizes, device=device, dtype=dtype, fake=fake, download=download)
     model: Any = target.call
     if target.mode is not None and (count := sum(p.numel() for p in model.parameters())) > _LARGE:
         print(f"fx_fusion: {type(model).__name__}, {count / 1e9:.1f} billion parameters, without memory; --layers 2 is "

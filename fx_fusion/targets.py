@@ -38,10 +38,13 @@ class Target:
     mode: Any = None
 
 
-def target_of(name: str, sizes: Sizes, *, device: str, dtype: torch.dtype, fake: bool = True) -> Target:
-    """The target of a name: a model type of transformers (``llama``), a ``config.json`` or its folder, or a function that
-    makes the model and its arguments (``package.module:function``, ``file.py:function``). Models of transformers have these
-    sizes, device and dtype; with ``fake`` they have no memory, where the class can be built so.
+def target_of(
+    name: str, sizes: Sizes, *, device: str, dtype: torch.dtype, fake: bool = True, download: bool = False
+) -> Target:  # fmt: skip
+    """The target of a name: a model type of transformers (``llama``), a ``config.json`` or its folder, a model of the Hub
+    (``download``: its config may be fetched), or a function that makes the model and its arguments
+    (``package.module:function``, ``file.py:function``). Models of transformers have these sizes, device and dtype; with
+    ``fake`` they have no memory, where the class can be built so.
 
     Raises TargetError where there is no such thing, or it can't be built; TargetFailed where its own code raises.
     """
@@ -54,7 +57,7 @@ def target_of(name: str, sizes: Sizes, *, device: str, dtype: torch.dtype, fake:
                           "train.py:make")  # fmt: skip
     if importlib.util.find_spec("transformers") is None:
         raise TargetError(f"{name!r}: transformers is not installed, so it can only be package.module:function")
-    config, made_by = config_of(name)
+    config, made_by = config_of(name, download=download)
     model, kwargs, mode = built(config, made_by, sizes, device, dtype, fake)
     return Target(model, kwargs=kwargs, mode=mode)
 

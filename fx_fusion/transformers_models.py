@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,39 @@ class Sizes:
     """How large a model and its inputs are.
 
     Attributes:
-        batch: rows.
-        length: tokens in a row, of a model of text.
+        batch: rows; None for 4, or 1 for a model of text with memory, or a tiny one.
+        length: tokens in a row, of a model of text; None for 2048, 512 with memory, or as many as it has positions.
         layers: at most so many; None for all.
         tiny: small widths too.
+        mask: what a model of text is given beside its tokens: ``none``, ``ones``, ``padded`` or ``packed``.
     """
 
-    batch: int
-    length: int
+    batch: int | None
+    length: int | None
     layers: int | None
     tiny: bool
+    mask: str = "none"
+
+    def of(self, model: Any, *, memory: bool) -> Sizes:
+        """Return these sizes with numbers for a model. Raises TargetError where it has fewer positions than tokens."""
+        length = self.length or min(512 if memory else 2048, _positions(model))
+        _check_length(model, length)
+        runs = memory and (self.tiny or model.main_input_name == "input_ids")
+        return replace(self, batch=self.batch or (1 if runs else 4), length=length)
 
 
-def config_of(name: str) -> tuple[Any, type]:
-    """The config and the class of a type of model (``llama``), a ``config.json`` or its folder. A file's ``architectures``
-    name the class; else the type does: one with a loss, if there is one. Raises TargetError."""
+_DOCUMENTS = 4  # of a row that is packed
+
+
+def config_of(name: str, *, download: bool = False) -> tuple[Any, type]:
+    """Return the config and the class of a type of model (``llama``), a ``config.json`` or its folder, or a model of the
+    Hub whose config is in the local cache, or may be downloaded. A file's ``architectures`` name the class; else the type
+    does: one with a loss, if there is one. Raises TargetError."""
     import transformers
 
     given: dict[str, Any] = {}
+    if not Path(name).exists() and _ON_THE_HUB.fullmatch(name):
+        given = _of_the_hub(name, download)
     if Path(name).exists():
         path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
         try:
@@ -67,8 +82,8 @@ def config_of(name: str) -> tuple[Any, type]:
             raise TargetError(f"{path} can't be read as a config: {error}") from error
     kind = given.pop("model_type", "" if given else name)
     classes = _classes()
-    if "/" in name and not Path(name).exists():
-        raise TargetError(_no_folder(name))
+    if "/" in name and not given and not Path(name).exists():
+        raise TargetError(f"there is no file or folder {name!r}: name a config.json or its folder, or a type, as llama")
     if kind not in classes:
         raise TargetError(f"{kind!r} is no type of model that transformers has. {nearest(kind, sorted(classes))[:400]}")
     named = [c for c in given.get("architectures") or () if hasattr(transformers, c)]
@@ -80,12 +95,17 @@ def config_of(name: str) -> tuple[Any, type]:
     return config, made_by
 
 
-def _no_folder(name: str) -> str:
-    """A sentence about a name with a slash that is no file here."""
-    if not _ON_THE_HUB.fullmatch(name):
-        return f"there is no file or folder {name!r}: name a config.json or its folder, or a type of model, as llama"
-    return (f"{name!r} is no folder here, and nothing is downloaded from the Hub: name a type of model, as llama, or a "
-            "local folder with the model's config.json")  # fmt: skip
+def _of_the_hub(name: str, download: bool) -> dict[str, Any]:
+    """Return the config of a model of the Hub as its file has it."""
+    import transformers
+
+    try:
+        return transformers.PreTrainedConfig.get_config_dict(name, local_files_only=not download)[0]
+    except (OSError, ValueError) as error:
+        how = "it could not be downloaded" if download else "its config is not in the local cache; --download fetches it"
+        said = " ".join(str(error).split())[:120]
+        raise TargetError(f"{name!r} is no folder here, and {how}: name a type of model, as llama, or a local folder with "
+                          f"the model's config.json ({said})") from error  # fmt: skip
 
 
 def _classes() -> dict[str, str]:
@@ -117,8 +137,7 @@ def built(
             with mode or contextlib.nullcontext(), torch.device(device):
                 torch.set_default_dtype(dtype)
                 model = made_by(config).train()
-                _check_length(model, sizes.length)
-                return model, _inputs(model, sizes), mode
+                return model, _inputs(model, sizes.of(model, memory=mode is None)), mode
         except TargetError:
             raise
         except Exception as error:
@@ -130,10 +149,17 @@ def built(
 
 
 def _check_length(model: Any, length: int) -> None:
-    """Raise TargetError where a model of text has no position of its own for each token: rows of a table, that is, as angles
-    (RoPE) go on without end. Tensors without memory would not tell."""
+    """Raise TargetError where a model of text has no position of its own for each token."""
+    if length > (most := _positions(model)):
+        raise TargetError(f"--length: must be at most {most} for {type(model).__name__}, which has so many positions "
+                          f"(max_position_embeddings or n_positions of its config); got {length}")  # fmt: skip
+
+
+def _positions(model: Any) -> Any:
+    """Return how many positions a model of text has in a table, infinity for others: angles (RoPE) go on without end.
+    Tensors without memory would not tell."""
     if model.main_input_name != "input_ids":
-        return
+        return math.inf
     tables = [
         module
         for name, module in model.named_modules()
@@ -142,10 +168,7 @@ def _check_length(model: Any, length: int) -> None:
     # RoBERTa's tokens are counted from the padding's row on.
     rows = [table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables]
     rows += [table.shape[0] for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's angles
-    most = min([*rows, find(model.config, "max_position_embeddings", "n_positions") or math.inf]) if rows else math.inf
-    if length > most:
-        raise TargetError(f"--length: must be at most {most} for {type(model).__name__}, which has so many positions "
-                          f"(max_position_embeddings or n_positions of its config); got {length}")  # fmt: skip
+    return min([*rows, find(model.config, "max_position_embeddings", "n_positions") or math.inf]) if rows else math.inf
 
 
 def _prepare(config: Any, layers: int | None) -> None:
@@ -181,6 +204,8 @@ def _inputs(model: Any, sizes: Sizes) -> dict[str, Any]:
     """What the forward of a model takes, by what its class calls its main input, with labels where it takes any."""
     config, takes = model.config, inspect.signature(model.forward).parameters
     main, tokens = model.main_input_name, find(config, "vocab_size") or 2
+    assert sizes.batch is not None
+    assert sizes.length is not None
     ids = torch.arange(sizes.batch * sizes.length).view(sizes.batch, sizes.length) % min(1000, tokens)
     classes = torch.arange(sizes.batch) % max(1, getattr(config, "num_labels", 1))
     if main in ("pixel_values", "input_features", "input_values"):
@@ -194,7 +219,24 @@ def _inputs(model: Any, sizes: Sizes) -> dict[str, Any]:
             labels = ids % config.num_labels
     if "labels" in takes:
         given["labels"] = labels.clone()
-    return given
+    return given | (_mask(model, sizes, takes) if sizes.mask != "none" else {})
+
+
+def _mask(model: Any, sizes: Sizes, takes: Any) -> dict[str, Any]:
+    """Return what says which tokens belong together: a mask of ones, of rows that are padded behind, or positions that begin
+    anew with each document. Raises TargetError for a model that takes none."""
+    batch, length = sizes.batch or 1, sizes.length or 1
+    name = "position_ids" if sizes.mask == "packed" else "attention_mask"
+    if name not in takes or model.main_input_name != "input_ids":
+        raise TargetError(f"--mask {sizes.mask}: {type(model).__name__} takes no {name}")
+    places = torch.arange(length).expand(batch, length)
+    if sizes.mask == "packed":
+        return {name: places % max(1, length // _DOCUMENTS)}
+    shown = torch.ones(batch, length, dtype=torch.long)
+    if sizes.mask == "padded":
+        lengths = length - (torch.arange(batch) % 4 + 1) * (length // 8)
+        shown = (places < lengths[:, None]).long()
+    return {name: shown}
 
 
 def _image(config: Any) -> tuple[int, ...]:

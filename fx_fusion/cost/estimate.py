@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fx_fusion.cost import measure, table
+from fx_fusion.cost.gpus import rate_of
 from fx_fusion.cost.neighbours import Beside
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
@@ -94,8 +95,10 @@ def _source(cell: table.Cell, tensor: torch.Tensor) -> tuple[str, float]:
 
 
 def _bytes_a_microsecond(device: torch.device) -> float:
-    """How much a GPU reads and writes; a device that nothing is known of stands for one that is not here."""
-    return bytes_per_second(torch.device("meta") if planned_gpu() else device) / 1e6
+    """Return how much a GPU reads and writes, the one that is planned for if there is one."""
+    if gpu := planned_gpu():
+        return (table.rates_of_tables().get(gpu) or rate_of(gpu) or bytes_per_second(torch.device("meta"))) / 1e6
+    return bytes_per_second(device) / 1e6
 
 
 def _moved(
@@ -132,15 +135,26 @@ def _scale(fusion: Fusion, cell: table.Cell, sizes: dict[str, float], itemsize: 
     return 1.0 if cell.distance(sizes) <= _NEAR else None
 
 
-def total(sites: Iterable[dict[str, Any]]) -> str:
-    """What many sites save together, from the facts of each; empty where no time is known."""
+def saved(sites: Iterable[dict[str, Any]]) -> float | None:
+    """Return the ms a step that sites save, or would, from the facts of each; None where the time of one is not known."""
+    facts = list(sites)
+    return None if any("ours" not in f for f in facts) else sum(f["inductor"] - f["ours"] for f in facts) / 1e3
+
+
+def total(sites: Iterable[dict[str, Any]], step: float = 0.0) -> str:
+    """Return what many sites save together, from the facts of each; empty where no time is known.
+
+    ``step``: about how many ms a step takes with them; 0 where nobody knows."""
     facts = list(sites)
     timed = [f for f in facts if "ours" in f]
     if not timed:
         return ""
-    saved = short(sum(f["inductor"] - f["ours"] for f in timed) / 1e3, 2)
+    gain = saved(timed) or 0.0
     sources = ", ".join(sorted({f["source"] for f in timed}))
-    return f"about {saved} ms a step less than Inductor's kernels, by {sources} for {len(timed)} of {len(facts)} sites"
+    before, after = short(step + gain), short(step)
+    whole = f"a step of about {before} -> {after} ms ({(step + gain) / step:.2f}x), " if step else ""
+    less = f"about {short(gain, 2)} ms a step less than Inductor's kernels"
+    return f"{whole}{less}, by {sources} for {len(timed)} of {len(facts)} sites"
 
 
 def gained(sites: Iterable[dict[str, Any]]) -> float | None:

@@ -21,8 +21,7 @@ from typing import Any
 import sympy
 import torch
 
-from fx_fusion.errors import OptionError
-from fx_fusion.errors import nearest as nearest_name
+from fx_fusion.cost.gpus import rate_of
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.matcher import Match
 from fx_fusion.graph.devices import device_type, gpu_name
@@ -146,7 +145,7 @@ def tables_for(gpu: str, device: torch.device) -> tuple[str, ...]:
     """The GPUs whose tables speak for a ``gpu``, which ``device`` is: it itself where it was measured, then the others, the
     one whose memory is nearest in speed first. None without a GPU."""
     rates = rates_of_tables()
-    rate = (rates.get(gpu) or bytes_per_second(device)) if gpu else 0.0
+    rate = (rates.get(gpu) or rate_of(gpu) or bytes_per_second(device)) if gpu else 0.0
     return tuple(sorted(rates, key=lambda known: (known != gpu, abs(math.log(rates[known] / rate))))) if gpu else ()
 
 
@@ -172,15 +171,6 @@ def _table(gpu: str) -> tuple[Cell, ...]:
 
 def slug(gpu: str) -> str:
     return gpu.lower().replace(" ", "_")
-
-
-def gpu_named(name: str) -> str:
-    """The full name of a GPU that there is a table for (``h200`` -> ``NVIDIA H200``). Raises OptionError for any other."""
-    known = list(rates_of_tables())
-    found = [gpu for gpu in known if slug(name) == slug(gpu) or slug(name) in slug(gpu).split("_")]
-    if len(found) != 1:
-        raise OptionError(f"there is no table of a GPU {name!r}. {nearest_name(name, known)}")
-    return found[0]
 
 
 def _by_roofline(fusion: Fusion, sizes: Mapping[str, float], itemsize: int) -> str | None:

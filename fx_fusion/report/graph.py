@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from fx_fusion.cost.table import tables_for
 from fx_fusion.float8.linears import Linears
 from fx_fusion.inductor.layers_once import Layers
 from fx_fusion.memory.recompute import Decisions
@@ -70,7 +73,9 @@ class GraphReport:
         if self.version:
             yield f"{'a graph of before' if self.instead_of is None else f'graph {self.instead_of}'} {self.version}"
         if self.planned_for:
-            yield f"planned for {self.planned_for}, by its table"
+            nearest = tables_for(self.planned_for, torch.device("meta"))[0]
+            whose = "its table" if nearest == self.planned_for else f"the table of an {nearest}, the nearest one in speed"
+            yield f"planned for {self.planned_for}, by {whose}"
         if self.fallback:
             yield f"unchanged to Inductor: {self.fallback}"
         if self.broke:

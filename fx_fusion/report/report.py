@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
-from fx_fusion.cost.estimate import sentence, total
+from fx_fusion.cost.estimate import saved, sentence, total
 from fx_fusion.errors import nearest
 from fx_fusion.fusion import registry
 from fx_fusion.graph.places import shortened, users_frame
@@ -149,8 +149,9 @@ class Report:
         head = f"fx_fusion  {made}, {counted(fused, 'site')} fused"
         notes = list(_said_once((note, g.index) for g in self.graphs for note in g.notes()))
         notes += _said_once((f"not recognised: {what}", g.index) for g in self.graphs for what in self._grouped_unsaid(g))
-        saved = total(s.estimate for s in self.sites if s.status == "fused")
-        notes += [f"estimated: {saved}"] if saved else []
+        step = sum(g.memory.step for g in self.graphs if not g.version)
+        gain = total((s.estimate for s in self.sites if s.status == "fused"), 1e3 * step)
+        notes += [f"estimated: {gain}"] if gain else []
         unmade = sum((Counter(s.unmade) for s in self.sites), Counter[str]())
         notes += [f"never in memory: {size_of(amount)} of {what}" for what, amount in unmade.items()]
         left = nodes[1] - sum(s.status == "fused" for s in self.sites)
@@ -175,11 +176,15 @@ class Report:
         ]
 
     def _grouped(self) -> list[Group]:
-        groups: dict[tuple[str, str, str, str], list[str]] = {}
+        alike: dict[tuple[str, str, str, str], list[Site]] = {}
         for site in self.sites:
-            groups.setdefault((site.status, site.fusion, _generic(site.reason), site.location), []).append(site.module)
-        ordered = sorted(groups.items(), key=lambda item: (STATUSES.index(item[0][0]), item[0][1], item[0][3]))
-        return [Group(*alike, modules) for alike, modules in ordered]
+            alike.setdefault((site.status, site.fusion, _generic(site.reason), site.location), []).append(site)
+        groups = [Group(*key, [s.module for s in sites], saved(s.estimate for s in sites)) for key, sites in alike.items()]
+
+        def order(group: Group) -> Any:
+            return STATUSES.index(group.status), -(group.gain or 0.0), group.fusion, group.location
+
+        return sorted(groups, key=order)
 
     def diff(self) -> str:
         """Unified text diff of every graph before and after, to be read: each hunk with its fusions, modules and lines of

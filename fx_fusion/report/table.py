@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -24,6 +24,7 @@ class Group(NamedTuple):
     reason: str
     location: str
     modules: list[str]
+    gain: float | None = None  # ms a step that they save together, or would
 
 
 def table(groups: Sequence[Group]) -> str:
@@ -31,13 +32,28 @@ def table(groups: Sequence[Group]) -> str:
     if not groups:
         return NO_SITES
     prefix = shared_prefix(module for group in groups for module in group.modules)
-    rows = [(g.status, g.fusion, len(g.modules), _cell(g.modules, prefix), g.location, g.reason) for g in groups]
-    return tabulate(
-        rows,
-        headers=("status", "fusion", "sites", f"modules of {prefix}" if prefix else "modules", "source", "reason"),
-        tablefmt="plain",
-        maxcolwidths=[None, None, None, None, _SOURCE, _REASON],
-    )
+    gains = [_gain(group) for group in groups]
+    columns: list[tuple[str, Sequence[Any], int | None]] = [
+        ("status", [g.status for g in groups], None),
+        ("fusion", [g.fusion for g in groups], None),
+        ("sites", [len(g.modules) for g in groups], None),
+        ("ms saved", gains, None),
+        (f"modules of {prefix}" if prefix else "modules", [_cell(g.modules, prefix) for g in groups], None),
+        ("source", [g.location for g in groups], _SOURCE),
+        ("reason", [g.reason for g in groups], _REASON),
+    ]
+    if not any(gains):  # nothing is known of a CPU
+        del columns[3]
+    headers, values, widths = zip(*columns, strict=True)
+    return tabulate(list(zip(*values, strict=True)), headers=headers, tablefmt="plain", maxcolwidths=list(widths))
+
+
+def _gain(group: Group) -> str:
+    """Return what a group saves; in brackets what it would save if it was fused."""
+    if group.gain is None or (group.status != "fused" and group.gain <= 0):
+        return ""
+    said = f"{group.gain:.2g}" if group.gain < 10 else f"{group.gain:.0f}"
+    return said if group.status == "fused" else f"({said})"
 
 
 def shared_prefix(modules: Iterable[str]) -> str:

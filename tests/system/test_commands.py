@@ -214,7 +214,7 @@ WRONG = {
     "verify nothing.py": "'nothing.py' is a script that does not exist: name a function of a script",
     "verify {there}/train.py": "'{there}/train.py' is a script: name a function of a script, which returns a model and its arguments",
     "explain nothing.py": "there is no script 'nothing.py'",
-    "explain meta-llama/Llama-3.2-1B": "nothing is downloaded from the Hub: name a type of model, as llama, or a local folder",
+    "explain meta-llama/Llama-3.2-1B": "its config is not in the local cache; --download fetches it: name a type of model, as llama, or a local folder",
     "verify {there}/no/config.json": "there is no file or folder '{there}/no/config.json'",
     "report {there}/cut.json": "'{there}/cut.json' can't be read as a report, as --json writes it: ",
     "report {there}/weights.pt": "can't be read as a report",

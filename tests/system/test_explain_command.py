@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 
@@ -11,20 +12,21 @@ import torch
 import fx_fusion
 from fx_fusion.backend import compile_graph
 from fx_fusion.commands import explain_command
-from fx_fusion.cost.table import gpu_named
+from fx_fusion.cost import gpus
+from fx_fusion.cost.table import rates_of_tables, tables_for
 from fx_fusion.errors import OptionError, TargetError
 from fx_fusion.graph.devices import planning_for
 from fx_fusion.targets import target_of
 from fx_fusion.transformers_models import Sizes
 
 pytest.importorskip("transformers")
-NOTHING = {"batch": None, "length": None, "layers": None, "tiny": False, "dtype": None}
+NOTHING = {"batch": None, "length": None, "layers": None, "tiny": False, "dtype": None, "mask": None}
 OUTPUT = {"html": None, "json": None, "diff": False, "fusion": None, "why": None, "require": ()}
 ON_A_GPU = {"device": "cuda", "gpu": None} if not torch.cuda.is_available() else {"device": None, "gpu": "h200"}
 
 
 def explained(capsys, name, options=None, output=None, **given):
-    where = {name: given.pop(name, None) for name in ("device", "gpu")}
+    where = {name: given.pop(name, None) for name in ("device", "gpu")} | {"download": given.pop("download", False)}
     code = explain_command(name, sizes={**NOTHING, **given}, options=options or {}, output={**OUTPUT, **(output or {})}, **where)
     return code, capsys.readouterr()
 
@@ -35,6 +37,7 @@ def test_planned_for_a_gpu_that_is_not_here(capsys, tmp_path):
     assert code == 0
     assert "planned for NVIDIA H200, by its table" in said.out
     assert "on CPU" not in said.out
+    assert re.search(r"^fused +add_rms_norm +4 +0\.\d+ ", said.out, re.M), "the column of what is saved"
     sites = json.loads(file.read_text())["sites"]
     norms = [site["estimate"] for site in sites if site["fusion"] == "add_rms_norm" and site["status"] == "fused"]
     assert len(norms) == 4
@@ -43,12 +46,87 @@ def test_planned_for_a_gpu_that_is_not_here(capsys, tmp_path):
     assert all(estimate["ours"] < 1000 for estimate in formulas), "as fast as a GPU's memory, not a CPU's"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_one_is_planned_for(capsys):
+    """Who asks what a model would gain trains it on a GPU."""
+    _, said = explained(capsys, "llama", layers=1)
+    assert "there is no GPU here: planned for an H200" in said.err
+    assert "planned for NVIDIA H200" in said.out
+    _, said = explained(capsys, "llama", layers=1, device="cpu")
+    assert "planned" not in said.out + said.err
+    assert "on CPU Inductor compiles this as well" in said.out
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "table"),
+    [
+        ("h200", "NVIDIA H200", "NVIDIA H200"), ("NVIDIA H200", "NVIDIA H200", "NVIDIA H200"),
+        ("nvidia_h200", "NVIDIA H200", "NVIDIA H200"), ("h100", "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
+        ("H100 PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3"), ("a100", "NVIDIA A100 80GB", "NVIDIA H100 80GB HBM3"),
+        ("a10", "NVIDIA A10", "NVIDIA H100 80GB HBM3"), ("rtx4090", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"),
+        ("B200", "NVIDIA B200", "NVIDIA H200"),
+    ],
+)  # fmt: skip
+def test_gpus_by_name(name, gpu, table):
+    assert gpus.named(name, rates_of_tables()) == gpu
+    assert tables_for(gpu, torch.device("meta"))[0] == table
+
+
 def test_a_gpu_without_a_table(capsys):
-    assert gpu_named("h200") == gpu_named("NVIDIA H200") == gpu_named("nvidia_h200") == "NVIDIA H200"
-    with pytest.raises(OptionError, match=r"no table of a GPU 'h20'.*Valid: NVIDIA H100 .*, NVIDIA H200"):
-        explained(capsys, "llama", gpu="h20")
+    """Its neighbor's decides, and times are of its own memory: half as fast, twice as long."""
+    _, said = explained(capsys, "llama", layers=1, gpu="a100")
+    assert "planned for NVIDIA A100 80GB, by the table of an NVIDIA H100 80GB HBM3" in said.out
+    saved = {}
+    for gpu in ("a100", "h200"):
+        _, said = explained(capsys, "llama", layers=1, gpu=gpu)
+        saved[gpu] = float(re.search(r"about ([\d.]+) ms a step less", said.out)[1])
+    assert 1.8 < saved["a100"] / saved["h200"] < 3
+    with pytest.raises(OptionError, match=r"no GPU is known as 'z99'.*NVIDIA H100 .*, NVIDIA H200"):
+        explained(capsys, "llama", gpu="z99")
     with pytest.raises(OptionError, match="one of them"):
         explained(capsys, "llama", gpu="h200", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ("none", "mask: causal (k <= q)"), ("ones", "assumes, and checks at run time: attention_mask is all ones"),
+        ("padded", "mask: causal, keys shown by attention_mask"), ("packed", "mask: documents of packed_sequence_mask"),
+    ],
+)  # fmt: skip
+def test_masks(mask, said, capsys):
+    assert said in explained(capsys, "llama", layers=1, gpu="h200", mask=mask)[1].out
+
+
+def test_a_mask_that_a_model_does_not_take(capsys):
+    with pytest.raises(TargetError, match=r"^--mask ones: ViTForImageClassification takes no attention_mask$"):
+        explained(capsys, "vit", layers=1, mask="ones")
+    assert "not assumed, as it did not hold" in explained(capsys, "bert", tiny=True, mask="padded", length=64)[1].out
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("llama", (4, 2048)), ("gpt2", (4, 1024)), ("vit", (4, 3, 224, 224))])
+def test_usual_sizes(kind, shape):
+    target = target_of(kind, Sizes(None, None, 1, False), device="cpu", dtype=torch.bfloat16)
+    assert next(iter(target.kwargs.values())).shape == shape
+
+
+def test_a_model_of_the_hub(capsys, monkeypatch):
+    """Its config is enough; the local cache is asked first, and nothing is fetched unless that was allowed."""
+    asked = []
+
+    def get_config_dict(name, *, local_files_only):
+        asked.append((name, local_files_only))
+        if name.startswith("nobody"):
+            raise OSError("it is not a local folder")
+        return {"model_type": "llama", "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}, {}
+
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", get_config_dict)
+    assert "model.layers.{0-1}" in explained(capsys, "meta-llama/Llama-3.2-1B", gpu="h200")[1].out
+    with pytest.raises(TargetError, match=r"its config is not in the local cache; --download fetches it: .*not a local folder"):
+        explained(capsys, "nobody/nothing")
+    with pytest.raises(TargetError, match="it could not be downloaded"):
+        explained(capsys, "nobody/nothing", download=True)
+    assert asked == [("meta-llama/Llama-3.2-1B", True), ("nobody/nothing", True), ("nobody/nothing", False)]
 
 
 def test_what_is_planned_is_not_run(monkeypatch):
