@@ -13,8 +13,8 @@ from fx_fusion.pipes import READER_ENDED, discard_output, reader_ended
 
 _EXAMPLES = """examples:
   python -m fx_fusion explain llama                      a model type of transformers, full size, no memory
-  python -m fx_fusion explain llama --layers 2 --device cuda
-                                                         two layers, on a GPU: without one here, planned by the H200's table
+  python -m fx_fusion explain llama --layers 2 --gpu a100 --mask padded
+                                                         two layers, padded batches, planned for a GPU that is not here
   python -m fx_fusion explain vit --tiny                 small widths too
   python -m fx_fusion explain ./my-model --html r.html   a config.json, or its folder; the report as a page
   python -m fx_fusion explain train.py:make --why layers.0.norm
@@ -23,6 +23,7 @@ _EXAMPLES = """examples:
                                                          exit code 1 where that does not hold: for CI
   python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
+  python -m fx_fusion run --compile -m my.trainer a.yml  a module that compiles nothing: the first model that it trains
   python -m fx_fusion profile train.py --epochs 1        where the time of its steps goes, under Inductor and under fx_fusion
   python -m fx_fusion bisect python check.py             which replacement makes check.py fail
   python -m fx_fusion replay fx_fusion_rms_norm_x.pt     a site that options={"verify": ...} found wrong, alone
@@ -49,6 +50,9 @@ def main() -> int:
 
 
 def _command() -> int:
+    if not sys.argv[1:]:
+        _parser().print_help()
+        return 0
     given, rest = _parser().parse_known_args()
     if "--" in rest:  # which some versions of Python leave there
         rest.remove("--")
@@ -93,7 +97,7 @@ def _command() -> int:
     output, sizes = ("html", "json", "diff", "fusion", "why", "require"), ("batch", "length", "layers", "tiny", "dtype")
     try:
         if given.command == "run":
-            return run_command(given.script, rest, options=options, output=chosen(*output))
+            return run_command(given.script, rest, options=options, output=chosen(*output), **chosen("module", "compile"))
         if given.command == "profile":
             measured = chosen("after", "steps", "trace")
             if given.backend:
@@ -196,7 +200,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--download", action="store_true", help="fetch the config of a model of the Hub")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", allow_abbrev=False)
-    run.add_argument("script", help="a Python file; what is not known here, and all behind --, are its own arguments")
+    run.add_argument(
+        "script", help="a Python file, or with -m a module; what is not known here, and all behind --, are its own arguments"
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="it is a module, as of python -m")
+    run.add_argument(
+        "--compile", action="store_true", help="compile the first model that is trained, for a script that compiles none"
+    )
     profile = commands.add_parser(
         "profile", help="where the time of a script's steps goes, under Inductor and fx_fusion", allow_abbrev=False
     )

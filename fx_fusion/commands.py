@@ -25,7 +25,7 @@ from fx_fusion.profiling import Measured, Steps, read, side_by_side
 from fx_fusion.report.recording import recording
 from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
-from fx_fusion.scripts import compiling, run_script, why_nothing
+from fx_fusion.scripts import compiling, compiling_what_trains, run_script, why_nothing
 from fx_fusion.showing import check_files, show
 from fx_fusion.targets import Target, check_fusions, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
@@ -62,10 +62,8 @@ def explain_command(
     if gpu and device == "cpu":
         raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")
     planned, there = "", torch.cuda.is_available()
-    if not gpu and not there and device is None and options.get("select") != "measure":
-        print(f"fx_fusion: there is no GPU here: planned for an {_DEFAULT_GPU}; --gpu NAME: another, --device cpu: this CPU",
-              file=sys.stderr)  # fmt: skip
-        device = "cuda"
+    unasked = not gpu and not there and device is None and options.get("select") != "measure"
+    device = "cuda" if unasked else device
     if gpu or (device == "cuda" and not there):
         planned, device = gpus.named(gpu or _DEFAULT_GPU, rates_of_tables()), "cpu"  # where it is captured
     if sizes["mask"] == "padded" and sizes["tiny"] is False:  # tensors without memory would not tell that they hold a 0
@@ -73,6 +71,9 @@ def explain_command(
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no report
         target = _target(name, fake=not sizes["tiny"], device=device, usual=None, download=download, **sizes)
         check_fusions(output)  # it may have registered some
+        if unasked:
+            print(f"fx_fusion: there is no GPU here: planned for an {_DEFAULT_GPU}; --gpu NAME: another, --device cpu: this "
+                  "CPU")  # fmt: skip
         with target.mode or contextlib.nullcontext(), planning_for(planned):
             try:
                 report = explain(target.call, *target.args, options=options, **target.kwargs)
@@ -118,14 +119,26 @@ def _target(
     return target
 
 
-def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any]) -> int:
-    """Run a script as it is, under fx_fusion where it compiles with Inductor; show the report when it ends, however it does,
-    if anything was compiled. The exit code is the script's, or 1 where a requirement does not hold."""
+def run_command(
+    script: str, arguments: Sequence[str], *, options: dict[str, Any], output: dict[str, Any], module: bool = False,
+    compile: bool = False,
+) -> int:  # fmt: skip
+    """Run a script as it is, or a module, under fx_fusion where it compiles with Inductor; show the report when it ends,
+    however it does, if anything was compiled. Of several processes of ``torchrun`` the first one shows it.
+
+    Args:
+        compile: whether the first model that is trained is compiled, for a script that compiles none.
+
+    Returns the exit code: the script's, 1 where a requirement does not hold, 2 where nothing was compiled.
+    """
     check_files(output, reads=script)
     check_fusions(output, before=script)
     where = Path(script).absolute()
-    with recording() as report, compiling("fx_fusion", options):
-        code = run_script(script, arguments)
+    training = compiling_what_trains(options) if compile else contextlib.nullcontext()
+    with recording() as report, compiling("fx_fusion", options), training:
+        code = run_script(script, arguments, module=module)
+    if os.environ.get("RANK", "0") != "0":
+        return code
     if report.graphs:
         shown = show(report, **output)
         return code or shown
@@ -134,7 +147,7 @@ def run_command(script: str, arguments: Sequence[str], *, options: dict[str, Any
     check_fusions(output)
     unwritten = " (no report is written)" * bool(output["html"] or output["json"])
     print(f"fx_fusion: {why_nothing(script, where)}{unwritten}", file=sys.stderr)
-    return 1 if output["require"] else 0
+    return 1 if output["require"] else 2
 
 
 def profile_command(script: str, arguments: Sequence[str], *, after: int, steps: int, trace: str | None) -> int:

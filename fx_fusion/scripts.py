@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import runpy
 import sys
 import traceback
@@ -24,15 +25,23 @@ from fx_fusion.torch_internals.inductor import configuration
 _INTERRUPTED = 130  # as a shell has it
 
 
-def run_script(script: str, arguments: Sequence[str]) -> int:
-    """Run a script in this process; its exit code, 2 where it gives an option that is none. What it raises is printed."""
-    if not Path(script).is_file():
-        raise ValueError(f"there is no script {script!r}")
+def run_script(script: str, arguments: Sequence[str], *, module: bool = False) -> int:
+    """Run a script in this process, or a module by its name, as ``python -m`` does; its exit code, 2 where it gives an
+    option that is none. What it raises is printed."""
+    if not module and not Path(script).is_file():
+        raise ValueError(f"there is no script {script!r}; -m runs a module")
     known, sys.argv = sys.argv, [script, *arguments]
-    where, beside = str(Path(script).absolute()), str(Path(script).resolve().parent)  # it may change the folder it runs in
+    # It may change the folder it runs in.
+    where, beside = str(Path(script).absolute()), str(Path.cwd() if module else Path(script).resolve().parent)
     sys.path.insert(0, beside)
     try:
-        runpy.run_path(where, run_name="__main__")
+        if module and not _is_module(script):
+            print(f"fx_fusion: there is no module {script!r}", file=sys.stderr)
+            return 2
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(where, run_name="__main__")
     except Measured:
         raise
     except SystemExit as end:
@@ -56,20 +65,29 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a package around it is none, or no name
+        return False
+
+
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return list(traceback.extract_tb(error.__traceback__))
 
 
 def why_nothing(script: str, where: Path) -> str:
-    """Returns what to do about a script that compiled nothing: what it has to call, or which of its functions may be asked
-    for instead. ``where``: it is, wherever we are."""
+    """Return what to do about a script, or a module, that compiled nothing: what it has to call, or which of its functions
+    may be asked for instead. ``where``: it is, wherever we are."""
+    said = f"{NOTHING_COMPILED}, in this process; or give --compile"
+    if not where.is_file():
+        return said
     body = ast.parse(where.read_bytes()).body
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and _takes_nothing(node)]
     if not functions:
-        return f"{NOTHING_COMPILED}, in this process"
+        return said
     named = f"{script}:{functions[0]}" if len(functions) == 1 else f"{script}:FUNCTION ({', '.join(functions)})"
-    return (f"{NOTHING_COMPILED}, in this process. Where a function of it returns a model and its arguments: "
-            f"python -m fx_fusion explain {named}")  # fmt: skip
+    return f"{said}. Where a function of it returns a model and its arguments: python -m fx_fusion explain {named}"
 
 
 def _takes_nothing(function: ast.FunctionDef) -> bool:
@@ -97,3 +115,38 @@ def compiling(wanted: str, options: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         torch.compile = theirs
+
+
+@contextlib.contextmanager
+def compiling_what_trains(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, the first module with parameters that is called in training is compiled, for the calls of it that train.
+
+    Other calls (``generate``, evaluation) run as before. A script that compiles a model by itself is left to do so."""
+    original = torch.nn.Module.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.training and any(p.requires_grad for p in self.parameters()):
+            torch.nn.Module.__call__ = original  # type: ignore[method-assign]
+            if not hasattr(self, "_orig_mod") and self._compiled_call_impl is None:
+                self._compiled_call_impl = _for_training(self, options)
+        return original(self, *args, **kwargs)
+
+    torch.nn.Module.__call__ = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _for_training(module: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return what a module is called by: compiled where gradients are computed."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips the method itself, where the module is one of torch's
+        return module._call_impl(*args, **kwargs)
+
+    compiled = torch.compile(plain, backend="fx_fusion", **({"options": options} if options else {}))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() and module.training else plain)(*args, **kwargs)
+
+    return call

@@ -124,7 +124,7 @@ def test_a_type_of_transformers(tmp_path):
     assert "linear_cross_entropy" in found.stdout
     assert "fused" in page.read_text()
     shapes = [site["shapes"] for site in json.loads(facts.read_text())["sites"] if site["fusion"] == "rms_norm"]
-    assert shapes[0]["x"] == "bfloat16[1, 512, 4096]"
+    assert shapes[0]["x"] == "bfloat16[4, 2048, 4096]"
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ def test_a_script_that_changes_where_it_is(tmp_path, monkeypatch, capsys):
     file = tmp_path / "scripts" / "train.py"
     file.write_text("import os, sys\nos.chdir('/')\nimport helper_of_a_script as h\nprint(h.word, __file__)\nsys.path.pop(0)\n")
     monkeypatch.chdir(tmp_path)
-    assert typed(monkeypatch, "run", "scripts/train.py") == 0
+    assert typed(monkeypatch, "run", "scripts/train.py") == 2
     said = capsys.readouterr()
     assert said.out == f"helped {file}\n"
     assert "fx_fusion: nothing was compiled" in said.err
@@ -433,7 +433,7 @@ def test_a_script_that_changes_where_it_is(tmp_path, monkeypatch, capsys):
 def test_a_script_in_another_encoding(head, tmp_path, monkeypatch, capsys):
     file = tmp_path / "train.py"
     file.write_bytes(head + b"print('it ran')\n")
-    assert typed(monkeypatch, "run", str(file)) == 0
+    assert typed(monkeypatch, "run", str(file)) == 2
     assert "fx_fusion: nothing was compiled" in capsys.readouterr().err
 
 
@@ -475,7 +475,7 @@ def test_a_report_of_a_script_however_it_ends(script, tmp_path, end, code, sente
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("print('it ran')\n", "model.compile(), in this process\n"),
+        ("print('it ran')\n", "model.compile(), in this process; or give --compile\n"),
         ("def make(size=1):\n    pass\n\ndef _own():\n    pass\n\ndef step(x):\n    pass\n", "python -m fx_fusion explain {file}:make\n"),
         ("def make():\n    pass\n\ndef main():\n    pass\n", "explain {file}:FUNCTION (make, main)\n"),
     ],
@@ -485,7 +485,7 @@ def test_a_script_that_compiles_nothing(text, sentence, tmp_path, monkeypatch, c
     file, page = tmp_path / "plain.py", tmp_path / "r.html"
     file.write_text(text)
     for command in ("run", "explain"):
-        assert typed(monkeypatch, command, str(file)) == 0
+        assert typed(monkeypatch, command, str(file)) == 2
         said = capsys.readouterr()
         assert "fx_fusion: nothing was compiled: the script has to call torch.compile, or model.compile()" in said.err
         assert said.err.endswith(sentence.format(file=file))
@@ -493,6 +493,69 @@ def test_a_script_that_compiles_nothing(text, sentence, tmp_path, monkeypatch, c
     assert typed(monkeypatch, "run", str(file), "--html", str(page), "--require", "rope") == 1
     assert capsys.readouterr().err.endswith(" (no report is written)\n")
     assert not page.exists()
+
+
+PLAIN = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 1))
+optimizer, loss_of = torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss()
+for step in range(3):
+    with torch.no_grad():
+        model(torch.randn(1, 8))  # as generate() does
+    loss = loss_of(model(torch.randn(4, 8)), torch.zeros(4, 1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"loss {loss.item():.6f} {sys.argv[1:]} {__name__}")
+"""
+
+
+def test_a_script_that_compiles_nothing_is_compiled(tmp_path, monkeypatch, capsys):
+    """The first model that it trains, for the calls that train it: the loss's own module has no parameters."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, "run", "plain.py") == 2
+    eager = capsys.readouterr()
+    assert eager.err.endswith("; or give --compile\n")
+    call = torch.nn.Module.__call__
+    assert typed(monkeypatch, "run", "--compile", "--select", "always", "--require", "rms_norm=1", "plain.py") == 0
+    compiled = capsys.readouterr()
+    assert compiled.out.splitlines()[0] == eager.out.splitlines()[0]
+    assert "1 graph," in compiled.out
+    assert torch.nn.Module.__call__ is call
+
+
+def test_a_module_is_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trainer_of_mine").mkdir()
+    (tmp_path / "trainer_of_mine" / "__init__.py").write_text("")
+    (tmp_path / "trainer_of_mine" / "train.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    given = ("run", "--compile", "--select", "always", "-m", "trainer_of_mine.train", "config.yml", "--epochs", "1")
+    assert typed(monkeypatch, *given) == 0
+    said = capsys.readouterr().out
+    assert "['config.yml', '--epochs', '1'] __main__" in said
+    assert "fused" in said
+    assert typed(monkeypatch, "run", "-m", "trainer_of_mine.nothing") == 2
+    assert "there is no module 'trainer_of_mine.nothing'" in capsys.readouterr().err
+    assert typed(monkeypatch, "run", "trainer_of_mine.train") == 2
+    assert "there is no script 'trainer_of_mine.train'; -m runs a module" in capsys.readouterr().err
+
+
+def test_the_first_of_several_processes_reports(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    assert typed(monkeypatch, "run", "--compile", "--html", "r.html", "plain.py") == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_no_command_is_help(monkeypatch, capsys):
+    assert typed(monkeypatch) == 0
+    assert "explain llama" in capsys.readouterr().out
 
 
 def test_a_script_that_raises_before_any_graph(tmp_path, monkeypatch, capsys):
