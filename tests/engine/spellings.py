@@ -76,6 +76,10 @@ SPELLINGS = {
     "layer_norm": [lambda x, w: F.layer_norm(x, (8,), w[0]), lambda x, w: F.layer_norm(x, normalized_shape=(8,), weight=w[0], bias=None),
                    lambda x, w: torch.layer_norm(x, (8,), w[0], None, 1e-5)],
     "group_norm": [lambda x: F.group_norm(x, 2), lambda x: torch.group_norm(x, 2), lambda x: F.group_norm(x, num_groups=2, eps=1e-5)],
+    "conv1d": [
+        lambda x, y: F.conv1d(x, y[..., :3], None, 1, 1), lambda x, y: torch.conv1d(x, weight=y[..., :3], padding=1),
+        lambda x, y: F.conv1d(input=x, weight=y[..., :3], padding=1, groups=1),
+    ],
     "linear": [lambda x, w: F.linear(x, w), lambda x, w: F.linear(x, weight=w, bias=None)],
     "embedding": [lambda ids, w: F.embedding(ids, w), lambda ids, w: F.embedding(input=ids, weight=w, padding_idx=None)],
     "addmm": [lambda w: torch.addmm(w, w, w), lambda w: w.addmm(w, w), lambda w: torch.addmm(w, mat1=w, mat2=w, alpha=1)],
