@@ -119,7 +119,7 @@ def compiling(wanted: str, options: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_what_trains(options: dict[str, Any]) -> Iterator[None]:
-    """Inside, the first module with parameters that is called in training is compiled, for the calls of it that train.
+    """Compile, inside, the first module with parameters that is called in training, for the calls of it that train.
 
     Other calls (``generate``, evaluation) run as before. A script that compiles a model by itself is left to do so."""
     original = torch.nn.Module.__call__

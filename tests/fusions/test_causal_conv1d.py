@@ -133,7 +133,7 @@ def test_other_lengths():
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "mamba2", "falcon_mamba"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_functions_of_transformers(family, activation):
-    """What stands in for the causal_conv1d package, in whatever folder."""
+    """Read what stands in for the causal_conv1d package, in whatever folder."""
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     module = importlib.import_module(module.__name__)
     if not hasattr(module, "causal_conv1d_fn"):

@@ -48,7 +48,7 @@ def test_planned_for_a_gpu_that_is_not_here(capsys, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_one_is_planned_for(capsys):
-    """Who asks what a model would gain trains it on a GPU."""
+    """Plan for a GPU: who asks what a model would gain trains it on one."""
     _, said = explained(capsys, "llama", layers=1)
     assert "there is no GPU here: planned for an H200" in said.err
     assert "planned for NVIDIA H200" in said.out
