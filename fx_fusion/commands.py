@@ -59,6 +59,8 @@ def explain_command(
         if Path(name).is_file():
             print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
         return run_command(name, (), options=options, output=output)
+    if sizes["mask"] and name.rpartition(":")[2].isidentifier() and ":" in name:
+        raise TargetError(f"--mask is for models of transformers; {name} gives its own arguments")
     if gpu and device == "cpu":
         raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")
     planned, there = "", torch.cuda.is_available()
@@ -146,7 +148,7 @@ def run_command(
         return code
     check_fusions(output)
     unwritten = " (no report is written)" * bool(output["html"] or output["json"])
-    print(f"fx_fusion: {why_nothing(script, where)}{unwritten}", file=sys.stderr)
+    print(f"fx_fusion: {why_nothing(script, where, tried=compile)}{unwritten}", file=sys.stderr)
     return 1 if output["require"] else 2
 
 

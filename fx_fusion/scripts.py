@@ -76,9 +76,11 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return list(traceback.extract_tb(error.__traceback__))
 
 
-def why_nothing(script: str, where: Path) -> str:
+def why_nothing(script: str, where: Path, *, tried: bool = False) -> str:
     """Return what to do about a script, or a module, that compiled nothing: what it has to call, or which of its functions
-    may be asked for instead. ``where``: it is, wherever we are."""
+    may be asked for instead. ``where``: it is, wherever we are. ``tried``: to compile what it trains."""
+    if tried:
+        return "nothing was compiled: in this process no module with parameters was trained, or Dynamo skips it"
     said = f"{NOTHING_COMPILED}, in this process; or give --compile"
     if not where.is_file():
         return said
@@ -125,7 +127,8 @@ def compiling_what_trains(options: dict[str, Any]) -> Iterator[None]:
     original = torch.nn.Module.__call__
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.training and any(p.requires_grad for p in self.parameters()):
+        tracing = torch.compiler.is_compiling()  # of a function around the model, which the script compiles by itself
+        if not tracing and torch.is_grad_enabled() and self.training and any(p.requires_grad for p in self.parameters()):
             torch.nn.Module.__call__ = original  # type: ignore[method-assign]
             if not hasattr(self, "_orig_mod") and self._compiled_call_impl is None:
                 self._compiled_call_impl = _for_training(self, options)

@@ -234,7 +234,7 @@ def _mask(model: Any, sizes: Sizes, takes: Any) -> dict[str, Any]:
         return {name: places % max(1, length // _DOCUMENTS)}
     shown = torch.ones(batch, length, dtype=torch.long)
     if sizes.mask == "padded":
-        lengths = length - (torch.arange(batch) % 4 + 1) * (length // 8)
+        lengths = length - (torch.arange(batch) % 4 + 1) * max(1, length // 8)
         shown = (places < lengths[:, None]).long()
     return {name: shown}
 

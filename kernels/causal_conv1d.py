@@ -64,6 +64,19 @@ def _store(ptr, value, token, begin, end, cols, c):
 
 
 @triton.jit
+def _sum(start, w0, w1, w2, w3, x0, x1, x2, x3, TAPS: tl.constexpr):
+    """Return the sum over the taps that there are: a weight of 0 would make NaN of infinity."""
+    total = start + w3 * x3
+    if TAPS > 1:
+        total += w2 * x2
+    if TAPS > 2:
+        total += w1 * x1
+    if TAPS > 3:
+        total += w0 * x0
+    return total
+
+
+@triton.jit
 def _activated(z, SILU: tl.constexpr, EXACT: tl.constexpr):
     return z * sigmoid(z, EXACT) if SILU else z
 
@@ -85,8 +98,10 @@ def _causal_conv1d_fwd_kernel(
 ):  # fmt: skip
     """Store y of a strip of ``length`` tokens of a sequence."""
     c, x_batch, x_token = multiple(c, UNIT), multiple(x_batch, UNIT), multiple(x_token, UNIT)
-    batch, strip = tl.program_id(1) // strips, tl.program_id(1) % strips
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(c, BLOCK)
+    place = tl.program_id(0) // blocks
+    batch, strip = place // strips, place % strips
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     live = cols < c
     x_ptr += batch.to(tl.int64) * x_batch
     y_ptr += batch.to(tl.int64) * tokens * c
@@ -106,10 +121,10 @@ def _causal_conv1d_fwd_kernel(
         b = _token(x_ptr, t + 1, tokens, x_token, cols, c)
         d = _token(x_ptr, t + 2, tokens, x_token, cols, c)
         e = _token(x_ptr, t + 3, tokens, x_token, cols, c)
-        y0 = _activated(bias + w0 * p + w1 * q + w2 * r + w3 * a, SILU, EXACT)
-        y1 = _activated(bias + w0 * q + w1 * r + w2 * a + w3 * b, SILU, EXACT)
-        y2 = _activated(bias + w0 * r + w1 * a + w2 * b + w3 * d, SILU, EXACT)
-        y3 = _activated(bias + w0 * a + w1 * b + w2 * d + w3 * e, SILU, EXACT)
+        y0 = _activated(_sum(bias, w0, w1, w2, w3, p, q, r, a, TAPS), SILU, EXACT)
+        y1 = _activated(_sum(bias, w0, w1, w2, w3, q, r, a, b, TAPS), SILU, EXACT)
+        y2 = _activated(_sum(bias, w0, w1, w2, w3, r, a, b, d, TAPS), SILU, EXACT)
+        y3 = _activated(_sum(bias, w0, w1, w2, w3, a, b, d, e, TAPS), SILU, EXACT)
         _store(y_ptr, y0, t, first, end, cols, c)
         _store(y_ptr, y1, t + 1, first, end, cols, c)
         _store(y_ptr, y2, t + 2, first, end, cols, c)
@@ -128,8 +143,10 @@ def _causal_conv1d_bwd_kernel(
     dx of a token needs dz of the next three, so the walk takes one step more, and stores three tokens behind."""
     c, dy_batch, dy_token = multiple(c, UNIT), multiple(dy_batch, UNIT), multiple(dy_token, UNIT)
     x_batch, x_token = multiple(x_batch, UNIT), multiple(x_token, UNIT)
-    batch, strip = tl.program_id(1) // strips, tl.program_id(1) % strips
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(c, BLOCK)
+    place = tl.program_id(0) // blocks
+    batch, strip = place // strips, place % strips
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     live = cols < c
     dy_ptr += batch.to(tl.int64) * dy_batch
     x_ptr += batch.to(tl.int64) * x_batch
@@ -153,18 +170,18 @@ def _causal_conv1d_bwd_kernel(
         b = _token(x_ptr, t + 1, tokens, x_token, cols, c)
         d = _token(x_ptr, t + 2, tokens, x_token, cols, c)
         e = _token(x_ptr, t + 3, tokens, x_token, cols, c)
-        z0 = bias + w0 * p + w1 * q + w2 * r + w3 * a
-        z1 = bias + w0 * q + w1 * r + w2 * a + w3 * b
-        z2 = bias + w0 * r + w1 * a + w2 * b + w3 * d
-        z3 = bias + w0 * a + w1 * b + w2 * d + w3 * e
+        z0 = _sum(bias, w0, w1, w2, w3, p, q, r, a, TAPS)
+        z1 = _sum(bias, w0, w1, w2, w3, q, r, a, b, TAPS)
+        z2 = _sum(bias, w0, w1, w2, w3, r, a, b, d, TAPS)
+        z3 = _sum(bias, w0, w1, w2, w3, a, b, d, e, TAPS)
         i = _slope(_token(dy_ptr, t, tokens, dy_token, cols, c), z0, SILU, EXACT)
         j = _slope(_token(dy_ptr, t + 1, tokens, dy_token, cols, c), z1, SILU, EXACT)
         k = _slope(_token(dy_ptr, t + 2, tokens, dy_token, cols, c), z2, SILU, EXACT)
         m = _slope(_token(dy_ptr, t + 3, tokens, dy_token, cols, c), z3, SILU, EXACT)
-        _store(dx_ptr, w3 * f + w2 * g + w1 * h + w0 * i, t - 3, first, end, cols, c)
-        _store(dx_ptr, w3 * g + w2 * h + w1 * i + w0 * j, t - 2, first, end, cols, c)
-        _store(dx_ptr, w3 * h + w2 * i + w1 * j + w0 * k, t - 1, first, end, cols, c)
-        _store(dx_ptr, w3 * i + w2 * j + w1 * k + w0 * m, t, first, end, cols, c)
+        _store(dx_ptr, _sum(zero, w0, w1, w2, w3, i, h, g, f, TAPS), t - 3, first, end, cols, c)
+        _store(dx_ptr, _sum(zero, w0, w1, w2, w3, j, i, h, g, TAPS), t - 2, first, end, cols, c)
+        _store(dx_ptr, _sum(zero, w0, w1, w2, w3, k, j, i, h, TAPS), t - 1, first, end, cols, c)
+        _store(dx_ptr, _sum(zero, w0, w1, w2, w3, m, k, j, i, TAPS), t, first, end, cols, c)
         f, g, h = j, k, m
         if t < first + length:  # the last step is of the next strip
             dw0 += i * p + j * q + k * r + m * a
@@ -173,7 +190,7 @@ def _causal_conv1d_bwd_kernel(
             dw3 += i * a + j * b + k * d + m * e
             db += i + j + k + m
         p, q, r = b, d, e
-    at = parts_ptr + tl.program_id(1).to(tl.int64) * 5 * c + cols
+    at = parts_ptr + place.to(tl.int64) * 5 * c + cols
     tl.store(at, dw0, live)
     tl.store(at + c, dw1, live)
     tl.store(at + 2 * c, dw2, live)
@@ -206,7 +223,7 @@ def _launch(kernel, tensors, strides, x, weight, silu, bias, backward):
     meta = plan.meta()
     strips = cdiv(t, plan.length)
     launch(
-        kernel, (cdiv(c, plan.BLOCK), b * strips), *tensors, t, c, *strides, strips, plan.length, TAPS=weight.shape[2],
+        kernel, (cdiv(c, plan.BLOCK) * b * strips,), *tensors, t, c, *strides, strips, plan.length, TAPS=weight.shape[2],
         BIAS=bias, SILU=silu, UNIT=unit_of(c, *strides), **meta,
     )  # fmt: skip
 
@@ -226,13 +243,15 @@ def _bwd(dy, x, weight, bias, silu, needs):
     b, t, c = rows.shape
     taps = weight.shape[2]
     dx = torch.empty((b, t, c), dtype=x.dtype, device=x.device)
+    if not dx.numel():
+        none = torch.zeros_like(weight) if bias is None else torch.zeros_like(bias)
+        return dx.transpose(1, 2), torch.zeros_like(weight), none
     plan = causal_conv1d_plan(c, b, t, x, True)
     parts = torch.empty(1, b * cdiv(t, plan.length), 5 * c, dtype=torch.float32, device=x.device)
-    if dx.numel():
-        weights = weight.contiguous()
-        biases = parts if bias is None else bias.contiguous()
-        tensors, strides = (dys, rows, weights, biases, dx, parts), (*dys.stride()[:2], *rows.stride()[:2])
-        _launch(_causal_conv1d_bwd_kernel, tensors, strides, rows, weight, silu, bias is not None, True)
+    weights = weight.contiguous()
+    biases = parts if bias is None else bias.contiguous()
+    tensors, strides = (dys, rows, weights, biases, dx, parts), (*dys.stride()[:2], *rows.stride()[:2])
+    _launch(_causal_conv1d_bwd_kernel, tensors, strides, rows, weight, silu, bias is not None, True)
     sums = column_sums(parts, [torch.float32])[0]
     assert sums is not None
     sums = sums.view(5, c)
@@ -243,7 +262,7 @@ def _bwd(dy, x, weight, bias, silu, needs):
 
 def _fake(x, weight, bias, silu):
     b, c, t = x.shape
-    return torch.empty((b, t, c), dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty_strided((b, c, t), (t * c, 1, c), dtype=x.dtype, device=x.device)  # no view, as of a transposed one
 
 
 causal_conv1d = fused_op(

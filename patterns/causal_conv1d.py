@@ -25,6 +25,15 @@ from fx_fusion.kernels.causal_conv1d import MOST_TAPS, causal_conv1d
 from fx_fusion.rewrite.editor import Editor, differs, without_gaps
 from fx_fusion.rewrite.replace import insertion_point
 
+_VIEWS = {
+    "transpose", "permute", "mT", "unsqueeze", "getitem", "split", "chunk", "to", "float", "half", "bfloat16", "type_as",
+}  # fmt: skip
+# Ops that make a new tensor, in an order of memory that gaps don't change.
+_MAKE_NEW = {
+    "mul", "add", "sub", "div", "neg", "silu", "gelu", "relu", "sigmoid", "tanh", "exp", "square", "pow", "sum", "mean",
+    "linear", "matmul", "addcmul",
+}  # fmt: skip
+
 
 def convolved(x, weight, bias, silu):
     y = F.conv1d(x, weight, bias, padding=weight.shape[-1] - 1, groups=x.shape[1])[..., : x.shape[-1]]
@@ -107,28 +116,38 @@ def _silu_of(view: View, node: fx.Node) -> fx.Node | None:
 
 
 def emit(editor: Editor, match: Match) -> None:
-    root = match.root
-    wanted = without_gaps(example(root))
+    root, wanted = match.root, without_gaps(example(match.root))
+    gaps = differs(example(root), wanted) is not None
     with editor.graph.inserting_before(insertion_point(match, editor)):
-        operands = [match.inputs[name] for name in ("x", "weight", "bias")]
+        given = (match.inputs[name] for name in ("x", "weight", "bias"))
+        operands = [n if n is None else editor.cast(n, example(root).dtype, like=root) for n in given]  # as autocast does
         y = editor.call(causal_conv1d.overload, (*operands, match.statics["silu"]), like=root)
     if differs(wanted, example(y)) is not None:
         y = editor.restride(y, wanted, like=root)
-    if editor.view.effects.returned(root) and differs(example(root), wanted) is not None:
-        with editor.graph.inserting_after(y):  # a user sees how it lies in memory: as a part of a longer tensor
+    if gaps and not _is_only_computed_with(editor.view, root):
+        with editor.graph.inserting_after(y):  # as eager has it: a part of a longer tensor
             longer = editor.call(F.pad, (y, (0, example(match.inputs["weight"]).shape[2] - 1)), like=root)
         with editor.graph.inserting_after(longer):
             y = editor.method("narrow", (longer, 2, 0, example(root).shape[2]), like=root)
-        editor.replace(root, y)
-    else:
-        editor.replace(root, y, any_strides=True)  # every view of a tensor with gaps is one of a tensor without
+        gaps = False
+    editor.replace(root, y, any_strides=gaps)
+
+
+def _is_only_computed_with(view: View, node: fx.Node) -> bool:
+    """Return True if nothing tells a tensor with gaps from one without. ``reshape`` copies the one and not the other."""
+    for user in node.users:
+        name = view.name(user)
+        if name in _VIEWS and not view.effects.mutated(user):
+            if not _is_only_computed_with(view, user):
+                return False
+        elif name not in _MAKE_NEW or view.effects.mutated(user):
+            return False
+    return True
 
 
 def guard(x, weight, bias, silu):
     if weight.shape[2] > MOST_TAPS:
         return f"{weight.shape[2]} taps; the kernel keeps up to {MOST_TAPS} tokens in registers"
-    if len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
-        return f"x is {x.dtype}, weight {weight.dtype}; a convolution takes one dtype"
     return wrong_dtype(x=x, weight=weight, bias=bias)
 
 

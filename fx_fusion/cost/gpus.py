@@ -26,15 +26,13 @@ def rate_of(gpu: str) -> float | None:
 def named(name: str, measured: Iterable[str]) -> str:
     """Return the full name of a GPU: ``h200`` -> ``NVIDIA H200``, ``4090`` -> ``NVIDIA GeForce RTX 4090``. Of several the
     first one, and first one of those that were ``measured``. Raises OptionError for a GPU that is not known."""
-    known = [*measured, *_DATA_SHEETS]
-    words = [_words(name) == _words(gpu) or _words(name) in _words(gpu).split() for gpu in known]
-    parts = [_words(name).replace(" ", "") in _words(gpu).replace(" ", "") for gpu in known]
-    for fits in (words, parts):
-        found = [gpu for gpu, fit in zip(known, fits, strict=True) if fit and _words(name)]
-        if found:
-            return found[0]
+    known, wanted = [*measured, *_DATA_SHEETS], "".join(_words(name))
+    for gpu in known:
+        words = _words(gpu)
+        if any("".join(words[i:j]) == wanted for i in range(len(words)) for j in range(i + 1, len(words) + 1)):
+            return gpu
     raise OptionError(f"no GPU is known as {name!r}. {nearest(name, known)}")
 
 
-def _words(name: str) -> str:
-    return " ".join(re.findall(r"[a-z0-9]+", name.lower()))
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())

@@ -157,8 +157,8 @@ class Editor:
                 raise Mismatch(f"the op's result {why}")
 
     def replace(self, old: fx.Node, new: fx.Node, *, any_strides: bool = False) -> None:
-        """``new`` takes the place of ``old`` at every user, and its name. ``any_strides``: the caller knows that each view
-        of old is one of new."""
+        """``new`` takes the place of ``old`` at every user, and its name. ``any_strides``: the caller knows that nothing
+        that reads old depends on how it lies in memory."""
         if (why := differs(example(old), example(new), strides=not any_strides)) is not None:
             raise Mismatch(f"the op's result {why}")
         old.replace_all_uses_with(new)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fx_fusion
+from fx_fusion.kernels.causal_conv1d import causal_conv1d
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons, rewritten, statuses
 
@@ -118,6 +119,72 @@ def test_written_to_in_place():
     y, report = rewritten(function, x, weight, bias)
     report.assert_fused(causal_conv1d=1)
     torch.testing.assert_close(y, function(x, weight, bias))
+
+
+# What ``reshape`` and ``contiguous`` copy of a tensor with gaps, they don't copy of one without.
+COPIES = {
+    "contiguous": lambda y: (y.contiguous().add_(1), y * 2),
+    "reshape": lambda y: (y.reshape(B, -1).mul_(3), y * 2),
+    "flatten": lambda y: (y.flatten(1).zero_(), y.sum()),
+    "relu in place": lambda y: F.relu(y.reshape(B, -1), inplace=True).view(y.shape) + y,
+    "of a transposed one": lambda y: (y.mT.contiguous().add_(1), y.mT.reshape(B, -1).add_(1), y + 1),
+    "strides": lambda y: torch.as_strided(y, (B, C, T - 1, 2), (*y.stride(), y.stride(2))).sum(-1),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_a_result_with_gaps_stay_copies(how):
+    function = lambda x, w, b: COPIES[how](cut(x, w, b))  # noqa: E731
+    y, report = rewritten(function, x, weight, bias)
+    report.assert_fused(causal_conv1d=1)
+    torch.testing.assert_close(y, function(x, weight, bias))
+
+
+def test_copies_that_are_returned_have_memory_of_their_own():
+    def function(x, w, b):
+        y = cut(x, w, b)
+        return y.reshape(-1), y.flatten(), y.contiguous()
+
+    results, _ = rewritten(function, x, weight, bias)
+    assert len({t.data_ptr() for t in results}) == 3
+
+
+def test_under_autocast():
+    """Parameters in float32, as a Trainer with bf16=True has them: autocast casts all three."""
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    found = []
+    for compiled in (False, True):
+        function = lambda x, w, b: F.silu(cut(x, w, b))  # noqa: E731
+        with torch.autocast("cpu", dtype=torch.bfloat16), fx_fusion.recording() as report:
+            y = (torch.compile(function, backend=rewriting_backend()) if compiled else function)(*leaves)
+        found.append((y.dtype, y, *torch.autograd.grad(y.float().square().mean(), leaves)))
+    report.assert_fused(causal_conv1d=1)
+    assert found[0][0] == found[1][0] == torch.bfloat16
+    for ours, eager in zip(found[1][1:], found[0][1:], strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_infinity_goes_as_far_as_there_are_taps(taps):
+    w, given, dy = torch.ones(C, 1, taps), x.clone().requires_grad_(), torch.ones(B, C, T)
+    given.data[0, 0, 5] = dy[0, 1, 9] = float("inf")
+    found = []
+    for function in (lambda x, w: cut(x, w, None, padding=taps - 1), None):
+        if function is None:
+            function = lambda x, w: causal_conv1d(x, w, None, False)  # noqa: E731
+        y = function(given, w)
+        found.append((y.isfinite(), torch.autograd.grad(y, given, dy)[0].isfinite()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not found[0][0][0, 0, 5 : 5 + taps].any()
+
+
+def test_written_to_where_nothing_is_copied():
+    """A result that needs no other strides is no view of another tensor."""
+    one, padded_one = x[:, :, :1], lambda x, w, b: F.silu(padded(x, w, b)).add_(1)
+    y, report = rewritten(padded_one, one, weight.clone().requires_grad_(), bias)
+    report.assert_fused(causal_conv1d=1)
+    torch.testing.assert_close(y, padded_one(one, weight, bias))
 
 
 def test_other_lengths():

@@ -528,6 +528,16 @@ def test_a_script_that_compiles_nothing_is_compiled(tmp_path, monkeypatch, capsy
     assert torch.nn.Module.__call__ is call
 
 
+def test_a_script_that_compiles_a_function_is_left_to_do_so(tmp_path, monkeypatch, capsys):
+    """With one graph around the model, as without the option."""
+    whole = "step = torch.compile(lambda x: model(x).square().mean(), fullgraph=True)\n"
+    text = PLAIN[: PLAIN.index("for step")] + whole + "for _ in range(2):\n    step(torch.randn(4, 8)).backward()\n"
+    (tmp_path / "own.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, "run", "--compile", "--select", "always", "own.py") == 0
+    assert "1 graph," in capsys.readouterr().out
+
+
 def test_a_module_is_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "trainer_of_mine").mkdir()
     (tmp_path / "trainer_of_mine" / "__init__.py").write_text("")

@@ -64,12 +64,18 @@ def test_without_a_gpu_one_is_planned_for(capsys):
         ("nvidia_h200", "NVIDIA H200", "NVIDIA H200"), ("h100", "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
         ("H100 PCIe", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3"), ("a100", "NVIDIA A100 80GB", "NVIDIA H100 80GB HBM3"),
         ("a10", "NVIDIA A10", "NVIDIA H100 80GB HBM3"), ("rtx4090", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"),
-        ("B200", "NVIDIA B200", "NVIDIA H200"),
+        ("B200", "NVIDIA B200", "NVIDIA H200"), ("RTX-4090", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"),
     ],
 )  # fmt: skip
 def test_gpus_by_name(name, gpu, table):
     assert gpus.named(name, rates_of_tables()) == gpu
     assert tables_for(gpu, torch.device("meta"))[0] == table
+
+
+@pytest.mark.parametrize("name", ["", "a", "40", "v100", "gb200"])
+def test_no_gpu_by_a_part_of_a_word(name):
+    with pytest.raises(OptionError, match="no GPU is known as"):
+        gpus.named(name, rates_of_tables())
 
 
 def test_a_gpu_without_a_table(capsys):
@@ -101,6 +107,8 @@ def test_masks(mask, said, capsys):
 def test_a_mask_that_a_model_does_not_take(capsys):
     with pytest.raises(TargetError, match=r"^--mask ones: ViTForImageClassification takes no attention_mask$"):
         explained(capsys, "vit", layers=1, mask="ones")
+    with pytest.raises(TargetError, match=r"^--mask is for models of transformers; train.py:make gives its own arguments$"):
+        explained(capsys, "train.py:make", mask="padded")
     assert "not assumed, as it did not hold" in explained(capsys, "bert", tiny=True, mask="padded", length=64)[1].out
 
 
