@@ -21,6 +21,7 @@ from fx_fusion.profiling import Measured
 from fx_fusion.report.verdict import NOTHING_COMPILED
 from fx_fusion.targets import print_raised
 from fx_fusion.torch_internals.inductor import configuration
+from fx_fusion.torch_internals.modules import call_through, called_as_it_is, is_called_as_it_is
 
 _INTERRUPTED = 130  # as a shell has it
 
@@ -130,8 +131,8 @@ def compiling_what_trains(options: dict[str, Any]) -> Iterator[None]:
         tracing = torch.compiler.is_compiling()  # of a function around the model, which the script compiles by itself
         if not tracing and torch.is_grad_enabled() and self.training and any(p.requires_grad for p in self.parameters()):
             torch.nn.Module.__call__ = original  # type: ignore[method-assign]
-            if not hasattr(self, "_orig_mod") and self._compiled_call_impl is None:
-                self._compiled_call_impl = _for_training(self, options)
+            if not hasattr(self, "_orig_mod") and is_called_as_it_is(self):
+                call_through(self, _for_training(self, options))
         return original(self, *args, **kwargs)
 
     torch.nn.Module.__call__ = called  # type: ignore[method-assign]
@@ -145,7 +146,7 @@ def _for_training(module: Any, options: dict[str, Any]) -> Callable[..., Any]:
     """Return what a module is called by: compiled where gradients are computed."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips the method itself, where the module is one of torch's
-        return module._call_impl(*args, **kwargs)
+        return called_as_it_is(module, *args, **kwargs)
 
     compiled = torch.compile(plain, backend="fx_fusion", **({"options": options} if options else {}))
 

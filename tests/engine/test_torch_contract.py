@@ -3,6 +3,7 @@
 import inspect
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fx_fusion.torch_internals import (
     inductor,
     kernel_accesses,
     lowerings,
+    modules,
     nodes,
     substitutes,
 )
@@ -470,3 +472,19 @@ def test_without_dynamos_loggers(monkeypatch):
     monkeypatch.delattr(misc, "LoggingLoggerVariable")
     loggers.warn_while_compiling()
     assert known.call_method.warns_once
+
+
+def test_calls_of_modules():
+    """Through another function, and past it with the module's hooks. Gone: as the module is."""
+    module, x, seen = torch.nn.Linear(2, 2), torch.randn(3, 2), []
+    module.register_forward_hook(lambda *_: seen.append(True))
+    assert modules.is_called_as_it_is(module)
+    modules.call_through(module, lambda *_: "another")
+    assert not modules.is_called_as_it_is(module)
+    assert module(x) == "another"
+    torch.testing.assert_close(modules.called_as_it_is(module, x), torch.nn.functional.linear(x, module.weight, module.bias))
+    assert seen == [True]
+    bare = SimpleNamespace(forward=lambda x: x)
+    modules.call_through(bare, None)
+    assert modules.is_called_as_it_is(bare)
+    assert modules.called_as_it_is(bare, x) is x
