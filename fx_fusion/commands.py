@@ -27,7 +27,7 @@ from fx_fusion.report.report import Report
 from fx_fusion.rewrite.verify_site import NotComparable, replayed, table
 from fx_fusion.scripts import compiling, compiling_what_trains, run_script, why_nothing
 from fx_fusion.showing import check_files, show
-from fx_fusion.targets import Target, check_fusions, target_of
+from fx_fusion.targets import Target, check_fusions, names_a_function, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
 from fx_fusion.torch_internals.inductor import name_kernels_on_cpu
 from fx_fusion.transformers_models import Sizes
@@ -59,7 +59,7 @@ def explain_command(
         if Path(name).is_file():
             print(f"fx_fusion: runs the script, as `python -m fx_fusion run {name}` does", file=sys.stderr)
         return run_command(name, (), options=options, output=output)
-    if sizes["mask"] and name.rpartition(":")[2].isidentifier() and ":" in name:
+    if sizes["mask"] and names_a_function(name):
         raise TargetError(f"--mask is for models of transformers; {name} gives its own arguments")
     if gpu and device == "cpu":
         raise OptionError("--gpu plans for a GPU, --device cpu for a CPU: give one of them")

@@ -48,8 +48,8 @@ def target_of(
 
     Raises TargetError where there is no such thing, or it can't be built; TargetFailed where its own code raises.
     """
-    place, _, function = name.rpartition(":")
-    if place and function.isidentifier():
+    if names_a_function(name):
+        place, _, function = name.rpartition(":")
         return _made_by(place, function)
     if name.endswith(".py"):
         which = "a script" if Path(name).is_file() else "a script that does not exist"
@@ -60,6 +60,12 @@ def target_of(
     config, made_by = config_of(name, download=download)
     model, kwargs, mode = built(config, made_by, sizes, device, dtype, fake)
     return Target(model, kwargs=kwargs, mode=mode)
+
+
+def names_a_function(name: str) -> bool:
+    """Return True for ``package.module:function`` and ``file.py:function``."""
+    place, _, function = name.rpartition(":")
+    return bool(place) and function.isidentifier()
 
 
 def check_fusions(output: Mapping[str, Any], *, before: str = "") -> None:
@@ -78,8 +84,7 @@ def check_fusions(output: Mapping[str, Any], *, before: str = "") -> None:
 
 def _may_register(name: str) -> bool:
     """Whether the code of a target or a script may bring fusions: a file with the word ``register``, or any module."""
-    place, _, function = name.rpartition(":")
-    code = place if place and function.isidentifier() else name
+    code = name.rpartition(":")[0] if names_a_function(name) else name
     if not code.endswith(".py"):
         return code != name
     return Path(code).is_file() and re.search(r"\bregister\b", Path(code).read_text(errors="replace")) is not None

@@ -217,24 +217,23 @@ def _channels_last(x):
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
 
-def _launch(kernel, tensors, strides, x, weight, silu, bias, backward):
+def _launch(kernel, plan, tensors, strides, x, weight, silu, bias):
     b, t, c = x.shape
-    plan = causal_conv1d_plan(c, b, t, x, backward)
-    meta = plan.meta()
     strips = cdiv(t, plan.length)
     launch(
         kernel, (cdiv(c, plan.BLOCK) * b * strips,), *tensors, t, c, *strides, strips, plan.length, TAPS=weight.shape[2],
-        BIAS=bias, SILU=silu, UNIT=unit_of(c, *strides), **meta,
+        BIAS=bias, SILU=silu, UNIT=unit_of(c, *strides), **plan.meta(),
     )  # fmt: skip
 
 
 def _fwd(x, weight, bias, silu):
     y, rows = _fake(x, weight, bias, silu), _channels_last(x)
     if y.numel():
-        weights = weight.contiguous()
+        b, t, c = rows.shape
+        plan, weights = causal_conv1d_plan(c, b, t, x, False), weight.contiguous()
         out = y.transpose(1, 2)
         tensors = rows, weights, out if bias is None else bias.contiguous(), out
-        _launch(_causal_conv1d_fwd_kernel, tensors, rows.stride()[:2], rows, weight, silu, bias is not None, False)
+        _launch(_causal_conv1d_fwd_kernel, plan, tensors, rows.stride()[:2], rows, weight, silu, bias is not None)
     return y
 
 
@@ -251,7 +250,7 @@ def _bwd(dy, x, weight, bias, silu, needs):
     weights = weight.contiguous()
     biases = parts if bias is None else bias.contiguous()
     tensors, strides = (dys, rows, weights, biases, dx, parts), (*dys.stride()[:2], *rows.stride()[:2])
-    _launch(_causal_conv1d_bwd_kernel, tensors, strides, rows, weight, silu, bias is not None, True)
+    _launch(_causal_conv1d_bwd_kernel, plan, tensors, strides, rows, weight, silu, bias is not None)
     sums = column_sums(parts, [torch.float32])[0]
     assert sums is not None
     sums = sums.view(5, c)

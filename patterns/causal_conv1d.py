@@ -47,24 +47,23 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if bound is None or not _is_of_each_channel(bound):
             continue
         x, taps, padding = bound["input"], example(bound["weight"]).shape[2], _one(bound["padding"])
-        nodes = [node]
+        nodes, last = {node}, node
         if padding == taps - 1:
-            cut = _cut_to(view, node, example(x).shape[2])
-            if cut is None:
+            last = _cut_to(view, node, example(x).shape[2])
+            if last is None:
                 yield NearMiss("causal_conv1d", node, node, "more is read than the first of its results, one for each token")
                 continue
-            nodes.append(cut)
+            nodes.add(last)
         elif padding == 0 and (padded := _padded(view, x, taps)) is not None:
-            nodes.append(x)
+            nodes.add(x)
             x = padded
         else:
             continue
-        last = node if nodes[-1] is bound["input"] else nodes[-1]
         activated = _silu_of(view, last)
         yield Match(
             fusion="causal_conv1d",
             outputs=(activated or last,),
-            nodes=frozenset([*nodes, *([activated] if activated else [])]),
+            nodes=frozenset(nodes if activated is None else {*nodes, activated}),
             inputs={"x": x, "weight": bound["weight"], "bias": bound["bias"]},
             statics={"silu": activated is not None},
         )

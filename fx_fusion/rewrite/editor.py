@@ -167,8 +167,7 @@ class Editor:
 
     def restride(self, node: fx.Node, wanted: Any, *, like: fx.Node) -> fx.Node:
         """A copy of ``node`` behind it, with the strides of the tensor ``wanted``; every other user reads the copy."""
-        order = sorted(range(wanted.dim()), key=lambda d: -expected(wanted.stride(d)))
-        back = sorted(range(wanted.dim()), key=order.__getitem__)
+        order, back = _order_of_memory(wanted)
         users = list(node.users)
         with self.graph.inserting_after(node):
             permuted = self.method("permute", (node, order), like=like)
@@ -260,10 +259,15 @@ class Editor:
                 self.graph.erase_node(node)
 
 
+def _order_of_memory(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return the dims from the largest stride to the smallest, and the permutation back."""
+    order = sorted(range(tensor.dim()), key=lambda d: -expected(tensor.stride(d)))
+    return order, sorted(range(tensor.dim()), key=order.__getitem__)
+
+
 def without_gaps(tensor: Any) -> Any:
     """Return a tensor without values whose dims lie in the same order in memory, one behind the other."""
-    order = sorted(range(tensor.dim()), key=lambda d: -expected(tensor.stride(d)))
-    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    order, back = _order_of_memory(tensor)
     return tensor.new_empty([tensor.shape[d] for d in order]).permute(back)
 
 

@@ -1,4 +1,4 @@
-"""How a module is called: by its own code, or through another function."""
+"""Call a module by its own code, or through another function."""
 
 from __future__ import annotations
 
