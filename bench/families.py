@@ -264,6 +264,11 @@ _OLMOE = {  # 4 of the 16 layers of 1B-7B, each with 16 of its 64 experts
     "use_cache": False, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 50304, "num_experts": 16, "num_experts_per_tok": 8,
 }  # fmt: skip
+_QWEN3_MOE = {  # 2 of the 48 layers of 30B-A3B
+    "use_cache": False, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
 _ALBERT = {  # base v2: 12 times the same layer
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30000,
 }  # fmt: skip
@@ -301,6 +306,7 @@ FAMILIES = {
     "exaone4": Family(_transformers("Exaone4ForCausalLM", "Exaone4Config", **_EXAONE4), 4, 2048),
     "lfm2": Family(_transformers("Lfm2ForCausalLM", "Lfm2Config", **_LFM2), 8, 2048),
     "olmoe": Family(_transformers("OlmoeForCausalLM", "OlmoeConfig", **_OLMOE), 8, 2048),
+    "qwen3-moe": Family(_transformers("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_QWEN3_MOE), 4, 2048),
     "albert": Family(_transformers("AlbertForMaskedLM", "AlbertConfig", **_ALBERT), 128, 512),
     "deberta": Family(_transformers("DebertaV2ForMaskedLM", "DebertaV2Config", **_DEBERTA), 32, 512),
     "marian": Family(_marian, 256, 128),

@@ -29,6 +29,7 @@ from fx_fusion.rewrite.returned_logits import defer_for_a_loss_outside, heads
 from fx_fusion.rewrite.returned_rows import Tail, take_rows_outside
 from fx_fusion.rewrite.rows_apart import Parts, settle, take_rows_first
 from fx_fusion.rewrite.written_halves import join_written_halves
+from fx_fusion.rewrite.written_values import read_what_was_written
 from fx_fusion.runtime.deferred_tensor import DeferredTensor
 from fx_fusion.runtime.speculate import Checks
 
@@ -76,6 +77,7 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     untaken, writes = only_read(gm, deferred_inputs)
     by_rows = read_by_rows(gm, untaken)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
+    read_what_was_written(gm)
     report.joined = join_written_halves(gm)
     waits = options.defer_outputs and not options.outputs_are_read and options.fuel is None
     tail = take_rows_outside(gm) if waits else None

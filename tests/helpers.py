@@ -16,7 +16,7 @@ from torch import nn
 
 import fx_fusion
 from fx_fusion import pipeline
-from fx_fusion.testing import rewriting_backend
+from fx_fusion.testing import kernels_on_cpu, rewriting_backend
 from fx_fusion.torch_internals.nodes import take_name
 
 OF_INDUCTOR = ("biased_attention", "block_sparse_attention", "flex_attention")  # fusions whose kernels are Inductor's own
@@ -45,6 +45,15 @@ def as_eager(function, *args):
     ours, theirs = (torch.autograd.grad(t.square().sum(), args[0])[0] for t in (y, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     return report
+
+
+def by_kernels(function, *args, device):
+    """What an op returns that runs its kernels, on a GPU or in Triton's interpreter; results on the CPU."""
+    if device == "cpu":
+        with kernels_on_cpu(True):
+            return function(*args)
+    moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*moved))
 
 
 def worst_of(errors):

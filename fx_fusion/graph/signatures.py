@@ -149,17 +149,23 @@ tril(input, diagonal=0)
 triu(input, diagonal=0)
 diff(input, n=1, dim=-1, prepend=None, append=None)
 cumsum(input, dim, dtype=None)
+sort(input, dim=-1, descending=False, stable=False)
+argsort(input, dim=-1, descending=False, stable=False)
+topk(input, k, dim=-1, largest=True, sorted=True)
+histc(input, bins=100, min=0, max=0)
+grouped_mm(input, other, offs=None, bias=None, out_dtype=None)
+empty_like(input, **keywords)
 pad(input, pad, mode='constant', value=None)
 """
 
 _PREFIXES = {
     "dim": ("axis",),
     "keepdim": ("keepdims",),
-    "input": ("x", "self", "tensor"),
+    "input": ("x", "self", "tensor", "mat_a"),
     "exponent": ("other",),
     "tensors": ("arrays",),
     "index": ("indices",),
-    "other": ("mat2",),
+    "other": ("mat2", "mat_b"),
 }
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "add": (operator.add,),
@@ -201,6 +207,7 @@ _ALIASES = {
     "ge": ("greater_equal",),
     "gt": ("greater",),
     "ne": ("not_equal",),
+    "grouped_mm": ("_grouped_mm",),
 }
 _DUNDERS = {
     **{name: name for name in ("add", "sub", "mul", "pow", "neg", "abs", "getitem", "matmul", "le", "lt", "ge", "gt", "eq", "ne")},

@@ -25,7 +25,7 @@ from fx_fusion.memory.joint_graph import JointGraph
 from fx_fusion.torch_internals.partitioner import has_a_budget, is_decided, save
 
 MEMORY = ("speed", "auto", "min")
-_SHARE = 0.005  # of a step
+_SHARE = 0.01  # of a step
 
 
 @dataclass(frozen=True)

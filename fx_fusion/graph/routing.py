@@ -1,0 +1,179 @@
+"""Facts about how tokens are sent to experts: what sorts the pairs of a token and an expert, what undoes that, which rows
+belong to no expert of this rank, and the grouped products of the rows of each expert."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.view import View
+
+_NEW = ("empty_like", "zeros_like", "ones_like", "zeros", "new_zeros")
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """A call that sorts ``keys``, (n) integers. Its result ``perm``, (n), is a permutation of the positions.
+
+    ``call`` has the sorted keys as well; None for argsort."""
+
+    keys: fx.Node
+    perm: fx.Node
+    call: fx.Node | None = None
+
+    @property
+    def sorted_keys(self) -> list[fx.Node]:
+        """Return the nodes that hold the keys in order."""
+        return [] if self.call is None else [user for user in self.call.users if _is_item(user, 0)]
+
+
+def sorting_of(view: View, perm: Any) -> Sorting | None:
+    """Return the sort that makes the permutation ``perm``, or None."""
+    if not _is_vector(perm) or _is_written(view, perm):
+        return None
+    if (bound := view.arguments_of(perm, "argsort")) is not None:
+        return Sorting(bound["input"], perm)
+    if not _is_item(perm, 1) or (bound := view.arguments_of(perm.args[0], "sort")) is None:
+        return None
+    return Sorting(bound["input"], perm, perm.args[0])
+
+
+def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] | None:
+    """Return the sort whose permutation ``inverse`` undoes, and the nodes that make the inverse; None for anything else.
+
+    It is ``argsort(perm)``, or a new tensor to whose positions ``perm`` an ``arange`` is written."""
+    if not _is_vector(inverse):
+        return None
+    if (bound := view.arguments_of(inverse, "argsort")) is not None:
+        sorting = None if bound["descending"] or _is_written(view, inverse) else sorting_of(view, bound["input"])
+        return None if sorting is None else (sorting, frozenset([inverse]))
+    writes = [write for write in view.effects.writes if inverse in view.effects.mutated(write)]
+    if len(writes) != 1 or view.name(inverse) not in _NEW or view.effects.aliases(inverse) != [inverse]:
+        return None
+    write = writes[0]
+    if write.target is not operator.setitem or any(view.order[user] < view.order[write] for user in inverse.users):
+        return None
+    _, positions, numbers = write.args
+    sorting = sorting_of(view, positions)
+    if sorting is None or not same_length(sorting.perm, inverse) or not _counts(view, numbers, inverse):
+        return None
+    nodes = {inverse, write, *([numbers] if len(numbers.users) == 1 else [])}  # type: ignore[union-attr]
+    return sorting, frozenset(nodes)  # type: ignore[arg-type]
+
+
+def _counts(view: View, numbers: Any, like: fx.Node) -> bool:
+    """Return True for ``arange(n)``, as many as ``like`` has."""
+    bound = view.arguments_of(numbers, "arange")
+    if bound is None or not same_length(numbers, like) or _is_written(view, numbers):
+        return False
+    bounds = tuple(view.folded(b) for b in bound["bounds"])
+    start, step = (bounds[0] if len(bounds) > 1 else 0), (bounds[2] if len(bounds) > 2 else 1)
+    return (start, step) == (0, 1)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """``x[i] · weight[e]`` for the rows i of group e, which end at ``offsets[e]``.
+
+    x: (rows, h); weight: (groups, h, n), None where it is no product of torch's; offsets: (groups). Rows behind the last
+    group are not computed."""
+
+    node: fx.Node
+    x: fx.Node
+    offsets: fx.Node
+    weight: fx.Node | None = None
+
+
+def grouped_product(view: View, node: Any) -> Grouped | None:
+    """Return the grouped product that ``node`` is, of torch or of transformers (for dtypes that torch's does not take)."""
+    bound, weight = view.arguments_of(node, "grouped_mm"), None
+    if bound is not None and bound["offs"] is not None and bound["bias"] is None and is_tensor(bound["input"]):
+        x, weight, offsets = bound["input"], bound["other"], bound["offs"]
+    elif isinstance(node, fx.Node) and "transformers.grouped_mm_fallback" in str(node.target):
+        x, offsets = node.args[0], node.kwargs.get("offs", node.args[2] if len(node.args) > 2 else None)
+    else:
+        return None
+    of_rows = isinstance(offsets, fx.Node) and example(x).dim() == 2 and example(node).dim() == 2
+    return Grouped(node, x, offsets, weight) if of_rows else None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How many of the sorted keys are of each group, summed up: ``cumsum(histc(sorted keys, count), 0)``.
+
+    nodes: those between the sort and the sum."""
+
+    sorting: Sorting
+    count: int
+    nodes: frozenset[fx.Node]
+
+
+def groups_of(view: View, offsets: Any) -> Groups | None:
+    """Return what ``offsets``, (groups), counts, or None."""
+    total = view.arguments_of(offsets, "cumsum")
+    counts = None if total is None else view.arguments_of(total["input"], "histc")
+    if total is None or counts is None or (counts["min"], counts["max"]) != (0, counts["bins"] - 1):
+        return None
+    nodes, keys = [total["input"], counts["input"]], counts["input"]
+    if view.name(keys) in ("float", "int", "to"):
+        keys = keys.args[0]
+    else:
+        nodes.pop()
+    if not _is_item(keys, 0) or _is_written_before(view, keys, nodes[-1]):
+        return None
+    call = keys.args[0]
+    bound, perm = view.arguments_of(call, "sort"), next((user for user in call.users if _is_item(user, 1)), None)
+    if bound is None or bound["descending"] or perm is None:
+        return None
+    return Groups(Sorting(bound["input"], perm, call), counts["bins"], frozenset(nodes))
+
+
+def is_behind_the_groups(view: View, mask: Any, offsets: Any) -> bool:
+    """Return True if ``mask``, (rows, 1), is of the rows from ``offsets[-1]`` on: ``(sorted keys >= groups)[:, None]``."""
+    groups, column = groups_of(view, offsets), view.arguments_of(mask, "unsqueeze")
+    compared = None if column is None or column["dim"] not in (1, -1) else view.arguments_of(column["input"], "ge")
+    if groups is None or compared is None:
+        return False
+    same = compared["input"] in groups.sorting.sorted_keys and view.folded(compared["other"]) == groups.count
+    return same and not _is_written_before(view, compared["input"], column["input"])  # type: ignore[index]
+
+
+def choices_of(view: View, ids: fx.Node) -> fx.Node | None:
+    """Return the scores, (..., experts), whose largest ``ids`` are the positions of, all in one dim; None for other ids."""
+    while view.name(ids) in ("view", "reshape", "flatten", "contiguous") and not _is_written(view, ids):
+        ids = ids.args[0]  # type: ignore[assignment]
+    if _is_written(view, ids):
+        return None
+    bound = view.arguments_of(ids.args[0], "topk") if _is_item(ids, 1) else None
+    rank = None if bound is None else example(bound["input"]).dim()
+    return bound["input"] if bound is not None and bound["dim"] in (-1, rank - 1) else None  # type: ignore[operator]
+
+
+def same_length(a: fx.Node, b: fx.Node) -> bool:
+    """Return True if two tensors have as many rows."""
+    return statically_known_true(example(a).shape[0] == example(b).shape[0])
+
+
+def _is_vector(node: Any) -> bool:
+    known = example(node) if isinstance(node, fx.Node) and is_tensor(node) else None
+    return known is not None and known.dim() == 1 and known.dtype in (torch.int64, torch.int32)
+
+
+def _is_item(node: Any, i: int) -> bool:
+    """Return True for result ``i`` of a call with several."""
+    taken = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == i
+    return taken and isinstance(node.args[0], fx.Node) and isinstance(example(node.args[0]), tuple)  # type: ignore[union-attr]
+
+
+def _is_written(view: View, node: fx.Node) -> bool:
+    return view.effects.written_after(view.order[node], [node]) is not None
+
+
+def _is_written_before(view: View, node: fx.Node, reader: fx.Node) -> bool:
+    return view.effects.writes_between(view.order[node], view.order[reader], [node]) is not None

@@ -1,0 +1,220 @@
+"""The second half of a layer of experts: the gate, the router's weight, and the product back to the width of the model.
+
+    gate, up = halves of h, or its even and odd columns;  with a limit: gate at most limit, up between -limit and limit
+    a    = (up + shift) · gate · σ(alpha · gate) · scale
+    rows = a · weight[e]                                    for the rows of expert e, by torch's grouped product
+
+    da      = drows · weight[e]ᵀ
+    dscale  = Σ_columns da · a / scale                      dweight[e] = aᵀ · drows
+    dh      = the derivatives of both halves, in one tensor
+
+One launch of the backward computes dh, dscale and a once more, so a is never saved. Rows behind the last expert, from
+``offsets[-1]`` on, are garbage, as grouped products leave them.
+
+Shapes     h: (s, 2·i); scale: (s, 1); weight: (experts, i, n); offsets: (experts); rows: (s, n).
+Dtypes     h, weight, rows: bf16; scale: bf16 | fp16 | fp32; arithmetic in fp32, one rounding per store.
+Saved      h, scale, weight, offsets.
+Traffic    beside the products: forward 3·s·i elements, backward 6·s·i.
+Source     Shazeer 2020, arXiv:2002.05202 (SwiGLU); OpenAI 2025, arXiv:2508.10925 (with a limit).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from fx_fusion.kernels.lib.fast_math import sigmoid
+from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
+from fx_fusion.kernels.lib.plan import Plan, planner
+from fx_fusion.ops.launch import launch
+from fx_fusion.ops.library import plain_op, register_autograd, trace_launches
+from fx_fusion.ops.on_cpu import interpreting
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a gate is computed; SwiGLU by default. ``limit``: 0 for none."""
+
+    interleaved: bool = False
+    limit: float = 0.0
+    alpha: float = 1.0
+    shift: float = 0.0
+
+    @property
+    def arguments(self):
+        """Return what the op takes, in its order."""
+        return self.interleaved, self.limit, self.alpha, self.shift
+
+
+@triton.jit
+def _load(ptr, first, i, there, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return gate and up, (ROWS, BLOCK), of the columns from ``first`` on; ptr, there: (ROWS, 1)."""
+    if INTERLEAVED:
+        cols = 2 * first + tl.arange(0, 2 * BLOCK)[None, :]
+        gate, up = tl.split(tl.reshape(tl.load(ptr + cols, there & (cols < 2 * i), 0.0), (ROWS, BLOCK, 2)))
+    else:
+        cols = first + tl.arange(0, BLOCK)[None, :]
+        gate, up = tl.load(ptr + cols, there & (cols < i), 0.0), tl.load(ptr + i + cols, there & (cols < i), 0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, gate, up, first, i, there, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store what ``_load`` loads."""
+    dtype = ptr.dtype.element_ty
+    if INTERLEAVED:
+        cols = 2 * first + tl.arange(0, 2 * BLOCK)[None, :]
+        both = tl.reshape(tl.join(gate.to(dtype), up.to(dtype)), (ROWS, 2 * BLOCK))
+        tl.store(ptr + cols, both, there & (cols < 2 * i))
+    else:
+        cols = first + tl.arange(0, BLOCK)[None, :]
+        tl.store(ptr + cols, gate.to(dtype), there & (cols < i))
+        tl.store(ptr + i + cols, up.to(dtype), there & (cols < i))
+
+
+@triton.jit
+def _clamped(gate, up, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL), -limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate, up
+
+
+@triton.jit
+def _moe_gate_fwd_kernel(
+    h_ptr, scale_ptr, a_ptr, s, i, limit, alpha, shift, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(1) * BLOCK
+    there, cols = row < s, first + tl.arange(0, BLOCK)[None, :]
+    limit, alpha, shift = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(shift, tl.float32)
+    gate, up = _load(h_ptr + row * 2 * i, first, i, there, INTERLEAVED, ROWS, BLOCK)
+    gate, up = _clamped(gate, up, limit, LIMITED)
+    scale = tl.load(scale_ptr + row, there, 0.0).to(tl.float32)
+    a = (up + shift) * (gate * sigmoid(alpha * gate, False)) * scale
+    tl.store(a_ptr + row * i + cols, a.to(a_ptr.dtype.element_ty), there & (cols < i))
+
+
+@triton.jit
+def _moe_gate_bwd_kernel(
+    da_ptr, h_ptr, scale_ptr, dh_ptr, dscale_ptr, a_ptr, s, i, limit, alpha, shift,
+    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = row < s
+    limit, alpha, shift = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(shift, tl.float32)
+    scale = tl.load(scale_ptr + row, there, 0.0).to(tl.float32)
+    dscale = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, i, BLOCK):
+        cols = first + tl.arange(0, BLOCK)[None, :]
+        da = tl.load(da_ptr + row * i + cols, there & (cols < i), 0.0).to(tl.float32)
+        raw_gate, raw_up = _load(h_ptr + row * 2 * i, first, i, there, INTERLEAVED, ROWS, BLOCK)
+        gate, up = _clamped(raw_gate, raw_up, limit, LIMITED)
+        sigma = sigmoid(alpha * gate, False)
+        act, up = gate * sigma, up + shift
+        plain = up * act
+        dscale += da * plain
+        tl.store(a_ptr + row * i + cols, (plain * scale).to(a_ptr.dtype.element_ty), there & (cols < i))
+        dplain = da * scale
+        dgate, dup = dplain * up * sigma * (1.0 + alpha * gate * (1.0 - sigma)), dplain * act
+        if LIMITED:
+            dgate = tl.where(raw_gate > limit, 0.0, dgate)
+            dup = tl.where(tl.abs(raw_up) > limit, 0.0, dup)
+        _store(dh_ptr + row * 2 * i, dgate, dup, first, i, there, INTERLEAVED, ROWS, BLOCK)
+    tl.store(dscale_ptr + row, tl.sum(dscale, 1)[:, None].to(dscale_ptr.dtype.element_ty), there)
+
+
+@planner
+def moe_gate_plan(i: int) -> Plan:
+    """Choose ROWS x BLOCK of a program by the columns ``i``: blocks that divide them where there are such, 4096 elements."""
+    whole = next((block for block in (1024, 512, 256, 128) if i % block == 0), None)
+    block = whole or min(next_power_of_2(i), 1024)
+    return Plan(ROWS=max(1, 4096 // block), BLOCK=block, num_warps=8)
+
+
+def _gate_fwd(h, scale, gate):
+    s, i = h.shape[0], h.shape[1] // 2
+    a, plan = h.new_empty((s, i)), moe_gate_plan(i)
+    if not h.is_cuda and not interpreting():
+        return a.copy_(_reference(h, scale, gate))
+    if a.numel():
+        launch(
+            _moe_gate_fwd_kernel,
+            (cdiv(s, plan.ROWS), cdiv(i, plan.BLOCK)), h.contiguous(), scale.contiguous(), a, s, i, gate.limit, gate.alpha,
+            gate.shift, INTERLEAVED=gate.interleaved, LIMITED=gate.limit > 0, **plan.meta(),
+        )  # fmt: skip
+    return a
+
+
+def _gate_bwd(da, h, scale, gate):
+    s, i = da.shape
+    dh, dscale, a, plan = h.new_empty(h.shape), scale.new_empty(scale.shape), h.new_empty((s, i)), moe_gate_plan(i)
+    if not h.is_cuda and not interpreting():
+        given = h.detach().requires_grad_(), scale.detach().requires_grad_()
+        with torch.enable_grad():
+            again = _reference(*given, gate)
+        for mine, theirs in zip((dh, dscale), torch.autograd.grad(again, given, da), strict=True):
+            mine.copy_(theirs)
+        return dh, dscale, a.copy_(again.detach())
+    if a.numel():
+        launch(
+            _moe_gate_bwd_kernel,
+            (cdiv(s, plan.ROWS),), da.contiguous(), h.contiguous(), scale.contiguous(), dh, dscale, a, s, i, gate.limit,
+            gate.alpha, gate.shift, INTERLEAVED=gate.interleaved, LIMITED=gate.limit > 0, **plan.meta(),
+        )  # fmt: skip
+    return dh, dscale, a
+
+
+def _reference(h, scale, gate):
+    """Return a in float32, with its gradient, rounded once."""
+    wide = h.float()
+    g, up = (wide[:, ::2], wide[:, 1::2]) if gate.interleaved else wide.chunk(2, 1)
+    if gate.limit:
+        g, up = g.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return ((up + gate.shift) * g * torch.sigmoid(gate.alpha * g) * scale.float()).to(h.dtype)
+
+
+def _fwd(h, scale, weight, offsets, *gate):
+    return torch._grouped_mm(_gate_fwd(h, scale, Gate(*gate)), weight, offsets)
+
+
+def _bwd(drows, h, scale, weight, offsets, *gate):
+    drows = drows.contiguous()
+    da = torch._grouped_mm(drows, weight.transpose(1, 2), offsets)
+    dh, dscale, a = _gate_bwd(da, h, scale, Gate(*gate))
+    if weight.stride(1) == 1:  # as the parameter of (experts, n, i) lies
+        return dh, dscale, torch._grouped_mm(drows.t(), a, offsets).transpose(1, 2)
+    return dh, dscale, torch._grouped_mm(a.t(), drows, offsets)
+
+
+def _fake(h, scale, weight, offsets, *gate):
+    return h.new_empty((h.shape[0], weight.shape[2]))
+
+
+def _fake_bwd(drows, h, scale, weight, offsets, *gate):
+    experts, i, n = weight.shape
+    dweight = h.new_empty((experts, n, i)).transpose(1, 2) if weight.stride(1) == 1 else h.new_empty((experts, i, n))
+    return h.new_empty(h.shape), scale.new_empty(scale.shape), dweight
+
+
+_GIVEN = "Tensor h, Tensor scale, Tensor weight, Tensor offsets, bool interleaved, float limit, float alpha, float shift"
+moe_down = plain_op("moe_down", f"({_GIVEN}) -> Tensor rows", _fwd, _fake)
+moe_down_bwd = plain_op(
+    "moe_down_bwd", f"(Tensor drows, {_GIVEN}) -> (Tensor dh, Tensor dscale, Tensor dweight)", _bwd, _fake_bwd
+)  # fmt: skip
+trace_launches(moe_down, _fwd, symbolic=True)
+trace_launches(moe_down_bwd, _bwd, symbolic=True)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.interleaved, ctx.limit, ctx.alpha, ctx.shift = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, drows):
+    gate = ctx.interleaved, ctx.limit, ctx.alpha, ctx.shift
+    return *moe_down_bwd(drows, *ctx.saved_tensors, *gate), *[None] * 5
+
+
+register_autograd("moe_down", _backward, _save)

@@ -1,0 +1,322 @@
+"""Layers of experts: rows of tokens go to their experts and back, in the spellings of models, with the router's gradient."""
+
+import functools
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  defines transformers::grouped_mm_fallback
+
+import fx_fusion
+from fx_fusion.backend import compile_graph
+from fx_fusion.kernels.expert_rows import moe_combine, moe_dispatch
+from fx_fusion.kernels.moe_down import Gate, _gate_bwd, _gate_fwd
+from fx_fusion.options import parse
+from fx_fusion.testing import Run, rewriting_backend, worst_excess
+from tests.helpers import by_kernels, reasons, rewritten, statuses
+
+T, H, INNER, E, K = 13, 16, 24, 5, 2
+
+
+def inputs(dtype=torch.float32, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    made = {
+        "x": torch.randn(T, H, generator=draw), "scores": torch.randn(T, E, generator=draw),
+        "up": torch.randn(E, 2 * INNER, H, generator=draw) / 4, "down": torch.randn(E, H, INNER, generator=draw) / 5,
+        "up_bias": torch.randn(E, 2 * INNER, generator=draw), "down_bias": torch.randn(E, H, generator=draw),
+    }  # fmt: skip
+    return {name: tensor.to(dtype).requires_grad_() for name, tensor in made.items()}
+
+
+def routed(scores, k=K):
+    weights, ids = scores.float().softmax(-1).topk(k, -1)
+    return weights.to(scores.dtype), ids
+
+
+def groups(ids, experts=E):
+    keys, perm = torch.sort(ids.reshape(-1))
+    counts = torch.histc(keys.float(), bins=experts, min=0, max=experts - 1)
+    return keys, perm, torch.cumsum(counts, 0, dtype=torch.int32)
+
+
+def back(rows, perm, k=K):
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.size(0), device=perm.device)
+    return rows[inverse].view(-1, k, rows.shape[1]).sum(dim=1)
+
+
+def product(x, weight, offs):
+    """Torch's own takes bfloat16 only under compile; transformers has an op for the rest."""
+    if x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, weight, offs=offs)
+    return torch.ops.transformers.grouped_mm_fallback(x, weight, offs)
+
+
+def gated(h):
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def plain(x, scores, up, down, **_):
+    """As transformers writes it."""
+    weights, ids = routed(scores)
+    keys, perm, ends = groups(ids)
+    h = product(x[perm // K], up.transpose(1, 2), offs=ends)
+    y = product(gated(h), down.transpose(1, 2), offs=ends)
+    return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm).to(x.dtype)
+
+
+def biased(x, scores, up, down, up_bias, down_bias):
+    """As gpt-oss: biases, added in place."""
+    weights, ids = routed(scores)
+    keys, perm, ends = groups(ids)
+    h = product(x[perm // K], up.transpose(1, 2), offs=ends)
+    h.add_(up_bias[keys])
+    y = product(gated(h), down.transpose(1, 2), offs=ends)
+    y.add_(down_bias[keys])
+    return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm).to(x.dtype)
+
+
+def of_this_rank(x, scores, up, down, up_bias, down_bias, local=E - 2):
+    """As expert parallelism has it: the last experts are another rank's, and grouped_mm leaves their rows as they are."""
+    weights, ids = routed(scores)
+    weights, ids = weights.masked_fill(ids >= local, 0.0), ids.clamp(max=local)
+    keys, perm, ends = groups(ids, local)
+    elsewhere = (keys >= local).unsqueeze(-1)
+    keys.clamp_(max=local - 1)
+    rows = x[perm // K]
+    rows.masked_fill_(elsewhere, 0.0)
+    h = product(rows, up[:local].transpose(1, 2), offs=ends)
+    h.add_(up_bias[:local][keys])
+    h = gated(h.masked_fill(elsewhere, 0.0))
+    y = product(h, down[:local].transpose(1, 2), offs=ends)
+    y.add_(down_bias[:local][keys])
+    y = y.masked_fill(elsewhere, 0.0)
+    return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm).to(x.dtype)
+
+
+def exact(x, scores, up, down, up_bias=None, down_bias=None, *, local=E):
+    """Each token through all experts, in float64."""
+    weights, ids = routed(scores)
+    h = torch.einsum("th,eih->tei", x, up)
+    h = gated(h if up_bias is None else h + up_bias)
+    y = torch.einsum("tei,ehi->teh", h, down)
+    y = y if down_bias is None else y + down_bias
+    chosen = torch.gather(y, 1, ids.unsqueeze(-1).expand(-1, -1, H))
+    return (chosen * weights.masked_fill(ids >= local, 0.0).unsqueeze(-1)).sum(1)
+
+
+def differentiated(function, given):
+    """The result and the gradients of what it takes."""
+    y = function(**given)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype))
+    return Run({"out0": y.detach(), **{f"d{n}": t.grad for n, t in given.items() if t.grad is not None}})
+
+
+LAYERS = {
+    "plain": (plain, exact, ("x", "scores", "up", "down")),
+    "biased": (biased, exact, ("x", "scores", "up", "down", "up_bias", "down_bias")),
+    "of this rank": (of_this_rank, lambda **t: exact(**t, local=E - 2), ("x", "scores", "up", "down", "up_bias", "down_bias")),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_is_as_accurate_as_eager(layer, dtype):
+    function, oracle, names = LAYERS[layer]
+    given = {n: t for n, t in inputs(dtype).items() if n in names}
+    same = {n: t.detach().double().requires_grad_() for n, t in given.items()}
+    with fx_fusion.recording() as report:
+        ours = differentiated(torch.compile(function, backend=rewriting_backend()), given)
+    report.assert_fused(moe_dispatch=1, moe_combine=1)
+    again = {n: t.detach().clone().requires_grad_() for n, t in given.items()}
+    name, excess = worst_excess(ours, differentiated(function, again), differentiated(oracle, same), dtype)
+    assert excess <= 1, f"{name} uses {excess:.2f} times the allowed error"
+
+
+def products(function, given):
+    """The grouped products of a rewritten graph, and what each reads of the rewritten graph."""
+    graphs = []
+
+    def keep(gm, *_):
+        graphs.append(gm)
+        return gm.forward
+
+    options = parse(None, {"select": "always", "strict": True})
+    torch.compile(function, backend=functools.partial(compile_graph, options=options, rest=keep))(**given)
+    return [node for node in graphs[0].graph.nodes if "grouped_mm" in str(node.target) or "moe_down" in str(node.target)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_routers_weight_goes_before_the_last_product(layer):
+    function, _, names = LAYERS[layer]
+    first, last = products(function, {n: t for n, t in inputs().items() if n in names})
+    assert last.args[0].target in (torch.mul, operator.mul)
+    assert [user.name for user in last.users if "moe_combine" in str(user.target)]
+    assert len(last.users) == 1
+    assert "moe_dispatch" in str(first.args[0].target)
+
+
+GATES = {
+    "SwiGLU": (gated, Gate()),
+    "of gpt-oss": (
+        lambda h: (h[..., 1::2].clamp(-2.0, 2.0) + 1) * (g := h[..., ::2].clamp(max=2.0)) * torch.sigmoid(g * 1.702),
+        Gate(interleaved=True, limit=2.0, alpha=1.702, shift=1.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "columns"), [(0, 8), (1, 1), (7, 24), (5, 300), (3, 1500)])
+@pytest.mark.parametrize("name", GATES)
+def test_the_kernels_of_gates(name, count, columns, device):
+    function, gate = GATES[name]
+    h, scale = torch.randn(count, 2 * columns), torch.randn(count, 1)
+    da, given = torch.randn(count, columns), (h.requires_grad_(), scale.requires_grad_())
+    expected = function(h) * scale
+    ours = by_kernels(_gate_fwd, h.detach(), scale.detach(), gate, device=device)
+    torch.testing.assert_close(ours, expected.detach())
+    dh, dscale, again = by_kernels(_gate_bwd, da, h.detach(), scale.detach(), gate, device=device)
+    torch.testing.assert_close(again, expected.detach())
+    torch.testing.assert_close((dh, dscale), torch.autograd.grad(expected, given, da), rtol=1e-4, atol=1e-4)
+
+
+def _of_gpt_oss(h):
+    gate, up = h[..., ::2], h[..., 1::2]
+    gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def _layer(gate):
+    def layer(x, scores, up, down):
+        weights, ids = routed(scores)
+        keys, perm, ends = groups(ids)
+        y = product(gate(product(x[perm // K], up.mT, offs=ends)), down.mT, offs=ends)
+        return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm)
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("gate", "fused"),
+    [
+        (gated, True), (_of_gpt_oss, True), (lambda h: F.silu(h[:, :INNER]) * h[:, INNER:], True),
+        (lambda h: h[:, :INNER] * F.silu(h[:, INNER:]), False), (lambda h: F.gelu(h[:, :INNER]) * h[:, INNER:], False),
+        (lambda h: F.silu(h[:, :INNER]) * h[:, :INNER], False), (lambda h: (y := gated(h)) * (y > 0), False),
+        (lambda h: F.silu(h[:, ::2].clamp(max=3.0)) * h[:, 1::2], False),
+        (lambda h: F.silu(h[:, ::2].clamp(max=3.0)) * h[:, 1::2].clamp(-3.0, 4.0), False),
+    ],
+)  # fmt: skip
+def test_gates_in_one_kernel_with_the_weight(gate, fused):
+    given = {n: t for n, t in inputs(torch.bfloat16).items() if not n.endswith("bias")}
+    again = {n: t.detach().clone().requires_grad_() for n, t in given.items()}
+    layer = _layer(gate)
+    assert any("moe_down" in str(node.target) for node in products(layer, given)) is fused
+    ours = differentiated(torch.compile(layer, backend=rewriting_backend()), given)
+    for name, theirs in differentiated(layer, again).values.items():
+        torch.testing.assert_close(ours.values[name], theirs, rtol=0.05, atol=0.05)
+
+
+SPELLINGS = {
+    "argsort": lambda rows, ids: rows[torch.argsort(torch.argsort(ids))].view(-1, K, H).sum(1),
+    "stable sort": lambda rows, ids: back(rows, torch.sort(ids, stable=True)[1]),
+    "method": lambda rows, ids: back(rows, ids.sort().indices),
+    "descending": lambda rows, ids: back(rows, torch.sort(ids, descending=True)[1]),
+    "index_select": lambda rows, ids: rows.index_select(0, ids.argsort().argsort()).reshape(T, K, H).sum(-2),
+    "weighted behind it": lambda rows, ids: back(rows * ids.float()[:, None], torch.sort(ids)[1]),
+}
+LEFT = {
+    "no inverse": lambda rows, ids: rows[torch.argsort(ids)].view(-1, K, H).sum(1),
+    "any integers": lambda rows, ids: rows[ids].view(-1, K, H).sum(1),
+    "the sum of all": lambda rows, ids: rows[torch.argsort(torch.argsort(ids))].view(-1, K, H).sum(),
+    "over columns": lambda rows, ids: rows[torch.argsort(torch.argsort(ids))].view(-1, K, H).sum(2),
+    "other rows": lambda rows, ids: rows[torch.argsort(torch.argsort(ids[:6]))].view(-1, K, H).sum(1),
+    "halves of rows": lambda rows, ids: rows[torch.argsort(torch.argsort(ids))].view(-1, 2 * K, H // 2).sum(1),
+    "another inverse": lambda rows, ids: _another(rows, torch.argsort(ids)),
+    "written twice": lambda rows, ids: _twice(rows, torch.argsort(ids)),
+    "the inverse of descending": lambda rows, ids: rows[torch.argsort(torch.argsort(ids), descending=True)].view(-1, K, H).sum(1),
+}
+
+
+def _another(rows, perm):
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.size(0)).flip(0)
+    return rows[inverse].view(-1, K, H).sum(1)
+
+
+def _twice(rows, perm):
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.size(0))
+    inverse[0] = 0
+    return rows[inverse].view(-1, K, H).sum(1)
+
+
+rows, ids = torch.randn(T * K, H), torch.randint(0, T * K, (T * K,))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_fires(spelling):
+    y, report = rewritten(SPELLINGS[spelling], rows, ids)
+    report.assert_fused(moe_combine=1)
+    torch.testing.assert_close(y, SPELLINGS[spelling](rows, ids))
+
+
+@pytest.mark.parametrize("spelling", LEFT)
+def test_is_left_alone(spelling):
+    y, report = rewritten(LEFT[spelling], rows, ids)
+    assert "fused" not in statuses(report, "moe_combine")
+    torch.testing.assert_close(y, LEFT[spelling](rows, ids))
+
+
+def _norm_behind(x, scores, up, down):
+    weights, ids = routed(scores)
+    keys, perm, ends = groups(ids)
+    y = F.rms_norm(product(gated(product(x[perm // K], up.mT, offs=ends)), down.mT, offs=ends), (H,))
+    return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm)
+
+
+def _read_elsewhere(x, scores, up, down):
+    weights, ids = routed(scores)
+    keys, perm, ends = groups(ids)
+    y = product(gated(product(x[perm // K], up.mT, offs=ends)), down.mT, offs=ends)
+    return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm) + y.square().mean()
+
+
+@pytest.mark.parametrize("function", [_norm_behind, _read_elsewhere])
+def test_a_weight_stays_where_experts_outputs_are_read(function):
+    given = {n: t for n, t in inputs().items() if not n.endswith("bias")}
+    ours, report = rewritten(function, **given)
+    report.assert_fused(moe_combine=1, moe_dispatch=1)
+    torch.testing.assert_close(ours, function(**given))
+    last = products(function, given)[-1]
+    assert "mul" not in str(last.args[0].target) or last.args[0].args[0].target is F.silu
+
+
+def test_many_experts_a_token_are_declined():
+    many = torch.randint(0, 99, (65 * 2,))
+    _, report = rewritten(lambda rows: rows[torch.argsort(torch.argsort(many))].view(-1, 65, 4).sum(1), torch.randn(130, 4))
+    assert "65 experts a token; the kernel sums up to 64 rows" in reasons(report, "moe_combine")
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens):
+    given = {n: (t[:tokens] if n in ("x", "scores") else t) for n, t in inputs().items() if not n.endswith("bias")}
+    y, _ = rewritten(plain, **given)
+    torch.testing.assert_close(y, plain(**given))
+
+
+def test_all_tokens_go_to_one_expert_and_ties():
+    given = {n: t for n, t in inputs().items() if not n.endswith("bias")}
+    given["scores"] = torch.zeros(T, E)
+    y, report = rewritten(plain, **given)
+    report.assert_fused(moe_dispatch=1, moe_combine=1)
+    torch.testing.assert_close(y, plain(**given))
+
+
+def test_second_derivatives():
+    perm = torch.randperm(T * K)
+    x = torch.randn(T, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(T * K, 3, dtype=torch.float64, requires_grad=True)
+    given = perm, torch.argsort(perm), None, K
+    assert torch.autograd.gradgradcheck(lambda x: moe_dispatch(x, *given).square(), (x,))
+    assert torch.autograd.gradgradcheck(lambda y: moe_combine(y, *given, None).square(), (y,))
