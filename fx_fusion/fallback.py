@@ -43,7 +43,7 @@ def as_dynamo_wrote_it(
         report = report or GraphReport(next(graph_numbers), rows(untouched))
         report.options = options.given()
         report.fallback, report.rows_after, report.nodes_after = where_raised(error), report.rows_before, report.nodes_before
-        report.floats = report.joined = report.apart = 0
+        report.floats = report.joined = report.apart = report.experts = 0
         report.deferred, report.computed, report.assumes, report.unassumed = ((),) * 4
         publish(report, [])
         layer = read_deferred_inputs(positions, writes=only_read(untouched, deferred)[1])

@@ -18,6 +18,7 @@ from fx_fusion.torch_internals.inductor import captures_cuda_graphs, configurati
 SELECT = ("auto", "measure", "always", "never")
 VERIFY = (False, True, "first", "sample", "graph")
 LAYERS = ("flat", "once")
+EXPERTS = ("exact", "autocast")
 _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "select": (str, f"one of {', '.join(SELECT)}: which legal fusions replace their site"),
     "fusions": (list, 'names to use, as ["rms_norm"], or to leave out, as ["-swiglu"]'),
@@ -29,6 +30,7 @@ _OURS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "verify": ((bool, str), "False, True, 'first', 'sample' or 'graph': in which calls what runs is compared with float64"),
     "front_ends": (bool, "whether calls of other libraries that would end a graph become part of it"),
     "layers": (str, f"one of {', '.join(LAYERS)}: whether equal layers are compiled once, as calls of one function"),
+    "experts": (str, f"one of {', '.join(EXPERTS)}: whether autocast also casts float32 weights of experts"),
     "strict": (bool, "whether an error of fx_fusion is raised instead of falling back to Inductor"),
 }
 NAMES = frozenset(_OURS)
@@ -59,6 +61,7 @@ class Options:
     verify: bool | str
     front_ends: bool
     layers: str
+    experts: str
     strict: bool
     fuel: int | None
     inductor: Mapping[str, Any]
@@ -84,7 +87,7 @@ class Options:
         names = tuple(sorted(self.fusions))
         version = self.outputs_are_read, self.masks
         float8 = self.float8, self.float8_keep
-        asked = (self.select, names, self.defer_outputs, self.speculate, self.memory, float8, self.layers)
+        asked = (self.select, names, self.defer_outputs, self.speculate, self.memory, float8, self.layers, self.experts)
         return (*asked, version, self.cuda_graphs, self.fuel)
 
     def given(self) -> dict[str, Any]:
@@ -156,6 +159,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     layers = ours.get("layers", "flat")
     if layers not in LAYERS:
         raise OptionError(f"{said['layers']} {layers!r}. {nearest(layers, LAYERS)}")
+    experts = ours.get("experts", "exact")
+    if experts not in EXPERTS:
+        raise OptionError(f"{said['experts']} {experts!r}. {nearest(experts, EXPERTS)}")
     return Options(
         select=select,
         fusions=_chosen(ours.get("fusions", []), said["fusions"].removesuffix(" =")),
@@ -167,6 +173,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         verify=verify,
         front_ends=ours.get("front_ends", True),
         layers=layers,
+        experts=experts,
         strict=ours.get("strict", False),
         fuel=_fuel(),
         inductor=inductor,

@@ -22,6 +22,7 @@ from fx_fusion.report.site import Site
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import DeferredOutputs, activation_positions, defer_outputs, read_deferred_examples
 from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.experts_in_autocast import multiply_experts_in_autocast
 from fx_fusion.rewrite.foreach_floats import keep_tensors
 from fx_fusion.rewrite.loss_behind_a_break import only_read, read_by_rows
 from fx_fusion.rewrite.results_apart import keep_results_apart
@@ -78,6 +79,7 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     by_rows = read_by_rows(gm, untaken)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
     read_what_was_written(gm)
+    report.experts = multiply_experts_in_autocast(gm) if options.experts == "autocast" else 0
     report.joined = join_written_halves(gm)
     waits = options.defer_outputs and not options.outputs_are_read and options.fuel is None
     tail = take_rows_outside(gm) if waits else None

@@ -29,6 +29,7 @@ from fx_fusion.kernels.moe_down import moe_down
 from fx_fusion.patterns.moe_dispatch import inverse_of_all, rows_at
 from fx_fusion.patterns.sites.gates import Gated, gate_of
 from fx_fusion.rewrite.editor import Editor
+from fx_fusion.rewrite.experts_in_autocast import ADVICE, is_cast_by_nobody
 from fx_fusion.rewrite.replace import insertion_point
 
 _SECOND_DIM = (1, -2, (1,), (-2,), [1], [-2])
@@ -212,6 +213,13 @@ def _biases(editor: Editor, match: Match, scale: fx.Node, inverse: fx.Node) -> f
     return editor.call(sum_of_biases, (scaled.bias, ids, share, example(root).dtype), like=root)
 
 
+def unread(view: View) -> Iterator[NearMiss]:
+    """Experts whose weights autocast does not cast."""
+    for node in view.graph.nodes:
+        if is_cast_by_nobody(view, node):
+            yield NearMiss("moe_combine", node, node, ADVICE)
+
+
 def guard(rows, ids, k):
     if k > MOST_EXPERTS:
         return f"{k} experts a token; the kernel sums up to {MOST_EXPERTS} rows"
@@ -232,6 +240,7 @@ FUSION = Fusion(
     integers={"ids": "s"},
     variants=({"k": 3},),
     find=find,
+    unread=unread,
     emit=emit,
     guard=guard,
     why_keep=why_keep,

@@ -1,6 +1,6 @@
 """Choose what the backward computes again, by bytes saved against time lost, before AOTAutograd's partitioner decides.
 
-``speed``: nothing of ours. ``auto``: what frees most bytes a second first, up to half a percent of a step in all, and no
+``speed``: nothing of ours. ``auto``: what frees most bytes a second first, up to one percent of a step in all, and no
 more than half of the time that the fusions of the graph gain. ``min``: everything that is cheap. Attention, products, losses
 and random numbers are never computed twice. Under a budget of the user (``activation_memory_budget``) the partitioner is
 told so, as it does not know ours.

@@ -33,6 +33,7 @@ class GraphReport:
     front_ends: tuple[str, ...] = ()  # libraries whose calls are part of it by a front end
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     joined: int = 0  # new tensors that were written in two halves
+    experts: int = 0  # grouped products that are cast as autocast casts linear layers
     apart: int = 0  # linear layers of which each part of the rows has one of its own
     outside: tuple[str, ...] = ()  # nodes of losses of rows that are computed with the loss outside
     deferred: tuple[str, ...] = ()  # outputs that are computed when they are read
@@ -84,6 +85,8 @@ class GraphReport:
             yield f"calls of {', '.join(self.front_ends)} are part of it: front_ends=False leaves them to eager"
         if self.floats:
             yield f"{self.floats} foreach call(s) take a changing float as a tensor"
+        if self.experts:
+            yield f"{self.experts} grouped product(s) of float32 weights are in autocast's dtype, as options ask for"
         if self.joined:
             yield f"{self.joined} tensor(s) that are written in two halves are one value"
         if self.apart:

@@ -8,7 +8,7 @@ import operator
 import torch
 import torch.nn.functional as F
 
-from tests.engine.graphs import F16, beside, method
+from tests.engine.graphs import BF16, F16, beside, method
 
 
 def unary(name, *others):
@@ -132,6 +132,14 @@ SPELLINGS = {
     "triu": [lambda w: torch.triu(w, 1), lambda w: w.triu(1), lambda w: torch.triu(w, diagonal=1)],
     "diff": [lambda x: torch.diff(x), lambda x: x.diff(), lambda x: torch.diff(x, n=1, dim=-1)],
     "cumsum": [lambda x: x.cumsum(-1), lambda x: torch.cumsum(x, dim=-1), lambda x: torch.cumsum(x, axis=-1)],
+    "sort": [lambda x: x.sort(-1), lambda x: torch.sort(x), lambda x: torch.sort(input=x, dim=-1, descending=False)],
+    "argsort": [lambda x: x.argsort(), lambda x: torch.argsort(x, -1), lambda x: torch.argsort(input=x, descending=False)],
+    "topk": [lambda x: x.topk(2), lambda x: torch.topk(x, 2, -1), lambda x: torch.topk(input=x, k=2, dim=-1, sorted=True)],
+    "histc": [lambda x: torch.histc(x, 4, 0, 3), lambda x: x.histc(bins=4, min=0, max=3), lambda x: torch.histc(input=x, bins=4, max=3)],
+    "grouped_mm": [lambda x, w: torch._grouped_mm(x[0].to(BF16), w.to(BF16)[None], (w[0, :1] * 0).int() + 4),
+                   lambda x, w: F.grouped_mm(x[0].to(BF16), w.to(BF16)[None], offs=(w[0, :1] * 0).int() + 4),
+                   lambda x, w: F.grouped_mm(mat_a=x[0].to(BF16), mat_b=w.to(BF16)[None], offs=(w[0, :1] * 0).int() + 4)],
+    "empty_like": [lambda x: torch.empty_like(x[:0]), lambda x: torch.empty_like(input=x[:0])],
     "pad": [lambda x: F.pad(x, (1, 0)), lambda x: F.pad(x, pad=(1, 0), mode="constant")],
     "take_along_dim": [lambda x: torch.take_along_dim(x, x.long() % 2, -1), lambda x: x.take_along_dim(x.long() % 2, -1),
                        lambda x: torch.take_along_dim(x, indices=x.long() % 2, dim=-1)],

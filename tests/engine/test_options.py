@@ -28,7 +28,7 @@ def test_fuel_stops_after_n_replacements(monkeypatch):
 
 @pytest.mark.parametrize(("options", "fragment"), [
     ({"slect": "always"}, "Did you mean 'select'"),
-    ({"nonsense": 1}, "Valid: select, fusions, defer_outputs, speculate, memory, float8, float8_keep, verify, front_ends, layers, strict"),
+    ({"nonsense": 1}, "Valid: select, fusions, defer_outputs, speculate, memory, float8, float8_keep, verify, front_ends, layers, experts, strict"),
     ({"max_autotun": True}, "Did you mean 'max_autotune'"),
     ({"triton.cudagraph": True}, "Did you mean 'triton.cudagraphs'"),
     ({3: True}, "options.3. is known neither"),

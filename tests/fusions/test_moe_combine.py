@@ -320,3 +320,28 @@ def test_second_derivatives():
     given = perm, torch.argsort(perm), None, K
     assert torch.autograd.gradgradcheck(lambda x: moe_dispatch(x, *given).square(), (x,))
     assert torch.autograd.gradgradcheck(lambda y: moe_combine(y, *given, None).square(), (y,))
+
+
+def _in_float32(x, scores, up, down):
+    with torch.autocast("cpu", torch.bfloat16):
+        return plain(x, scores, up, down)
+
+
+def test_float32_weights_under_autocast_are_a_near_miss():
+    given = {n: t for n, t in inputs().items() if not n.endswith("bias")}
+    _, report = rewritten(_in_float32, **given)
+    assert 'options={"experts": "autocast"} casts them as autocast does' in reasons(report, "moe_combine")
+
+
+def test_float32_weights_in_autocasts_dtype_where_asked_for():
+    given = {n: t for n, t in inputs().items() if not n.endswith("bias")}
+    again = {n: t.detach().clone().requires_grad_() for n, t in given.items()}
+    with fx_fusion.recording() as report:
+        ours = differentiated(torch.compile(_in_float32, backend=rewriting_backend(experts="autocast")), given)
+    report.assert_fused(moe_sort=1, moe_dispatch=1, moe_combine=1)
+    assert "2 grouped product(s) of float32 weights are in autocast's dtype, as options ask for" in str(report)
+    assert "near" not in statuses(report, "moe_combine")
+    for name, exactly in differentiated(_in_float32, again).values.items():
+        assert ours.values[name].dtype == exactly.dtype
+        unit = exactly.abs().max()
+        torch.testing.assert_close(ours.values[name] / unit, exactly / unit, rtol=0, atol=0.02)

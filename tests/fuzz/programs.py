@@ -157,12 +157,44 @@ def convolutions(m: Maker) -> None:
     m.out(m.let("z", m.pick(f"{y}.transpose(1, 2)", f"{y} * 2", f"{y}.mT.reshape(B, {tokens}, 2, {c // 2})", f"{y} + {x}")))
 
 
+def experts(m: Maker) -> None:
+    """Layers of experts: choices sorted and counted, rows there and back, biases, weights before or behind the experts."""
+    t, h, inner, e = m.pick(1, 6, 11), m.pick(4, 5), m.pick(4, 6), m.pick(2, 3, 5)
+    k = m.pick(*(k for k in (1, 2, 2, 3) if k <= e))
+    x, scores = m.activation("x", f"{t}, {h}"), m.activation("scores", f"{t}, {e}")
+    chosen = m.let("chosen", f"{m.pick(scores, f'{scores}.softmax(-1)')}.topk({k}, {m.pick(-1, 1)})")
+    ids = m.let("ids", f"{chosen}[1].{m.pick('reshape', 'view')}(-1)")
+    ordered = m.let("ordered", f"torch.sort({ids}, stable=True)")
+    keys, perm = m.let("keys", f"{ordered}[0]"), m.let("perm", f"{ordered}[1]")
+    ends = m.let("ends", f"torch.cumsum(torch.histc({keys}.float(), bins={e}, min=0, max={e - 1}), 0, dtype=torch.int32)")
+    rows = m.let("rows", f"{x}[{perm} // {k}]" if m.chance(0.7) else f"{x}.index_select(0, {perm} // {k})")
+    if m.chance(0.3):
+        rows = m.let("rows", f"{rows} * {chosen}[0].reshape(-1)[{perm}].unsqueeze(-1)")
+    up, down = m.weight("up", f"{e}, {h}, {2 * inner}"), m.weight("down", f"{e}, {inner}, {h}")
+    hidden = m.let("h", f"torch.einsum('sh,shi->si', {rows}, {up}[{keys}])")
+    if m.chance(0.4):
+        m.do(f"{hidden}.add_({m.weight('b', f'{e}, {2 * inner}')}[{keys}])")
+    y = m.let("a", f"F.silu({hidden}.chunk(2, -1)[0]) * {hidden}.chunk(2, -1)[1]")
+    y = m.let("y", f"torch.einsum('si,sih->sh', {y}, {down}[{keys}])")
+    if m.chance(0.4):
+        m.do(f"{y}.add_({m.weight('b', f'{e}, {h}')}[{keys}])")
+    if m.chance(0.7):
+        y = m.let("y", f"{y} * {chosen}[0].reshape(-1)[{perm}].{m.pick('unsqueeze(-1)', 'view(-1, 1)')}")
+    if m.chance(0.6):
+        inverse = m.let("inverse", f"torch.empty_like({perm})")
+        m.do(f"{inverse}[{perm}] = torch.arange({t * k})")
+    else:
+        inverse = m.let("inverse", f"torch.argsort({perm})")
+    back = m.let("back", f"{y}[{inverse}].{m.pick('view', 'reshape')}({t}, {k}, {h})")
+    m.out(m.let("z", f"{back}.sum({m.pick('dim=1', '1', '-2')}) + {m.pick('0', x)} + {ends}[-1] * 0"))
+
+
 LATER = 10**7  # seeds from here on are of families that came later: the program of a seed is always the same one
 
 
 def families() -> dict[str, Family]:
     """Every family by name, in a fixed order: a seed says which."""
-    return _first() | _later() | _of_rows() | _returned() | _convolutions()
+    return _first() | _later() | _of_rows() | _returned() | _convolutions() | _experts()
 
 
 def _first() -> dict[str, Family]:
@@ -199,9 +231,13 @@ def _convolutions() -> dict[str, Family]:
     return {"convolutions convolutions": convolutions}
 
 
+def _experts() -> dict[str, Family]:
+    return {"experts experts": experts}
+
+
 def _groups() -> tuple[tuple[int, dict[str, Family]], ...]:
     """Groups of families, each with its first seed."""
-    made = _first, _later, _of_rows, _returned, _convolutions
+    made = _first, _later, _of_rows, _returned, _convolutions, _experts
     return tuple((i * LATER, group()) for i, group in enumerate(made))
 
 
