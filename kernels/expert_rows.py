@@ -5,11 +5,11 @@
 
 ``perm`` is a permutation of the t·k pairs of a token and one of its k experts, ``inverse`` its inverse. The gradient of
 dispatch is combine of the gradients of its rows, and the other way round, so each sum is over k rows in one order: the
-result is the same in every run. Rows from ``offsets[-1]`` on belong to experts that other ranks have: 0, whatever is there.
+result is the same in every run. Rows from ``here`` on belong to experts that other ranks have: 0, whatever is there.
 
-Shapes     x, y: (t, h); rows: (t·k, h); perm, inverse: (t·k); offsets: (experts) or None.
-Dtypes     bf16 | fp16 | fp32; sums in fp32, rounded once; indices int32 | int64.
-Saved      perm, inverse, offsets.
+Shapes     x, y: (t, h); rows: (t·k, h); perm, inverse: (t·k); here: (1) or None.
+Dtypes     bf16 | fp16 | fp32; sums in fp32, rounded once; perm, inverse int32 | int64; here int32.
+Saved      perm, inverse, here.
 Traffic    (t·k + t)·h elements, forward and backward.
 Source     Shazeer et al. 2017, arXiv:1701.06538 (dispatch and combine).
 """
@@ -29,7 +29,7 @@ MOST_EXPERTS = 64  # of one token: the loop over them is unrolled
 
 @triton.jit
 def _moe_dispatch_kernel(
-    x_ptr, perm_ptr, offsets_ptr, rows_ptr, rows, experts, h, stride, K: tl.constexpr, LOCAL: tl.constexpr,
+    x_ptr, perm_ptr, here_ptr, rows_ptr, rows, h, stride, K: tl.constexpr, LOCAL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -37,14 +37,14 @@ def _moe_dispatch_kernel(
     pair = tl.load(perm_ptr + r, r < rows, 0).to(tl.int64)
     there = r < rows
     if LOCAL:
-        there = r < tl.load(offsets_ptr + experts - 1)
+        there = r < tl.load(here_ptr)
     x = tl.load(x_ptr + (pair // K)[:, None] * stride + cols[None, :], there[:, None] & (cols < h)[None, :], 0.0)
     tl.store(rows_ptr + r[:, None] * h + cols[None, :], x, (r < rows)[:, None] & (cols < h)[None, :])
 
 
 @triton.jit
 def _moe_combine_kernel(
-    rows_ptr, inverse_ptr, offsets_ptr, y_ptr, experts, h, stride, K: tl.constexpr, LOCAL: tl.constexpr,
+    rows_ptr, inverse_ptr, here_ptr, y_ptr, h, stride, K: tl.constexpr, LOCAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def _moe_combine_kernel(
         r = tl.load(inverse_ptr + token * K + j).to(tl.int64)
         there = cols < h
         if LOCAL:
-            there = cols < tl.where(r < tl.load(offsets_ptr + experts - 1), h, 0)
+            there = cols < tl.where(r < tl.load(here_ptr), h, 0)
         total += tl.load(rows_ptr + r * stride + cols, there, 0.0).to(tl.float32)
     tl.store(y_ptr + token * h + cols, total.to(y_ptr.dtype.element_ty), cols < h)
 
@@ -69,56 +69,54 @@ def _with_unit_stride(x):
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _dispatch(x, perm, inverse, offsets, k):
-    rows = _fake_dispatch(x, perm, inverse, offsets, k)
+def _dispatch(x, perm, inverse, here, k):
+    rows = _fake_dispatch(x, perm, inverse, here, k)
     if not x.is_cuda and not interpreting():
-        return rows.copy_(_masked(x[perm // k], offsets))
+        return rows.copy_(_masked(x[perm // k], here))
     x, (s, h), plan = _with_unit_stride(x), rows.shape, expert_rows_plan(x.shape[1])
     if rows.numel():
-        local = offsets is not None
-        experts = offsets.shape[0] if local else 1
+        local = here is not None
         launch(
             _moe_dispatch_kernel,
-            (cdiv(s, plan.ROWS), cdiv(h, plan.BLOCK)), x, perm.contiguous(), offsets if local else rows, rows, s, experts, h,
+            (cdiv(s, plan.ROWS), cdiv(h, plan.BLOCK)), x, perm.contiguous(), here if local else rows, rows, s, h,
             x.stride(0), K=k, LOCAL=local, **plan.meta(),
         )  # fmt: skip
     return rows
 
 
-def _combine(rows, perm, inverse, offsets, k, dtype):
-    y = _fake_combine(rows, perm, inverse, offsets, k, dtype)
+def _combine(rows, perm, inverse, here, k, dtype):
+    y = _fake_combine(rows, perm, inverse, here, k, dtype)
     if not rows.is_cuda and not interpreting():
         wide = torch.promote_types(rows.dtype, torch.float32)
-        return y.copy_(_masked(rows, offsets)[inverse].view(-1, k, rows.shape[1]).sum(1, dtype=wide))
+        return y.copy_(_masked(rows, here)[inverse].view(-1, k, rows.shape[1]).sum(1, dtype=wide))
     rows, (t, h), plan = _with_unit_stride(rows), y.shape, expert_rows_plan(rows.shape[1])
     if y.numel():
-        local = offsets is not None
-        experts = offsets.shape[0] if local else 1
+        local = here is not None
         launch(
             _moe_combine_kernel,
-            (t, cdiv(h, plan.BLOCK)), rows, inverse.contiguous(), offsets if local else y, y, experts, h, rows.stride(0),
+            (t, cdiv(h, plan.BLOCK)), rows, inverse.contiguous(), here if local else y, y, h, rows.stride(0),
             K=k, LOCAL=local, BLOCK=plan.BLOCK, num_warps=plan.num_warps,
         )  # fmt: skip
     return y
 
 
-def _masked(rows, offsets):
-    """Return the rows, those from ``offsets[-1]`` on as 0."""
-    if offsets is None:
+def _masked(rows, here):
+    """Return the rows, those from ``here`` on as 0."""
+    if here is None:
         return rows
-    here = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    here = torch.arange(rows.shape[0], device=rows.device) < here
     return torch.where(here[:, None], rows, 0.0)
 
 
-def _fake_dispatch(x, perm, inverse, offsets, k):
+def _fake_dispatch(x, perm, inverse, here, k):
     return x.new_empty((perm.shape[0], x.shape[1]))
 
 
-def _fake_combine(rows, perm, inverse, offsets, k, dtype):
+def _fake_combine(rows, perm, inverse, here, k, dtype):
     return rows.new_empty((rows.shape[0] // k, rows.shape[1]), dtype=rows.dtype if dtype is None else dtype)
 
 
-_GIVEN = "Tensor perm, Tensor inverse, Tensor? offsets, int k"
+_GIVEN = "Tensor perm, Tensor inverse, Tensor? here, int k"
 moe_dispatch = plain_op("moe_dispatch", f"(Tensor x, {_GIVEN}) -> Tensor rows", _dispatch, _fake_dispatch)
 moe_combine = plain_op(
     "moe_combine", f"(Tensor rows, {_GIVEN}, ScalarType? dtype) -> Tensor y", _combine, _fake_combine
@@ -128,8 +126,8 @@ trace_launches(moe_combine, _combine, symbolic=True)
 
 
 def _save(ctx, inputs, output):
-    first, perm, inverse, offsets, ctx.k = inputs[:5]
-    ctx.save_for_backward(perm, inverse, offsets)
+    first, perm, inverse, here, ctx.k = inputs[:5]
+    ctx.save_for_backward(perm, inverse, here)
     ctx.dtype = first.dtype
 
 
@@ -152,9 +150,17 @@ def inverse_permutation(perm):
 
 
 @plain_function
+def count_of_rows(mask):
+    """Return how many rows a mask, (rows, 1), leaves, as one int32."""
+    return torch.logical_not(mask).sum(dtype=torch.int32).view(1)
+
+
+@plain_function
 def sum_of_biases(bias, ids, scale, dtype):
     """Return ``Σ_j scale[t, j] · bias[ids[t, j]]``, (t, h), as a product with the matrix of all tokens and experts.
 
-    bias: (experts, h); ids, scale: (t, k), the ids of a token apart."""
-    share = scale.new_zeros((ids.shape[0], bias.shape[0])).scatter_add(1, ids, scale)
-    return (share.to(bias.dtype) @ bias).to(dtype)
+    bias: (experts, h), finite; ids, scale: (t, k), the ids of a token apart."""
+    wide = torch.promote_types(scale.dtype, bias.dtype)
+    with torch.autocast(bias.device.type, enabled=False):
+        share = scale.new_zeros((ids.shape[0], bias.shape[0]), dtype=wide).scatter_add(1, ids, scale.to(wide))
+        return (share @ bias.to(wide)).to(dtype)

@@ -21,6 +21,7 @@ Source     Shazeer 2020, arXiv:2002.05202 (SwiGLU); OpenAI 2025, arXiv:2508.1092
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -176,16 +177,16 @@ def _reference(h, scale, gate):
 
 
 def _fwd(h, scale, weight, offsets, *gate):
-    return torch._grouped_mm(_gate_fwd(h, scale, Gate(*gate)), weight, offsets)
+    return F.grouped_mm(_gate_fwd(h, scale, Gate(*gate)), weight, offs=offsets)
 
 
 def _bwd(drows, h, scale, weight, offsets, *gate):
     drows = drows.contiguous()
-    da = torch._grouped_mm(drows, weight.transpose(1, 2), offsets)
+    da = F.grouped_mm(drows, weight.transpose(1, 2), offs=offsets)
     dh, dscale, a = _gate_bwd(da, h, scale, Gate(*gate))
     if weight.stride(1) == 1:  # as the parameter of (experts, n, i) lies
-        return dh, dscale, torch._grouped_mm(drows.t(), a, offsets).transpose(1, 2)
-    return dh, dscale, torch._grouped_mm(a.t(), drows, offsets)
+        return dh, dscale, F.grouped_mm(drows.t(), a, offs=offsets).transpose(1, 2)
+    return dh, dscale, F.grouped_mm(a.t(), drows, offs=offsets)
 
 
 def _fake(h, scale, weight, offsets, *gate):

@@ -20,13 +20,21 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
-from fx_fusion.graph.routing import Grouped, Sorting, grouped_product, inverse_of, is_behind_the_groups, same_length
+from fx_fusion.graph.routing import (
+    Grouped,
+    Sorting,
+    grouped_product,
+    inverse_of,
+    is_behind_the_groups,
+    is_written_before,
+    same_length,
+)
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.expert_rows import MOST_EXPERTS, moe_combine, sum_of_biases
 from fx_fusion.kernels.moe_down import moe_down
-from fx_fusion.patterns.moe_dispatch import inverse_of_all, rows_at
+from fx_fusion.patterns.moe_dispatch import inverse_of_all, rows_at, rows_here
 from fx_fusion.patterns.sites.gates import Gated, gate_of
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.experts_in_autocast import ADVICE, is_cast_by_nobody
@@ -100,37 +108,35 @@ def _scaled(view: View, rows: fx.Node, readers: set[fx.Node], sorting: Sorting) 
     """Read down from the rows to a grouped product. None where something else lies between or is read elsewhere, or where
     nothing scales the rows."""
     found, node = Scaled(None, set(), []), rows  # type: ignore[arg-type]
-    masks: list[fx.Node] = []
+    clamped = False
     while all(user in readers or user in found.nodes for user in node.users):
         found.nodes.add(node)
         if (product := grouped_product(view, node)) is not None:
             found.product = product
             break
         name, bound = view.name(node), view.arguments(node)
-        if bound is None:
+        if bound is None or found.bias is not None:  # what is below the bias is not of the bias
             return None
         node, other = bound.get("input"), bound.get("other")
         if name == "mul":
-            node, scale = (node, other) if _is_column(other) else (other, node)
+            node, scale = (node, other) if _is_column(other, rows) else (other, node)
             found.scales.append(scale)
-            fits = _is_column(scale)
+            fits = _is_column(scale, rows)
         elif name == "masked_fill":
-            masks.append(bound["mask"])
-            fits = bound["value"] == 0
-        elif name == "add":
-            bias = _bias_of(view, other, sorting)
-            fits = bias is not None and found.bias is None and bound["alpha"] == 1
-            found.bias = bias
+            fits = bound["value"] == 0 and found.mask in (None, bound["mask"]) and is_behind_the_groups(view, bound["mask"])
+            found.mask = bound["mask"]
+        elif name == "add" and (bias := _bias_of(view, other, sorting)) is not None:
+            found.bias, clamped = bias
             found.nodes.add(other)
+            fits = bound["alpha"] == 1
         else:
             return None
         if not fits or not isinstance(node, fx.Node) or not is_tensor(node):
             return None
     else:
         return None
-    if not found.scales or not all(is_behind_the_groups(view, mask, found.product.offsets) for mask in masks):
-        return None
-    found.mask = masks[0] if masks else None
+    if not found.scales or (clamped and found.mask is None) or example(found.product.node).dtype == torch.float16:
+        return None  # in float16 a weight above 1 might overflow in front of the product
     found.gated = _gated(view, found.product)
     found.nodes |= found.gated.nodes if found.gated is not None else set()
     return found
@@ -149,33 +155,38 @@ def _gated(view: View, product: Grouped) -> Gated | None:
     return replace(gated, nodes=nodes) if alone else None
 
 
-def _is_column(node: Any) -> bool:
-    return isinstance(node, fx.Node) and is_tensor(node) and example(node).dim() == 2 and example(node).shape[1] == 1
+def _is_column(node: Any, rows: fx.Node) -> bool:
+    """Return True for floating-point numbers, one for each row: (rows, 1)."""
+    if not isinstance(node, fx.Node) or not is_tensor(node) or not example(node).is_floating_point():
+        return False
+    return example(node).dim() == 2 and statically_known_true(example(node).shape[1] == 1) and same_length(node, rows)
 
 
-def _bias_of(view: View, node: Any, sorting: Sorting) -> fx.Node | None:
-    """Return the table where a node has a row of it for each sorted key, or None."""
+def _bias_of(view: View, node: Any, sorting: Sorting) -> tuple[fx.Node, bool] | None:
+    """Return the table where a node has a row of it for each sorted key, and whether the keys are clamped; or None."""
     taken = rows_at(view, node) if isinstance(node, fx.Node) and len(node.users) == 1 else None
     if taken is None:
         return None
     table, keys = taken
-    clamped = view.arguments_of(keys, "clamp", "clamp_max")
-    if clamped is not None and clamped.get("min") is None and clamped["max"] == example(table).shape[0] - 1:
-        keys = clamped["input"]
-    return table if keys in sorting.sorted_keys else None
+    clamp = view.arguments_of(keys, "clamp")
+    if clamp is not None and clamp["min"] is None and statically_known_true(clamp["max"] == example(table).shape[0] - 1):
+        keys = clamp["input"]
+    if keys not in sorting.sorted_keys or is_written_before(view, keys, node, but=taken):
+        return None
+    changed = view.effects.written_after(view.order[sorting.perm], [sorting.keys]) is not None
+    return None if changed else (table, clamp is not None)
 
 
 def emit(editor: Editor, match: Match) -> None:
     root, k, scaled, perm = match.root, match.statics["k"], match.reading, match.others["perm"]
-    inverse, rows, offsets, biases = inverse_of_all(editor, perm), match.inputs["rows"], None, None
-    dtype = example(root).dtype
+    inverse, rows, biases, dtype = inverse_of_all(editor, perm), match.inputs["rows"], None, example(root).dtype
+    here = None if scaled is None or scaled.mask is None else rows_here(editor, scaled.mask)
     with editor.graph.inserting_before(insertion_point(match, editor)):
         if scaled is not None:
             scale = _product_of(editor, scaled, root)
             rows = _product_of_scaled(editor, scaled, scale, root)
-            offsets = None if scaled.mask is None else scaled.product.offsets
             biases = None if scaled.bias is None else _biases(editor, match, scale, inverse)
-        given = (rows, perm, inverse, offsets, k, None if example(rows).dtype == dtype else dtype)
+        given = (rows, perm, inverse, here, k, None if example(rows).dtype == dtype else dtype)
         y = editor.call(moe_combine, given, like=root)
         if biases is not None:
             y = editor.call(torch.add, (y, biases), like=root)

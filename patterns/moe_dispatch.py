@@ -14,11 +14,11 @@ from fx_fusion.fusion.guards import wrong_dtype
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.indices import WHOLE, index_of
-from fx_fusion.graph.routing import grouped_product, is_behind_the_groups, sorting_of
+from fx_fusion.graph.routing import is_behind_the_groups, is_written_before, sorting_of
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.expert_rows import MOST_EXPERTS, inverse_permutation, moe_dispatch
+from fx_fusion.kernels.expert_rows import MOST_EXPERTS, count_of_rows, inverse_permutation, moe_dispatch
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import insertion_point
 
@@ -37,12 +37,14 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         x, index = rows
         perm, k = _pairs(view, index)
         sorting = sorting_of(view, perm)
-        if sorting is None or not statically_known_true(example(x).shape[0] * k == example(perm).shape[0]):
+        if sorting is None or is_written_before(view, index, node):
+            continue
+        if not statically_known_true(example(x).shape[0] * k == example(perm).shape[0]):
             continue
         root, others = node, {"perm": perm}
         nodes = {node, *([index] if k > 1 and len(index.users) == 1 else [])}
         if (masked := _masked(view, node)) is not None:
-            root, others["offsets"] = masked
+            root, others["mask"] = masked
         bound = {"x": x, "ids": sorting.keys}
         yield Match("moe_dispatch", (root,), frozenset({root, *nodes}), bound, {"k": k}, others=others)
 
@@ -72,23 +74,20 @@ def _pairs(view: View, index: fx.Node) -> tuple[Any, int]:
 
 
 def _masked(view: View, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the call that makes the rows behind all groups 0, and the offsets of the groups."""
+    """Return the call that makes the last rows, of experts that other ranks have, 0, and the mask of these rows."""
     masked = next(iter(rows.users)) if len(rows.users) == 1 else rows
     bound = view.arguments_of(masked, "masked_fill")
     if bound is None or bound["input"] is not rows or bound["value"] != 0:
         return None
-    for user in (u for reader in masked.users for u in (reader, *reader.users)):
-        product = grouped_product(view, user)
-        if product is not None and is_behind_the_groups(view, bound["mask"], product.offsets):
-            return masked, product.offsets
-    return None
+    return (masked, bound["mask"]) if is_behind_the_groups(view, bound["mask"]) else None
 
 
 def emit(editor: Editor, match: Match) -> None:
     perm, root = match.others["perm"], match.root
     inverse = inverse_of_all(editor, perm)
+    here = None if "mask" not in match.others else rows_here(editor, match.others["mask"])
     with editor.graph.inserting_before(insertion_point(match, editor)):
-        given = (match.inputs["x"], perm, inverse, match.others.get("offsets"), match.statics["k"])
+        given = (match.inputs["x"], perm, inverse, here, match.statics["k"])
         rows = editor.call(moe_dispatch, given, like=root)
         editor.check([root], [rows])
     editor.replace(root, rows)
@@ -102,6 +101,16 @@ def inverse_of_all(editor: Editor, perm: fx.Node) -> fx.Node:
             return editor.call(inverse_permutation, (perm,), like=perm)
 
     return editor.once(inverse_key(perm), make)
+
+
+def rows_here(editor: Editor, mask: fx.Node) -> fx.Node:
+    """Return how many rows a mask of the last ones does not hide, counted once for all sites, behind it."""
+
+    def make() -> fx.Node:
+        with editor.graph.inserting_after(mask):
+            return editor.call(count_of_rows, (mask,), like=mask)
+
+    return editor.once(("rows that are not of", mask), make)
 
 
 def inverse_key(perm: fx.Node) -> tuple[str, fx.Node]:

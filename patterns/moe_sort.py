@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
@@ -30,7 +31,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
     for node in view.graph.nodes:
         groups = groups_of(view, node)
         scores = None if groups is None else choices_of(view, groups.sorting.keys)
-        if groups is None or scores is None or example(scores).shape[-1] != groups.count:
+        if groups is None or scores is None or not statically_known_true(example(scores).shape[-1] == groups.count):
             continue
         call = groups.sorting.call
         assert call is not None

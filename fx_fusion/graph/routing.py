@@ -4,6 +4,7 @@ belong to no expert of this rank, and the grouped products of the rows of each e
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 
+_OF_FALLBACK = ((0, "input"), (2, "offs"))
+_EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 _NEW = ("empty_like", "zeros_like", "ones_like", "zeros", "new_zeros")
 
 
@@ -35,7 +38,7 @@ class Sorting:
 
 def sorting_of(view: View, perm: Any) -> Sorting | None:
     """Return the sort that makes the permutation ``perm``, or None."""
-    if not _is_vector(perm) or _is_written(view, perm):
+    if not _is_vector(perm) or _is_changed(view, perm):
         return None
     if (bound := view.arguments_of(perm, "argsort")) is not None:
         return Sorting(bound["input"], perm)
@@ -51,7 +54,7 @@ def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] |
     if not _is_vector(inverse):
         return None
     if (bound := view.arguments_of(inverse, "argsort")) is not None:
-        sorting = None if bound["descending"] or _is_written(view, inverse) else sorting_of(view, bound["input"])
+        sorting = None if bound["descending"] or _is_changed(view, inverse) else sorting_of(view, bound["input"])
         return None if sorting is None else (sorting, frozenset([inverse]))
     writes = [write for write in view.effects.writes if inverse in view.effects.mutated(write)]
     if len(writes) != 1 or view.name(inverse) not in _NEW or view.effects.aliases(inverse) != [inverse]:
@@ -70,7 +73,7 @@ def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] |
 def _counts(view: View, numbers: Any, like: fx.Node) -> bool:
     """Return True for ``arange(n)``, as many as ``like`` has."""
     bound = view.arguments_of(numbers, "arange")
-    if bound is None or not same_length(numbers, like) or _is_written(view, numbers):
+    if bound is None or not same_length(numbers, like) or _is_changed(view, numbers):
         return False
     bounds = tuple(view.folded(b) for b in bound["bounds"])
     start, step = (bounds[0] if len(bounds) > 1 else 0), (bounds[2] if len(bounds) > 2 else 1)
@@ -93,14 +96,15 @@ class Grouped:
 def grouped_product(view: View, node: Any) -> Grouped | None:
     """Return the grouped product that ``node`` is, of torch or of transformers (for dtypes that torch's does not take)."""
     bound, weight = view.arguments_of(node, "grouped_mm"), None
-    if bound is not None and bound["offs"] is not None and bound["bias"] is None and is_tensor(bound["input"]):
+    if bound is not None and bound["bias"] is None:
         x, weight, offsets = bound["input"], bound["other"], bound["offs"]
-    elif isinstance(node, fx.Node) and "transformers.grouped_mm_fallback" in str(node.target):
-        x, offsets = node.args[0], node.kwargs.get("offs", node.args[2] if len(node.args) > 2 else None)
+    elif isinstance(node, fx.Node) and str(node.target).removesuffix(".default") == "transformers.grouped_mm_fallback":
+        x, offsets = (node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in _OF_FALLBACK)
     else:
         return None
-    of_rows = isinstance(offsets, fx.Node) and example(x).dim() == 2 and example(node).dim() == 2
-    return Grouped(node, x, offsets, weight) if of_rows else None
+    if not all(isinstance(n, fx.Node) and is_tensor(n) for n in (x, offsets)):
+        return None
+    return Grouped(node, x, offsets, weight) if example(x).dim() == 2 and example(node).dim() == 2 else None
 
 
 @dataclass(frozen=True)
@@ -117,38 +121,46 @@ class Groups:
 def groups_of(view: View, offsets: Any) -> Groups | None:
     """Return what ``offsets``, (groups), counts, or None."""
     total = view.arguments_of(offsets, "cumsum")
-    counts = None if total is None else view.arguments_of(total["input"], "histc")
-    if total is None or counts is None or (counts["min"], counts["max"]) != (0, counts["bins"] - 1):
+    counts = None if total is None or _is_changed(view, offsets) else view.arguments_of(total["input"], "histc")
+    if total is None or counts is None:
+        return None
+    count, least, most = (view.folded(counts[name]) for name in ("bins", "min", "max"))
+    if not isinstance(count, int) or count < 2 or (least, most) != (0, count - 1):  # histc puts all into a single bin
         return None
     nodes, keys = [total["input"], counts["input"]], counts["input"]
-    if view.name(keys) in ("float", "int", "to"):
+    if view.name(keys) in ("float", "double", "int", "to"):
+        if example(keys).dtype not in _EXACT:
+            return None
         keys = keys.args[0]
     else:
         nodes.pop()
-    if not _is_item(keys, 0) or _is_written_before(view, keys, nodes[-1]):
+    if not _is_item(keys, 0) or not _is_vector(keys) or is_written_before(view, keys, total["input"]):
         return None
     call = keys.args[0]
     bound, perm = view.arguments_of(call, "sort"), next((user for user in call.users if _is_item(user, 1)), None)
     if bound is None or bound["descending"] or perm is None:
         return None
-    return Groups(Sorting(bound["input"], perm, call), counts["bins"], frozenset(nodes))
+    return Groups(Sorting(bound["input"], perm, call), count, frozenset(nodes))
 
 
-def is_behind_the_groups(view: View, mask: Any, offsets: Any) -> bool:
-    """Return True if ``mask``, (rows, 1), is of the rows from ``offsets[-1]`` on: ``(sorted keys >= groups)[:, None]``."""
-    groups, column = groups_of(view, offsets), view.arguments_of(mask, "unsqueeze")
+def is_behind_the_groups(view: View, mask: Any) -> bool:
+    """Return True if ``mask``, (rows, 1), is of the last rows: ``(sorted keys >= number)[:, None]``."""
+    column = view.arguments_of(mask, "unsqueeze")
     compared = None if column is None or column["dim"] not in (1, -1) else view.arguments_of(column["input"], "ge")
-    if groups is None or compared is None:
+    if column is None or compared is None or _is_changed(view, mask) or _is_changed(view, column["input"]):
         return False
-    same = compared["input"] in groups.sorting.sorted_keys and view.folded(compared["other"]) == groups.count
-    return same and not _is_written_before(view, compared["input"], column["input"])  # type: ignore[index]
+    keys = compared["input"]
+    if not _is_item(keys, 0) or not _is_vector(keys) or not isinstance(view.folded(compared["other"]), int):
+        return False
+    bound = view.arguments_of(keys.args[0], "sort")
+    return bound is not None and not bound["descending"] and not is_written_before(view, keys, column["input"])
 
 
 def choices_of(view: View, ids: fx.Node) -> fx.Node | None:
     """Return the scores, (..., experts), whose largest ``ids`` are the positions of, all in one dim; None for other ids."""
-    while view.name(ids) in ("view", "reshape", "flatten", "contiguous") and not _is_written(view, ids):
+    while view.name(ids) in ("view", "reshape", "flatten", "contiguous") and not _is_changed(view, ids):
         ids = ids.args[0]  # type: ignore[assignment]
-    if _is_written(view, ids):
+    if _is_changed(view, ids):
         return None
     bound = view.arguments_of(ids.args[0], "topk") if _is_item(ids, 1) else None
     rank = None if bound is None else example(bound["input"]).dim()
@@ -171,9 +183,11 @@ def _is_item(node: Any, i: int) -> bool:
     return taken and isinstance(node.args[0], fx.Node) and isinstance(example(node.args[0]), tuple)  # type: ignore[union-attr]
 
 
-def _is_written(view: View, node: fx.Node) -> bool:
+def _is_changed(view: View, node: fx.Node) -> bool:
+    """Return True if anything is written to a tensor after it was made."""
     return view.effects.written_after(view.order[node], [node]) is not None
 
 
-def _is_written_before(view: View, node: fx.Node, reader: fx.Node) -> bool:
-    return view.effects.writes_between(view.order[node], view.order[reader], [node]) is not None
+def is_written_before(view: View, node: fx.Node, reader: fx.Node, *, but: Collection[fx.Node] = ()) -> bool:
+    """Return True if anything but these calls is written to a tensor before ``reader`` reads it."""
+    return view.effects.writes_between(view.order[node], view.order[reader], [node], but=but) is not None

@@ -1,13 +1,14 @@
 """Grouped products of float32 weights under autocast, in autocast's dtype, where the user asks for it.
 
 Autocast knows no grouped products. transformers multiplies float32 weights expert by expert then, in float32 and with a wait
-for the GPU. With ``options={"experts": "autocast"}`` they are cast and multiplied by ``torch._grouped_mm``, as autocast
+for the GPU. With ``options={"experts": "autocast"}`` they are cast and multiplied by ``F.grouped_mm``, as autocast
 casts the weights of linear layers; the result is float32 as before.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fx_fusion.graph.effects import autocast_of
@@ -53,7 +54,7 @@ def _cast(editor: Editor, node: fx.Node) -> bool:
     try:
         with editor.graph.inserting_before(node):
             operands = [editor.cast(n, torch.bfloat16, like=node) for n in (x, weight)]
-            rows = editor.call(torch._grouped_mm, (*operands, product.offsets), like=node)
+            rows = editor.call(F.grouped_mm, tuple(operands), {"offs": product.offsets}, like=node)
             editor.replace(node, editor.cast(rows, torch.float32, like=node))
     except Mismatch:
         editor.erase(n for n in list(editor.graph.nodes) if n not in known)

@@ -37,10 +37,12 @@ def _is_in_place(node: fx.Node) -> bool:
 def _rename(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     effects = Effects(graph, order)
+    first: dict[fx.Node, fx.Node] = {}  # by a call whose result is read, the node that all readers of its tensor read before
     for call in graph.nodes:
-        if not _is_in_place(call) or effects.mutated(call) != (call.args[0],):
+        written = call.args[0] if _is_in_place(call) else None
+        if written is None or effects.mutated(call) != (first.get(written, written),):
             continue
-        written = call.args[0]
         if effects.region[call] == effects.region[written]:
+            first[call] = first.get(written, written)
             for user in [user for user in written.users if order[user] > order[call]]:
                 user.replace_input_with(written, call)

@@ -40,7 +40,7 @@ def fresh_cache():
 # Bytes that are saved with memory="min", of those with "speed". A value that is saved anew makes these red. Tables of RoPE
 # are saved: inputs that they are made of are not (of these tiny models half a percent).
 SHARES = {
-    "Llama": 0.78, "Qwen3": 0.80, "Gemma2": 0.73, "Gemma3": 0.81, "Olmo2": 0.82, "Mixtral": 0.76, "GPT2": 0.72, "Bert": 0.73,
+    "Llama": 0.78, "Qwen3": 0.80, "Gemma2": 0.73, "Gemma3": 0.81, "Olmo2": 0.82, "Mixtral": 0.78, "GPT2": 0.72, "Bert": 0.73,
     "T5": 0.79, "GPTNeoX": 0.69, "Cohere": 0.82, "Granite": 0.78,
 }  # fmt: skip
 
@@ -503,12 +503,12 @@ def test_a_budget_of_the_user_runs_attention_and_the_loss_once(where):
 
 
 # -- how much of it -----------------------------------------------------------------------------------------------------
-def test_auto_takes_what_frees_most_a_second_up_to_half_a_percent(monkeypatch):
+def test_auto_takes_what_frees_most_a_second_up_to_its_share_of_a_step(monkeypatch):
     model, batch = zoo.build("Llama"), zoo.batch()
     every = partitioned(model, batch, "min").decisions.values
     assert all(v.seconds > 0 for v in every)
     allowed = sum(v.seconds for v in every) / 2
-    monkeypatch.setattr(recompute, "seconds_of_step", lambda joint: allowed / 0.005)
+    monkeypatch.setattr(recompute, "seconds_of_step", lambda joint: allowed / recompute._SHARE)
     some = partitioned(model, batch, "auto").decisions.values
     taken, left = ([v for v in some if v.again is again] for again in (True, False))
     assert taken

@@ -345,3 +345,128 @@ def test_float32_weights_in_autocasts_dtype_where_asked_for():
         assert ours.values[name].dtype == exactly.dtype
         unit = exactly.abs().max()
         torch.testing.assert_close(ours.values[name] / unit, exactly / unit, rtol=0, atol=0.02)
+
+
+# -- what looks alike and is not ---------------------------------------------------------------------------------------
+def of_rows(tail):
+    """A layer whose last rows, before they go back, are ``tail(y, w, bias, keys, perm)``."""
+
+    def layer(x, scores, up, down, down_bias):
+        weights, ids = routed(scores)
+        keys, perm, ends = groups(ids)
+        y = product(gated(product(x[perm // K], up.mT, offs=ends)), down.mT, offs=ends)
+        return back(tail(y, weights.reshape(-1)[perm].unsqueeze(-1), down_bias, keys), perm)
+
+    return layer
+
+
+def _changed_keys(y, w, b, keys):
+    keys[0] = 4
+    return (y + b[keys]) * w
+
+
+def _clamped_through_a_view(y, w, b, keys):
+    keys.view(-1).clamp_(max=2)
+    return (y + b[keys]) * w
+
+
+TAILS = {
+    "the bias has no weight": lambda y, w, b, keys: y * w + b[keys],
+    "one weight for both, one for the product": lambda y, w, b, keys: (y * w + b[keys]) * w,
+    "the bias of hidden rows": lambda y, w, b, keys: (y.masked_fill((keys >= 3).unsqueeze(-1), 0.0) + b[keys]) * w,
+    "a mask in other words": lambda y, w, b, keys: y.masked_fill((keys <= 1).unsqueeze(-1), 0.0) * w,
+    "a mask that is written": lambda y, w, b, keys: y.masked_fill((keys >= 3).logical_not_().unsqueeze(-1), 0.0) * w,
+    "two masks": lambda y, w, b, keys: y.masked_fill((keys >= 3)[:, None], 0.0).masked_fill((keys >= 2).unsqueeze(-1), 0.0) * w,
+    "written keys": _changed_keys,
+    "keys written through a view": _clamped_through_a_view,
+    "clamped keys": lambda y, w, b, keys: (y + b[:3][keys.clamp(max=2)]) * w,
+    "one weight for all rows": lambda y, w, b, keys: y * w.mean(0, keepdim=True),
+    "one weight for all rows, and a bias": lambda y, w, b, keys: (y + b[keys]) * w.mean(0, keepdim=True),
+    "a weight of truth": lambda y, w, b, keys: y * (w > 0.3),
+    "a weight of integers": lambda y, w, b, keys: y * keys.unsqueeze(-1),
+    "twice the bias": lambda y, w, b, keys: torch.add(y, b[keys], alpha=2) * w,
+    "changed in place, twice": lambda y, w, b, keys: y.add_(b[keys]).mul_(w),
+    "half a bias": lambda y, w, b, keys: (y + b[keys] * 0.5) * w,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TAILS)
+def test_rows_are_what_eager_makes_them(name, dtype):
+    given = {n: t for n, t in inputs(dtype).items() if n != "up_bias"}
+    again = {n: t.detach().clone().requires_grad_() for n, t in given.items()}
+    with fx_fusion.recording() as report:
+        ours = differentiated(torch.compile(of_rows(TAILS[name]), backend=rewriting_backend()), given)
+    report.assert_fused(moe_combine=1)
+    for key, theirs in differentiated(of_rows(TAILS[name]), again).values.items():
+        unit = theirs.abs().max().clamp(min=1)
+        torch.testing.assert_close(ours.values[key] / unit, theirs / unit, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
+
+
+def test_a_chain_of_calls_in_place_is_read():
+    given = {n: t for n, t in inputs().items() if n != "up_bias"}
+
+    def chain(y, w, b, keys):
+        y.add_(b[keys])
+        y.mul_(w)
+        return y
+
+    last = products(of_rows(chain), given)[-1]
+    assert last.args[0].target in (torch.mul, operator.mul)
+
+
+def test_ids_that_are_written_behind_the_sort():
+    def layer(x, ids, weights, up, down, bias):
+        keys, perm, ends = groups(ids)
+        h = product(x[perm // K], up.mT, offs=ends)
+        ids.fill_(0)
+        y = product(gated(h), down.mT, offs=ends) + bias[keys]
+        return back(y * weights[perm].unsqueeze(-1), perm)
+
+    made = inputs()
+    ids, rest = torch.randint(0, E, (T * K,)), (torch.rand(T * K), *(made[n] for n in ("up", "down", "down_bias")))
+    expected = layer(made["x"], ids.clone(), *rest)
+    y, report = rewritten(layer, made["x"], ids.clone(), *rest)
+    report.assert_fused(moe_combine=1)
+    torch.testing.assert_close(y, expected)
+
+
+def test_biases_are_exact_under_autocast():
+    given = inputs()
+
+    def layer(**tensors):
+        with torch.autocast("cpu", torch.bfloat16):
+            return biased(**tensors)
+
+    y, report = rewritten(layer, **given)
+    report.assert_fused(moe_combine=1)
+    torch.testing.assert_close(y, layer(**given), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_float16_stay_behind():
+    """A weight above 1 might overflow in front of the product."""
+    given = {n: t for n, t in inputs(torch.float16).items() if not n.endswith("bias")}
+    *_, last = products(plain, given)
+    assert last.args[0].target not in (torch.mul, operator.mul) or last.args[0].args[0].target is F.silu
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_numbers_of_tokens_that_change_compile_no_graph_of_their_own(dynamic):
+    counts = []
+
+    def layer(x, scores, up, down):
+        weights, ids = routed(scores)
+        keys, perm = torch.sort(ids.reshape(-1))
+        experts = up.shape[0]
+        counted = torch.histc(keys.float(), bins=experts, min=0, max=experts - 1)
+        ends = torch.cumsum(counted, 0, dtype=torch.int32)
+        y = product(gated(product(x[perm // K], up.mT, offs=ends)), down.mT, offs=ends)
+        return back(y * weights.reshape(-1)[perm].unsqueeze(-1), perm)
+
+    backend = rewriting_backend()
+    compiled = torch.compile(layer, backend=lambda gm, ins: counts.append(1) or backend(gm, ins), dynamic=dynamic)
+    for tokens in (13, 14, 15, 40):
+        made = inputs()
+        given = (torch.randn(tokens, H), torch.randn(tokens, E), made["up"], made["down"])
+        torch.testing.assert_close(compiled(*given), layer(*given))
+    assert len(counts) == (1 if dynamic else 2)

@@ -30,6 +30,8 @@ LEFT = {
     "columns": lambda x: x[:, torch.argsort(ids[:H])],
     "half of the columns": lambda x: x[torch.argsort(ids) // K, : H // 2],
     "written to": lambda x: _written(x, torch.argsort(ids)),
+    "another token is written": lambda x: _other_token(x, torch.argsort(ids) // K),
+    "clamped through a view": lambda x: _clamped(x, torch.argsort(ids) // K),
     "sorted in rows": lambda x: x[torch.argsort(ids.view(T, K), 0).view(-1) // K],
 }
 
@@ -37,6 +39,48 @@ LEFT = {
 def _written(x, perm):
     perm[0] = perm[1]
     return x[perm // K]
+
+
+def _other_token(x, tokens):
+    tokens[0] = 0
+    return x[tokens]
+
+
+def _clamped(x, tokens):
+    tokens.view(-1).clamp_(max=4)
+    return x[tokens]
+
+
+def _hidden(x, hide):
+    keys, perm = torch.sort(ids, stable=True)
+    rows = x[perm // K]
+    return rows.masked_fill(hide(keys), 0.0)
+
+
+def _written_mask(keys):
+    mask = keys >= 3
+    mask[0] = True
+    return mask.unsqueeze(-1)
+
+
+HIDDEN = {
+    "the last ones": (lambda keys: (keys >= 3).unsqueeze(-1), True),
+    "all": (lambda keys: (keys >= 0).unsqueeze(-1), True),
+    "a written mask": (_written_mask, False),
+    "the first ones": (lambda keys: (keys < 3).unsqueeze(-1), False),
+    "the other ones": (lambda keys: (keys >= 3).logical_not_().unsqueeze(-1), False),
+    "negative keys": (lambda keys: (keys - 4 >= 3).unsqueeze(-1), False),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_rows_that_are_hidden(name):
+    """In the gather where they are the last ones, whatever the keys are; else behind it."""
+    hide, inside = HIDDEN[name]
+    given = x.clone().requires_grad_()
+    report = as_eager(lambda x: _hidden(x, hide), given)
+    report.assert_fused(moe_dispatch=1)
+    assert ("here=count_of_rows" in report.graphs[0].after) is inside
 
 
 @pytest.mark.parametrize("spelling", FIRES)
@@ -58,8 +102,8 @@ def test_kernels_compute_what_their_references_do(rows_here, index, device):
     """With the rows of other ranks, whose memory nobody wrote: NaN."""
     perm = torch.randperm(T * K)
     inverse = torch.argsort(perm)
-    offsets = None if rows_here is None else torch.tensor([rows_here // 2, rows_here], dtype=torch.int32)
-    given = perm.to(index), inverse.to(index), offsets, K
+    here = None if rows_here is None else torch.tensor([rows_here], dtype=torch.int32)
+    given = perm.to(index), inverse.to(index), here, K
     rows = torch.randn(T * K, H)
     if rows_here is not None:
         rows[rows_here:] = float("nan")

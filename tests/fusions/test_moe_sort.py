@@ -25,6 +25,22 @@ def sorted_by(ids, **options):
     return ends(keys), perm, keys
 
 
+def _in_rows(ids):
+    keys, perm = torch.sort(ids, dim=-1, stable=True)
+    return ends(keys), perm
+
+
+def _rounded(ids):
+    keys, perm = torch.sort(ids, stable=True)
+    return torch.cumsum(torch.histc(keys.to(torch.bfloat16), bins=E, min=0, max=E - 1), 0, dtype=torch.int32), perm
+
+
+def _changed(ids):
+    keys, perm = torch.sort(ids, stable=True)
+    keys[0] = E - 1
+    return ends(keys), perm
+
+
 def masked(ids):
     ids[::5] = E
     return ids
@@ -42,6 +58,9 @@ LEFT = {
     "descending": lambda s: sorted_by(chosen(s), descending=True),
     "fewer groups": lambda s: ends(torch.sort(chosen(s), stable=True)[0], E - 1),
     "other groups": lambda s: ends(torch.sort(chosen(s), stable=True)[0], E, 1, E),
+    "in rows": lambda s: _in_rows(s.topk(K, -1)[1]),
+    "counted in bfloat16": lambda s: _rounded(chosen(s)),
+    "counted behind a write": lambda s: _changed(chosen(s)),
     "of another rank": lambda s: sorted_by(masked(chosen(s))),
     "largest in a column": lambda s: sorted_by(s.topk(K, 0)[1].reshape(-1)),
     "the sum of others": lambda s: (torch.cumsum(s[:, 0], 0), *torch.sort(chosen(s), stable=True)),
