@@ -269,6 +269,11 @@ _QWEN3_MOE = {  # 2 of the 48 layers of 30B-A3B
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
 }  # fmt: skip
+_LLAMA4 = {  # 1 of the 48 layers of Scout, with experts
+    "use_cache": False, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 1,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "num_local_experts": 16,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+}  # fmt: skip
 _ALBERT = {  # base v2: 12 times the same layer
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30000,
 }  # fmt: skip
@@ -307,6 +312,7 @@ FAMILIES = {
     "lfm2": Family(_transformers("Lfm2ForCausalLM", "Lfm2Config", **_LFM2), 8, 2048),
     "olmoe": Family(_transformers("OlmoeForCausalLM", "OlmoeConfig", **_OLMOE), 8, 2048),
     "qwen3-moe": Family(_transformers("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_QWEN3_MOE), 4, 2048),
+    "llama4": Family(_transformers("Llama4ForCausalLM", "Llama4TextConfig", **_LLAMA4), 2, 2048),
     "albert": Family(_transformers("AlbertForMaskedLM", "AlbertConfig", **_ALBERT), 128, 512),
     "deberta": Family(_transformers("DebertaV2ForMaskedLM", "DebertaV2Config", **_DEBERTA), 32, 512),
     "marian": Family(_marian, 256, 128),

@@ -1,4 +1,4 @@
-"""The second half of a layer of experts: the gate, the router's weight, and the product back to the width of the model.
+"""The grouped products of experts; in front of the second one the gate and the router's weight, in one kernel.
 
     gate, up = halves of h, or its even and odd columns;  with a limit: gate at most limit, up between -limit and limit
     a    = (up + shift) · gate · σ(alpha · gate) · scale
@@ -35,7 +35,7 @@ from fx_fusion.ops.on_cpu import interpreting
 
 @dataclass(frozen=True)
 class Gate:
-    """How a gate is computed; SwiGLU by default. ``limit``: 0 for none."""
+    """The formula of a gate; SwiGLU by default. ``limit``: 0 for none."""
 
     interleaved: bool = False
     limit: float = 0.0
@@ -184,9 +184,19 @@ def _bwd(drows, h, scale, weight, offsets, *gate):
     drows = drows.contiguous()
     da = F.grouped_mm(drows, weight.transpose(1, 2), offs=offsets)
     dh, dscale, a = _gate_bwd(da, h, scale, Gate(*gate))
-    if weight.stride(1) == 1:  # as the parameter of (experts, n, i) lies
-        return dh, dscale, F.grouped_mm(drows.t(), a, offs=offsets).transpose(1, 2)
-    return dh, dscale, F.grouped_mm(a.t(), drows, offs=offsets)
+    return dh, dscale, _weight_gradient(a, drows, weight, offsets)
+
+
+def _weight_gradient(x, dy, weight, offsets):
+    """Return xᵀ · dy of each expert, laid out as ``weight``, (experts, i, n), which may be a transposed parameter."""
+    if weight.stride(1) == 1:
+        return F.grouped_mm(dy.t(), x, offs=offsets).transpose(1, 2)
+    return F.grouped_mm(x.t(), dy, offs=offsets)
+
+
+def _like_gradient(like, weight):
+    experts, i, n = weight.shape
+    return like.new_empty((experts, n, i)).transpose(1, 2) if weight.stride(1) == 1 else like.new_empty((experts, i, n))
 
 
 def _fake(h, scale, weight, offsets, *gate):
@@ -194,9 +204,7 @@ def _fake(h, scale, weight, offsets, *gate):
 
 
 def _fake_bwd(drows, h, scale, weight, offsets, *gate):
-    experts, i, n = weight.shape
-    dweight = h.new_empty((experts, n, i)).transpose(1, 2) if weight.stride(1) == 1 else h.new_empty((experts, i, n))
-    return h.new_empty(h.shape), scale.new_empty(scale.shape), dweight
+    return h.new_empty(h.shape), scale.new_empty(scale.shape), _like_gradient(h, weight)
 
 
 _GIVEN = "Tensor h, Tensor scale, Tensor weight, Tensor offsets, bool interleaved, float limit, float alpha, float shift"
@@ -219,3 +227,29 @@ def _backward(ctx, drows):
 
 
 register_autograd("moe_down", _backward, _save)
+
+
+def _up(rows, weight, offsets):
+    return F.grouped_mm(rows, weight, offs=offsets)
+
+
+def _up_bwd(dh, rows, weight, offsets):
+    dh = dh.contiguous()
+    return F.grouped_mm(dh, weight.transpose(1, 2), offs=offsets), _weight_gradient(rows, dh, weight, offsets)
+
+
+moe_up = plain_op(
+    "moe_up", "(Tensor rows, Tensor weight, Tensor offsets) -> Tensor h", _up,
+    lambda rows, weight, offsets: rows.new_empty((rows.shape[0], weight.shape[2])),
+)  # fmt: skip
+moe_up_bwd = plain_op(
+    "moe_up_bwd", "(Tensor dh, Tensor rows, Tensor weight, Tensor offsets) -> (Tensor drows, Tensor dweight)", _up_bwd,
+    lambda dh, rows, weight, offsets: (rows.new_empty(rows.shape), _like_gradient(rows, weight)),
+)  # fmt: skip
+trace_launches(moe_up, _up, symbolic=True)
+trace_launches(moe_up_bwd, _up_bwd, symbolic=True)
+register_autograd(
+    "moe_up",
+    lambda ctx, dh: (*moe_up_bwd(dh, *ctx.saved_tensors), None),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

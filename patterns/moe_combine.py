@@ -52,7 +52,7 @@ def combined(rows, ids, k):
 
 @dataclass
 class Scaled:
-    """What lies between a grouped product and the sum: ``scale · (product + bias[keys])``, or 0 behind the groups.
+    """The ops between a grouped product and the sum: ``scale · (product + bias[keys])``, or 0 behind the groups.
 
     nodes: all of it; scales: columns (rows, 1); bias: (experts, h); mask: (rows, 1), of the rows behind the groups;
     gated: the gate in front of the product, where one kernel computes it with its scale."""

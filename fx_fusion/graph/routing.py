@@ -38,7 +38,7 @@ class Sorting:
 
 def sorting_of(view: View, perm: Any) -> Sorting | None:
     """Return the sort that makes the permutation ``perm``, or None."""
-    if not _is_vector(perm) or _is_changed(view, perm):
+    if not _is_vector(perm) or is_changed(view, perm):
         return None
     if (bound := view.arguments_of(perm, "argsort")) is not None:
         return Sorting(bound["input"], perm)
@@ -54,7 +54,7 @@ def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] |
     if not _is_vector(inverse):
         return None
     if (bound := view.arguments_of(inverse, "argsort")) is not None:
-        sorting = None if bound["descending"] or _is_changed(view, inverse) else sorting_of(view, bound["input"])
+        sorting = None if bound["descending"] or is_changed(view, inverse) else sorting_of(view, bound["input"])
         return None if sorting is None else (sorting, frozenset([inverse]))
     writes = [write for write in view.effects.writes if inverse in view.effects.mutated(write)]
     if len(writes) != 1 or view.name(inverse) not in _NEW or view.effects.aliases(inverse) != [inverse]:
@@ -73,7 +73,7 @@ def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] |
 def _counts(view: View, numbers: Any, like: fx.Node) -> bool:
     """Return True for ``arange(n)``, as many as ``like`` has."""
     bound = view.arguments_of(numbers, "arange")
-    if bound is None or not same_length(numbers, like) or _is_changed(view, numbers):
+    if bound is None or not same_length(numbers, like) or is_changed(view, numbers):
         return False
     bounds = tuple(view.folded(b) for b in bound["bounds"])
     start, step = (bounds[0] if len(bounds) > 1 else 0), (bounds[2] if len(bounds) > 2 else 1)
@@ -109,7 +109,7 @@ def grouped_product(view: View, node: Any) -> Grouped | None:
 
 @dataclass(frozen=True)
 class Groups:
-    """How many of the sorted keys are of each group, summed up: ``cumsum(histc(sorted keys, count), 0)``.
+    """The numbers of sorted keys in each group, summed up: ``cumsum(histc(sorted keys, count), 0)``.
 
     nodes: those between the sort and the sum."""
 
@@ -121,7 +121,7 @@ class Groups:
 def groups_of(view: View, offsets: Any) -> Groups | None:
     """Return what ``offsets``, (groups), counts, or None."""
     total = view.arguments_of(offsets, "cumsum")
-    counts = None if total is None or _is_changed(view, offsets) else view.arguments_of(total["input"], "histc")
+    counts = None if total is None or is_changed(view, offsets) else view.arguments_of(total["input"], "histc")
     if total is None or counts is None:
         return None
     count, least, most = (view.folded(counts[name]) for name in ("bins", "min", "max"))
@@ -147,7 +147,7 @@ def is_behind_the_groups(view: View, mask: Any) -> bool:
     """Return True if ``mask``, (rows, 1), is of the last rows: ``(sorted keys >= number)[:, None]``."""
     column = view.arguments_of(mask, "unsqueeze")
     compared = None if column is None or column["dim"] not in (1, -1) else view.arguments_of(column["input"], "ge")
-    if column is None or compared is None or _is_changed(view, mask) or _is_changed(view, column["input"]):
+    if column is None or compared is None or is_changed(view, mask) or is_changed(view, column["input"]):
         return False
     keys = compared["input"]
     if not _is_item(keys, 0) or not _is_vector(keys) or not isinstance(view.folded(compared["other"]), int):
@@ -158,9 +158,9 @@ def is_behind_the_groups(view: View, mask: Any) -> bool:
 
 def choices_of(view: View, ids: fx.Node) -> fx.Node | None:
     """Return the scores, (..., experts), whose largest ``ids`` are the positions of, all in one dim; None for other ids."""
-    while view.name(ids) in ("view", "reshape", "flatten", "contiguous") and not _is_changed(view, ids):
+    while view.name(ids) in ("view", "reshape", "flatten", "contiguous") and not is_changed(view, ids):
         ids = ids.args[0]  # type: ignore[assignment]
-    if _is_changed(view, ids):
+    if is_changed(view, ids):
         return None
     bound = view.arguments_of(ids.args[0], "topk") if _is_item(ids, 1) else None
     rank = None if bound is None else example(bound["input"]).dim()
@@ -183,7 +183,7 @@ def _is_item(node: Any, i: int) -> bool:
     return taken and isinstance(node.args[0], fx.Node) and isinstance(example(node.args[0]), tuple)  # type: ignore[union-attr]
 
 
-def _is_changed(view: View, node: fx.Node) -> bool:
+def is_changed(view: View, node: fx.Node) -> bool:
     """Return True if anything is written to a tensor after it was made."""
     return view.effects.written_after(view.order[node], [node]) is not None
 

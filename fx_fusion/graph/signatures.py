@@ -155,6 +155,7 @@ topk(input, k, dim=-1, largest=True, sorted=True)
 histc(input, bins=100, min=0, max=0)
 grouped_mm(input, other, offs=None, bias=None, out_dtype=None)
 empty_like(input, **keywords)
+scatter(input, dim, index, src, reduce=None)
 pad(input, pad, mode='constant', value=None)
 """
 
