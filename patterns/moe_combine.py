@@ -77,8 +77,8 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             nodes |= scaled.nodes
             others |= {f"scale{i}": scale for i, scale in enumerate(scaled.scales)}
             x = scaled.product.x if scaled.gated is None else scaled.gated.h
-            given = {"x": x, "offsets": scaled.product.offsets, "bias": scaled.bias, "mask": scaled.mask}
-            others |= {name: node for name, node in given.items() if node is not None}
+            given = {"x": x, "weight": scaled.product.weight, "offsets": scaled.product.offsets, "bias": scaled.bias}
+            others |= {name: node for name, node in {**given, "mask": scaled.mask}.items() if node is not None}
         bound = {"rows": rows, "ids": sorting.keys}
         yield Match("moe_combine", (node,), frozenset(nodes), bound, {"k": k}, others=others, reading=scaled)
 
@@ -144,7 +144,7 @@ def _scaled(view: View, rows: fx.Node, readers: set[fx.Node], sorting: Sorting) 
 
 def _gated(view: View, product: Grouped) -> Gated | None:
     """Return the gate that only a product of torch's reads, or None."""
-    if product.weight is None or not {example(n).dtype for n in (product.x, product.weight)} <= {torch.bfloat16}:
+    if not product.of_torch or not {example(n).dtype for n in (product.x, product.weight)} <= {torch.bfloat16}:
         return None
     source = view.source(product.x)
     gated = gate_of(view, source.base) if isinstance(source.base, fx.Node) else None

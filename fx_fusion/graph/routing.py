@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 
-_OF_FALLBACK = ((0, "input"), (2, "offs"))
+_OF_FALLBACK = ("input", "weight", "offs")
 _EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 _NEW = ("empty_like", "zeros_like", "ones_like", "zeros", "new_zeros")
 
@@ -84,27 +84,28 @@ def _counts(view: View, numbers: Any, like: fx.Node) -> bool:
 class Grouped:
     """``x[i] · weight[e]`` for the rows i of group e, which end at ``offsets[e]``.
 
-    x: (rows, h); weight: (groups, h, n), None where it is no product of torch's; offsets: (groups). Rows behind the last
-    group are not computed."""
+    x: (rows, h); weight: (groups, h, n); offsets: (groups). Rows behind the last group are not computed. of_torch: False for
+    the op that transformers has for other dtypes than torch's product takes."""
 
     node: fx.Node
     x: fx.Node
+    weight: fx.Node
     offsets: fx.Node
-    weight: fx.Node | None = None
+    of_torch: bool
 
 
 def grouped_product(view: View, node: Any) -> Grouped | None:
-    """Return the grouped product that ``node`` is, of torch or of transformers (for dtypes that torch's does not take)."""
-    bound, weight = view.arguments_of(node, "grouped_mm"), None
+    """Return the grouped product that ``node`` is, of torch or of transformers."""
+    bound = view.arguments_of(node, "grouped_mm")
     if bound is not None and bound["bias"] is None:
-        x, weight, offsets = bound["input"], bound["other"], bound["offs"]
+        operands = [bound[name] for name in ("input", "other", "offs")]
     elif isinstance(node, fx.Node) and str(node.target).removesuffix(".default") == "transformers.grouped_mm_fallback":
-        x, offsets = (node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in _OF_FALLBACK)
+        operands = [node.kwargs.get(n, node.args[i] if i < len(node.args) else None) for i, n in enumerate(_OF_FALLBACK)]
     else:
         return None
-    if not all(isinstance(n, fx.Node) and is_tensor(n) for n in (x, offsets)):
+    if not all(isinstance(n, fx.Node) and is_tensor(n) for n in operands) or example(node).dim() != 2:
         return None
-    return Grouped(node, x, offsets, weight) if example(x).dim() == 2 and example(node).dim() == 2 else None
+    return Grouped(node, *operands, of_torch=bound is not None) if example(operands[0]).dim() == 2 else None
 
 
 @dataclass(frozen=True)

@@ -41,19 +41,18 @@ def multiply_experts_in_autocast(gm: fx.GraphModule) -> int:
 def is_cast_by_nobody(view: View, node: fx.Node) -> bool:
     """Return True for a grouped product of transformers, of float32, where autocast makes linear layers bfloat16."""
     product = grouped_product(view, node)
-    if product is None or product.weight is not None or example(product.x).dtype != torch.float32:
+    if product is None or product.of_torch or example(product.x).dtype != torch.float32:
         return False
     return autocast_of(view.effects.region[node], example(node).device.type)[1:] == (torch.bfloat16, True)
 
 
 def _cast(editor: Editor, node: fx.Node) -> bool:
-    x, weight, *_ = node.all_input_nodes
     product = grouped_product(editor.view, node)
     assert product is not None
     known = set(editor.graph.nodes)
     try:
         with editor.graph.inserting_before(node):
-            operands = [editor.cast(n, torch.bfloat16, like=node) for n in (x, weight)]
+            operands = [editor.cast(n, torch.bfloat16, like=node) for n in (product.x, product.weight)]
             rows = editor.call(F.grouped_mm, tuple(operands), {"offs": product.offsets}, like=node)
             editor.replace(node, editor.cast(rows, torch.float32, like=node))
     except Mismatch:
