@@ -271,8 +271,8 @@ _QWEN3_MOE = {  # 2 of the 48 layers of 30B-A3B
 }  # fmt: skip
 _LLAMA4 = {  # 1 of the 48 layers of Scout, with experts
     "use_cache": False, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 1, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "num_local_experts": 16,
-    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+    "num_hidden_layers": 1, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
+    "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
 }  # fmt: skip
 _ALBERT = {  # base v2: 12 times the same layer
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30000,
