@@ -21,7 +21,8 @@ Values = Mapping[str, Tensor]
 
 class Double(TorchFunctionMode):
     """Inside, casts of float64 and of integers make float64: ``x.float()`` in a model means "at least float32", and so do
-    ``x.to(torch.bfloat16)`` and ``softmax(..., dtype=torch.float32)``."""
+    ``x.to(torch.bfloat16)`` and ``softmax(..., dtype=torch.float32)``. Grouped products, which torch has for narrower dtypes
+    alone, are computed group by group."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -32,7 +33,16 @@ class Double(TorchFunctionMode):
                 args = tuple(torch.float64 if a in _FLOATS else a for a in args)
             if kwargs.get("dtype") in _FLOATS:
                 kwargs["dtype"] = torch.float64
+            if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+                return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
+    """Return x[i] · weight[e] for the rows i of group e, (rows, n), and zeros for rows behind the last group."""
+    ends = offs.tolist()
+    products = [x[begin:end] @ weight[e] for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    return torch.cat([*products, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
 
 
 def _is_inexact(tensor: Tensor) -> bool:

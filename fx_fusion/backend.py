@@ -34,11 +34,9 @@ from fx_fusion.rewrite.deferral import read_deferred_inputs
 from fx_fusion.rewrite.loss_behind_a_break import beginning_with_lm_head, only_losses_read
 from fx_fusion.rewrite.losses_outside import LossesOutside
 from fx_fusion.rewrite.masks_handed_on import hand_masks_on
-from fx_fusion.rewrite.rows_apart import take_rows_first
 from fx_fusion.rewrite.verify_graph import verifying
 from fx_fusion.rewrite.verify_step import verifying_step
-from fx_fusion.rewrite.written_halves import join_written_halves
-from fx_fusion.rewriting import rewritten
+from fx_fusion.rewriting import as_sites_read_it, rewritten
 from fx_fusion.runtime.mask_values import read_anew
 from fx_fusion.runtime.reads import follow
 from fx_fusion.runtime.recipe import without_saved_tensor_hooks
@@ -166,11 +164,7 @@ def rewrite(
     report.assumes = (report.assumes or graph.sentences) if checks else ()
     report.unassumed = tuple(s for s in unmet.sentences if s not in report.assumes) if unmet is not None else ()
     versions = Versions(compile_graph, untouched, options, rest, report)
-    captured = untouched
-    if (report.joined or report.apart) and options.verify:
-        join_written_halves(captured := snapshot(untouched))  # the sites read it so
-        take_rows_first(captured.graph)
-        captured.recompile()
+    captured = as_sites_read_it(untouched, options) if options.verify else untouched
     of_logits = {fusion.name for fusion in all_fusions() if fusion.of_logits}
     losses = {name for site in graph.sites if site.fusion in of_logits for name in site.nodes}
     taken = sorted({*graph.by_rows, *only_losses_read(untouched, graph.untaken, losses)})

@@ -13,6 +13,7 @@ from fx_fusion import pipeline
 from fx_fusion.cost.estimate import gained
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.outside import views_of
+from fx_fusion.graph.snapshot import snapshot
 from fx_fusion.graph.view import View
 from fx_fusion.inductor.compile import DECISIONS, LAYERS, LINEARS
 from fx_fusion.memory.recompute import describe_inputs
@@ -95,6 +96,18 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     if any(isinstance(given, torch.Tensor) and given.is_cuda for given in example_inputs):  # estimates are of GPUs
         report.memory.gained = gained(site.estimate for site in graph.sites if site.status == "fused")
     return graph
+
+
+def as_sites_read_it(untouched: fx.GraphModule, options: Options) -> fx.GraphModule:
+    """Return a copy of a captured graph in the words in which its sites were found, for ``verify``."""
+    gm = snapshot(untouched)
+    read_what_was_written(gm)
+    if options.experts == "autocast":
+        multiply_experts_in_autocast(gm)
+    join_written_halves(gm)
+    take_rows_first(gm.graph)
+    gm.recompile()
+    return gm
 
 
 def rewrite_graphs(

@@ -1,13 +1,13 @@
 """Pairs of a token and an expert in the order of their experts: a counting sort, with all that is asked of it.
 
-    perm     sorts ids, stable: keys = ids[perm]            inverse[perm[i]] = i
+    perm     sorts ids, stable: keys = ids[perm]
     offsets  where each expert's pairs end: Σ_{e' <= e} |{i: ids[i] = e'}|
 
 Three launches: each program counts the experts of a block of ids; one program sums these counts over blocks and experts;
 each program then puts the ids of its block where they belong: behind those of earlier blocks, and those before them.
 
-Shapes     ids, keys, perm, inverse: (n); offsets: (experts).
-Dtypes     ids, keys, perm, inverse: int64; offsets: int32.
+Shapes     ids, keys, perm: (n); offsets: (experts).
+Dtypes     ids, keys, perm: int64; offsets: int32.
 Traffic    ids twice, the results once, and the counts: experts · n / 128.
 Source     Cormen et al., Introduction to Algorithms, section 8.2.
 """
@@ -64,7 +64,7 @@ def _moe_sort_offsets_kernel(
 
 @triton.jit
 def _moe_sort_place_kernel(
-    ids_ptr, begins_ptr, keys_ptr, perm_ptr, inverse_ptr, n, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+    ids_ptr, begins_ptr, keys_ptr, perm_ptr, n, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -75,16 +75,14 @@ def _moe_sort_place_kernel(
     place = (tl.load(begins_ptr + block * EXPERTS + ids, i < n, 0) + before).to(tl.int64)
     tl.store(keys_ptr + place, ids.to(tl.int64), i < n)
     tl.store(perm_ptr + place, i, i < n)
-    tl.store(inverse_ptr + i, place, i < n)
 
 
 def _sort(ids, experts):
-    keys, perm, inverse, offsets = results = _fake(ids, experts)
+    keys, perm, offsets = results = _fake(ids, experts)
     if not ids.is_cuda and not interpreting():
         ordered = torch.sort(ids, stable=True)
         keys.copy_(ordered.values)
         perm.copy_(ordered.indices)
-        inverse[perm] = torch.arange(ids.shape[0], device=ids.device)
         offsets.copy_(torch.bincount(ids, minlength=experts).cumsum(0))
         return results
     n, padded = ids.shape[0], next_power_of_2(experts)
@@ -102,17 +100,17 @@ def _sort(ids, experts):
     )  # fmt: skip
     if n:
         launch(
-            _moe_sort_place_kernel, (blocks,), ids, counts, keys, perm, inverse, n, EXPERTS=padded, BLOCK=BLOCK, num_warps=4
+            _moe_sort_place_kernel, (blocks,), ids, counts, keys, perm, n, EXPERTS=padded, BLOCK=BLOCK, num_warps=4
         )  # fmt: skip
     return results
 
 
 def _fake(ids, experts):
-    integers = [ids.new_empty(ids.shape, dtype=torch.int64) for _ in range(3)]
-    return (*integers, ids.new_empty((experts,), dtype=torch.int32))
+    keys, perm = (ids.new_empty(ids.shape, dtype=torch.int64) for _ in range(2))
+    return keys, perm, ids.new_empty((experts,), dtype=torch.int32)
 
 
 moe_sort = plain_op(
-    "moe_sort", "(Tensor ids, int experts) -> (Tensor keys, Tensor perm, Tensor inverse, Tensor offsets)", _sort, _fake
+    "moe_sort", "(Tensor ids, int experts) -> (Tensor keys, Tensor perm, Tensor offsets)", _sort, _fake
 )  # fmt: skip
 trace_launches(moe_sort, _sort, symbolic=True)

@@ -91,17 +91,15 @@ def _sum_of_rows(view: View, node: fx.Node) -> tuple[fx.Node, int, Sorting, set[
     shaped = bound["input"]
     viewed = view.arguments_of(shaped, "view", "reshape", "unflatten")
     taken = None if viewed is None or example(shaped).dim() != 3 else rows_at(view, viewed["input"])
-    inverse = None if taken is None else inverse_of(view, taken[1])
-    if viewed is None or taken is None or inverse is None:
+    sorting = None if taken is None else inverse_of(view, taken[1])
+    if viewed is None or taken is None or sorting is None:
         return None
-    (rows, _), (sorting, made), (k, h) = taken, inverse, example(shaped).shape[1:]
+    (rows, _), (k, h) = taken, example(shaped).shape[1:]
     if not isinstance(k, int) or not same_length(rows, sorting.perm):
         return None
     if not statically_known_true(h == example(rows).shape[1]):
         return None
-    nodes = {node, shaped, viewed["input"]}
-    alone = all(user in made or user in nodes for n in made for user in n.users)
-    return rows, k, sorting, nodes | (made if alone else set())
+    return rows, k, sorting, {node, shaped, viewed["input"]}
 
 
 def _scaled(view: View, rows: fx.Node, readers: set[fx.Node], sorting: Sorting) -> Scaled | None:

@@ -100,7 +100,7 @@ def inverse_of_all(editor: Editor, perm: fx.Node) -> fx.Node:
         with editor.graph.inserting_after(perm):
             return editor.call(inverse_permutation, (perm,), like=perm)
 
-    return editor.once(inverse_key(perm), make)
+    return editor.once(("inverse of", perm), make)
 
 
 def rows_here(editor: Editor, mask: fx.Node) -> fx.Node:
@@ -111,11 +111,6 @@ def rows_here(editor: Editor, mask: fx.Node) -> fx.Node:
             return editor.call(count_of_rows, (mask,), like=mask)
 
     return editor.once(("rows that are not of", mask), make)
-
-
-def inverse_key(perm: fx.Node) -> tuple[str, fx.Node]:
-    """Return the key that ``Editor.once`` knows the inverse of a permutation by."""
-    return "inverse of", perm
 
 
 def guard(x, ids, k):

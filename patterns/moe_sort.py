@@ -14,7 +14,6 @@ from fx_fusion.graph.routing import choices_of, groups_of
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.graph.terms import example
 from fx_fusion.kernels.moe_sort import MOST_EXPERTS, moe_sort
-from fx_fusion.patterns.moe_dispatch import inverse_key
 from fx_fusion.rewrite.editor import Editor
 
 
@@ -51,10 +50,9 @@ def emit(editor: Editor, match: Match) -> None:
     first = min(match.outputs, key=editor.view.order.__getitem__)
     with editor.graph.inserting_before(first):
         results = editor.call(moe_sort, (ids, match.reading.count), like=offsets)
-        keys, perm, inverse, ends = (editor.item(results, i, like=offsets) for i in range(4))
+        keys, perm, ends = (editor.item(results, i, like=offsets) for i in range(3))
         new = [ends, *((keys, perm)[item.args[1]] for item in items)]
         editor.check(match.outputs, new)
-    editor.once(inverse_key(match.reading.sorting.perm), lambda: inverse)
     for output, node in zip(match.outputs, new, strict=True):
         editor.replace(output, node)
 

@@ -24,7 +24,7 @@ from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.routing import is_changed
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.expert_rows import MOST_EXPERTS, moe_combine, moe_dispatch
+from fx_fusion.kernels.expert_rows import MOST_EXPERTS, inverse_permutation, moe_combine, moe_dispatch
 from fx_fusion.kernels.moe_down import Gate, moe_down, moe_up
 from fx_fusion.kernels.moe_sort import moe_sort
 from fx_fusion.patterns.sites.gates import gate_of
@@ -164,7 +164,8 @@ def emit(editor: Editor, match: Match) -> None:
     with editor.graph.inserting_before(root):
         ids = editor.method("reshape", (routed.ids, -1), like=root)
         results = editor.call(moe_sort, (ids, example(up).shape[0]), like=root)
-        _, perm, inverse, offsets = (editor.item(results, i, like=root) for i in range(4))
+        _, perm, offsets = (editor.item(results, i, like=root) for i in range(3))
+        inverse = editor.call(inverse_permutation, (perm,), like=root)
         scores = routed.values
         for node in routed.after:  # the chosen ones alone
             args = (scores, *node.args[1:])

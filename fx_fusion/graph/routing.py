@@ -47,15 +47,14 @@ def sorting_of(view: View, perm: Any) -> Sorting | None:
     return Sorting(bound["input"], perm, perm.args[0])
 
 
-def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] | None:
-    """Return the sort whose permutation ``inverse`` undoes, and the nodes that make the inverse; None for anything else.
+def inverse_of(view: View, inverse: Any) -> Sorting | None:
+    """Return the sort whose permutation ``inverse`` undoes, or None.
 
     It is ``argsort(perm)``, or a new tensor to whose positions ``perm`` an ``arange`` is written."""
     if not _is_vector(inverse):
         return None
     if (bound := view.arguments_of(inverse, "argsort")) is not None:
-        sorting = None if bound["descending"] or is_changed(view, inverse) else sorting_of(view, bound["input"])
-        return None if sorting is None else (sorting, frozenset([inverse]))
+        return None if bound["descending"] or is_changed(view, inverse) else sorting_of(view, bound["input"])
     writes = [write for write in view.effects.writes if inverse in view.effects.mutated(write)]
     if len(writes) != 1 or view.name(inverse) not in _NEW or view.effects.aliases(inverse) != [inverse]:
         return None
@@ -64,10 +63,8 @@ def inverse_of(view: View, inverse: Any) -> tuple[Sorting, frozenset[fx.Node]] |
         return None
     _, positions, numbers = write.args
     sorting = sorting_of(view, positions)
-    if sorting is None or not same_length(sorting.perm, inverse) or not _counts(view, numbers, inverse):
-        return None
-    nodes = {inverse, write, *([numbers] if len(numbers.users) == 1 else [])}  # type: ignore[union-attr]
-    return sorting, frozenset(nodes)  # type: ignore[arg-type]
+    fits = sorting is not None and same_length(sorting.perm, inverse) and _counts(view, numbers, inverse)
+    return sorting if fits else None
 
 
 def _counts(view: View, numbers: Any, like: fx.Node) -> bool:
@@ -105,7 +102,8 @@ def grouped_product(view: View, node: Any) -> Grouped | None:
         return None
     if not all(isinstance(n, fx.Node) and is_tensor(n) for n in operands) or example(node).dim() != 2:
         return None
-    return Grouped(node, *operands, of_torch=bound is not None) if example(operands[0]).dim() == 2 else None
+    x, weight, offsets = operands
+    return Grouped(node, x, weight, offsets, of_torch=bound is not None) if example(x).dim() == 2 else None
 
 
 @dataclass(frozen=True)

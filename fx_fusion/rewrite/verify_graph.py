@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fx_fusion.errors import VerificationError
+from fx_fusion.graph.effects import Effects
 from fx_fusion.graph.outside import views_of
 from fx_fusion.graph.terms import example
 from fx_fusion.rewrite.verify_site import NotComparable, SiteCheck, compared, complaint, reproducer
@@ -121,7 +122,8 @@ def _made_of(gm: fx.GraphModule, ends: set[fx.Node]) -> set[fx.Node]:
 
 
 class _Slice:
-    """What leads to some outputs, up to nodes of which ``ends`` says that they are inputs, and the graph's own."""
+    """What leads to some outputs, up to nodes of which ``ends`` says that they are inputs, and the graph's own. What writes
+    to a tensor in between belongs to it."""
 
     def __init__(self, gm: fx.GraphModule, outputs: Sequence[str], ends: Callable[[fx.Node], bool]):
         self.gm = gm
@@ -129,6 +131,7 @@ class _Slice:
         inside: set[fx.Node] = set()
         reads: set[fx.Node] = set()
         waiting = list(self.outputs)
+        effects = Effects(gm.graph, {node: i for i, node in enumerate(gm.graph.nodes)})
         while waiting:
             node = waiting.pop()
             if node in inside or node in reads:
@@ -137,7 +140,9 @@ class _Slice:
                 reads.add(node)
             else:
                 inside.add(node)
-                waiting += node.all_input_nodes
+                writes = {write for write in effects.writes if node in effects.mutated(write)} - inside
+                inside |= writes
+                waiting += [n for reader in (node, *writes) for n in reader.all_input_nodes]
         self.nodes = [node for node in gm.graph.nodes if node in inside]
         self.inputs = [node.name for node in gm.graph.nodes if node in reads]
 

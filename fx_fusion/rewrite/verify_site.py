@@ -62,6 +62,8 @@ def compared(check: SiteCheck, inputs: Mapping[str, Any]) -> list[Compared]:
     try:
         usual = _step(check.before, check, inputs)
         again = _step(check.before, check, inputs)
+        if not usual:
+            raise NotComparable("it makes integers alone")
         if not alike(again, usual):
             raise NotComparable("it draws random numbers")
         ours, exact = _step(check.after, check, inputs), _exact(check, inputs)

@@ -13,6 +13,7 @@ from fx_fusion.backend import compile_graph
 from fx_fusion.kernels.expert_rows import moe_combine, moe_dispatch
 from fx_fusion.kernels.moe_down import Gate, _gate_bwd, _gate_fwd
 from fx_fusion.options import parse
+from fx_fusion.patterns import moe_combine as patterns_of_combine
 from fx_fusion.testing import Run, rewriting_backend, worst_excess
 from tests.helpers import by_kernels, reasons, rewritten, statuses
 
@@ -470,3 +471,23 @@ def test_numbers_of_tokens_that_change_compile_no_graph_of_their_own(dynamic):
         given = (torch.randn(tokens, H), torch.randn(tokens, E), made["up"], made["down"])
         torch.testing.assert_close(compiled(*given), layer(*given))
     assert len(counts) == (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_verify_compares_every_site_but_the_sort(layer):
+    function, _, names = LAYERS[layer]
+    given = {n: t for n, t in inputs(torch.bfloat16).items() if n in names}
+    with fx_fusion.recording() as report:
+        differentiated(torch.compile(function, backend=rewriting_backend(verify="first")), given)
+    checked = 3 if layer == "biased" else 2  # the table of biases, too
+    assert f"verified in 1 call(s): {checked} checks of sites" in str(report)
+    assert ("it makes integers alone" in str(report)) is (layer != "of this rank")
+
+
+def test_verify_finds_a_wrong_layer(monkeypatch):
+    """Weights that are lost on the way."""
+    given = {n: t for n, t in inputs(torch.bfloat16).items() if not n.endswith("bias")}
+    monkeypatch.setattr(patterns_of_combine, "_product_of", lambda editor, scaled, root: editor.call(
+        torch.ones_like, (scaled.scales[0],), {"requires_grad": False}, like=root))  # fmt: skip
+    with pytest.raises(fx_fusion.VerificationError, match="moe_combine"):
+        torch.compile(plain, backend=rewriting_backend(verify="first"))(**given)
