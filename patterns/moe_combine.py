@@ -28,13 +28,15 @@ from fx_fusion.graph.routing import (
     is_behind_the_groups,
     is_written_before,
     same_length,
+    sorting_of,
+    written_by_permutation,
 )
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.expert_rows import MOST_EXPERTS, moe_combine, sum_of_biases
 from fx_fusion.kernels.moe_down import moe_down
-from fx_fusion.patterns.moe_dispatch import inverse_of_all, rows_at, rows_here
+from fx_fusion.patterns.moe_dispatch import inverse_of_all, pairs_of, rows_at, rows_here
 from fx_fusion.patterns.sites.gates import Gated, gate_of
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.experts_in_autocast import ADVICE, is_cast_by_nobody
@@ -68,7 +70,7 @@ class Scaled:
 def find(search: Search) -> Iterator[Match | NearMiss]:
     view = search.view
     for node in view.graph.nodes:
-        found = _sum_of_rows(view, node)
+        found = _sum_of_rows(view, node) or _added_to_zeros(view, node)
         if found is None:
             continue
         rows, k, sorting, nodes = found
@@ -90,16 +92,36 @@ def _sum_of_rows(view: View, node: fx.Node) -> tuple[fx.Node, int, Sorting, set[
         return None
     shaped = bound["input"]
     viewed = view.arguments_of(shaped, "view", "reshape", "unflatten")
-    taken = None if viewed is None or example(shaped).dim() != 3 else rows_at(view, viewed["input"])
-    sorting = None if taken is None else inverse_of(view, taken[1])
-    if viewed is None or taken is None or sorting is None:
+    if viewed is None or example(shaped).dim() != 3 or not isinstance(viewed["input"], fx.Node):
         return None
-    (rows, _), (k, h) = taken, example(shaped).shape[1:]
-    if not isinstance(k, int) or not same_length(rows, sorting.perm):
+    taken, nodes = rows_at(view, viewed["input"]), {node, shaped, viewed["input"]}
+    if taken is not None:
+        rows, sorting = taken[0], inverse_of(view, taken[1])
+    elif (put := written_by_permutation(view, viewed["input"])) is not None:
+        rows, sorting = put.rows, put.sorting
+        nodes.add(put.write)
+    else:
         return None
-    if not statically_known_true(h == example(rows).shape[1]):
+    k, h = example(shaped).shape[1:]
+    if sorting is None or not isinstance(k, int) or not same_length(rows, sorting.perm):
         return None
-    return rows, k, sorting, {node, shaped, viewed["input"]}
+    return (rows, k, sorting, nodes) if statically_known_true(h == example(rows).shape[1]) else None
+
+
+def _added_to_zeros(view: View, node: fx.Node) -> tuple[fx.Node, int, Sorting, set[fx.Node]] | None:
+    """Return the same where a node is ``zeros(t, h).index_add(0, perm // k, rows)``, or None."""
+    bound = view.arguments_of(node, "index_add")
+    if bound is None or bound["dim"] not in (0, -2) or bound["alpha"] != 1 or example(node).dim() != 2:
+        return None
+    zeros, tokens, rows = bound["input"], bound["index"], bound["source"]
+    if view.name(zeros) not in ("zeros", "zeros_like", "new_zeros") or not is_tensor(tokens):
+        return None
+    perm, k = pairs_of(view, tokens)
+    sorting = sorting_of(view, perm)
+    if sorting is None or is_written_before(view, tokens, node) or not same_length(rows, sorting.perm):
+        return None
+    fits = statically_known_true(example(node).shape[0] * k == example(rows).shape[0])
+    return (rows, k, sorting, {node, zeros} if len(zeros.users) == 1 else {node}) if fits else None
 
 
 def _scaled(view: View, rows: fx.Node, readers: set[fx.Node], sorting: Sorting) -> Scaled | None:

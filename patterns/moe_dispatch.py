@@ -35,7 +35,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
         if rows is None:
             continue
         x, index = rows
-        perm, k = _pairs(view, index)
+        perm, k = pairs_of(view, index)
         sorting = sorting_of(view, perm)
         if sorting is None or is_written_before(view, index, node):
             continue
@@ -64,7 +64,7 @@ def rows_at(view: View, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (bound["input"], at) if is_vector and not example(at).dtype.is_floating_point else None
 
 
-def _pairs(view: View, index: fx.Node) -> tuple[Any, int]:
+def pairs_of(view: View, index: fx.Node) -> tuple[Any, int]:
     """Return the numbers of pairs whose tokens are indexed, and how many pairs a token has: ``pairs // k``."""
     bound = view.arguments_of(index, "floor_divide", "div")
     if bound is None or bound.get("rounding_mode", "floor") not in ("floor", "trunc"):

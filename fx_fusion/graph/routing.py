@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fusion.graph.terms import example, is_tensor
+from fx_fusion.graph.terms import example, is_tensor, same_shape
 from fx_fusion.graph.view import View
 
 _OF_FALLBACK = ("input", "weight", "offs")
@@ -55,16 +55,37 @@ def inverse_of(view: View, inverse: Any) -> Sorting | None:
         return None
     if (bound := view.arguments_of(inverse, "argsort")) is not None:
         return None if bound["descending"] or is_changed(view, inverse) else sorting_of(view, bound["input"])
-    writes = [write for write in view.effects.writes if inverse in view.effects.mutated(write)]
-    if len(writes) != 1 or view.name(inverse) not in _NEW or view.effects.aliases(inverse) != [inverse]:
+    put = written_by_permutation(view, inverse)
+    return put.sorting if put is not None and _counts(view, put.rows, inverse) else None
+
+
+@dataclass(frozen=True)
+class Put:
+    """``new[perm] = rows``, all of a new tensor: the rows in the order before the sort."""
+
+    rows: fx.Node
+    sorting: Sorting
+    write: fx.Node
+
+
+def written_by_permutation(view: View, new: fx.Node) -> Put | None:
+    """Return what a new tensor is written with at the positions of a permutation, once and before anybody reads it; or
+    None."""
+    writes = [write for write in view.effects.writes if new in view.effects.mutated(write)]
+    if len(writes) != 1 or view.name(new) not in _NEW:
         return None
     write = writes[0]
-    if write.target is not operator.setitem or any(view.order[user] < view.order[write] for user in inverse.users):
+    if write.target is not operator.setitem or not all(isinstance(n, fx.Node) and is_tensor(n) for n in write.args):
         return None
-    _, positions, numbers = write.args
+    if any(alias is not new and view.order[alias] < view.order[write] for alias in view.effects.aliases(new)):
+        return None
+    _, positions, rows = write.args
     sorting = sorting_of(view, positions)
-    fits = sorting is not None and same_length(sorting.perm, inverse) and _counts(view, numbers, inverse)
-    return sorting if fits else None
+    early = any(view.order[user] < view.order[write] for user in new.users)
+    if sorting is None or early or not same_length(sorting.perm, new) or not same_shape(example(rows), example(new)):  # type: ignore[arg-type]
+        return None
+    alike = example(rows).dtype == example(new).dtype and view.effects.written_after(view.order[write], [new]) is None
+    return Put(rows, sorting, write) if alike else None  # type: ignore[arg-type]
 
 
 def _counts(view: View, numbers: Any, like: fx.Node) -> bool:

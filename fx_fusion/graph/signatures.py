@@ -156,6 +156,7 @@ histc(input, bins=100, min=0, max=0)
 grouped_mm(input, other, offs=None, bias=None, out_dtype=None)
 empty_like(input, **keywords)
 scatter(input, dim, index, src, reduce=None)
+index_add(input, dim, index, source, alpha=1)
 pad(input, pad, mode='constant', value=None)
 """
 

@@ -140,6 +140,8 @@ SPELLINGS = {
                    lambda x, w: F.grouped_mm(x[0].to(BF16), w.to(BF16)[None], offs=(w[0, :1] * 0).int() + 4),
                    lambda x, w: F.grouped_mm(mat_a=x[0].to(BF16), mat_b=w.to(BF16)[None], offs=(w[0, :1] * 0).int() + 4)],
     "empty_like": [lambda x: torch.empty_like(x[:0]), lambda x: torch.empty_like(input=x[:0])],
+    "index_add": [lambda x, ids: torch.index_add(x, 1, ids % 4, x[:, :2]), lambda x, ids: x.index_add(1, ids % 4, x[:, :2]),
+                  lambda x, ids: torch.index_add(input=x, dim=1, index=ids % 4, source=x[:, :2])],
     "scatter": [lambda x: torch.scatter(x, -1, x.long() % 2, x), lambda x: x.scatter(-1, x.long() % 2, x),
                 lambda x: torch.scatter(input=x, dim=-1, index=x.long() % 2, src=x)],
     "pad": [lambda x: F.pad(x, (1, 0)), lambda x: F.pad(x, pad=(1, 0), mode="constant")],

@@ -224,9 +224,19 @@ SPELLINGS = {
     "method": lambda rows, ids: back(rows, ids.sort().indices),
     "descending": lambda rows, ids: back(rows, torch.sort(ids, descending=True)[1]),
     "index_select": lambda rows, ids: rows.index_select(0, ids.argsort().argsort()).reshape(T, K, H).sum(-2),
+    "written to their positions": lambda rows, ids: _put(rows, torch.argsort(ids)),
+    "added to zeros": lambda rows, ids: torch.zeros(T, H).index_add(0, torch.argsort(ids) // K, rows),
+    "added to zeros in place": lambda rows, ids: rows.new_zeros(T, H).index_add_(0, torch.argsort(ids) // K, rows),
     "weighted behind it": lambda rows, ids: back(rows * ids.float()[:, None], torch.sort(ids)[1]),
 }
 LEFT = {
+    "written to some positions": lambda rows, ids: _put(rows, torch.argsort(ids).clamp(min=1)),
+    "written to before": lambda rows, ids: _put(rows, torch.argsort(ids), before=lambda new: new[:1].add_(1.0)),
+    "written to behind": lambda rows, ids: _put(rows, torch.argsort(ids), behind=lambda new: new[:1].add_(1.0)),
+    "added to ones": lambda rows, ids: torch.ones(T, H).index_add(0, torch.argsort(ids) // K, rows),
+    "added twice": lambda rows, ids: torch.zeros(T, H).index_add(0, torch.argsort(ids) // K, rows, alpha=2),
+    "added to more tokens": lambda rows, ids: torch.zeros(T + 1, H).index_add(0, torch.argsort(ids) // K, rows),
+    "added by any integers": lambda rows, ids: torch.zeros(T, H).index_add(0, ids // K, rows),
     "no inverse": lambda rows, ids: rows[torch.argsort(ids)].view(-1, K, H).sum(1),
     "any integers": lambda rows, ids: rows[ids].view(-1, K, H).sum(1),
     "the sum of all": lambda rows, ids: rows[torch.argsort(torch.argsort(ids))].view(-1, K, H).sum(),
@@ -237,6 +247,15 @@ LEFT = {
     "written twice": lambda rows, ids: _twice(rows, torch.argsort(ids)),
     "the inverse of descending": lambda rows, ids: rows[torch.argsort(torch.argsort(ids), descending=True)].view(-1, K, H).sum(1),
 }
+
+
+def _put(rows, positions, before=lambda new: None, behind=lambda new: None):
+    """As torchtitan writes it."""
+    unsorted = torch.zeros(T * K, H)
+    before(unsorted)
+    unsorted[positions] = rows
+    behind(unsorted)
+    return unsorted.reshape(-1, K, H).sum(dim=1)
 
 
 def _another(rows, perm):
