@@ -180,21 +180,26 @@ def _fwd(h, scale, weight, offsets, *gate):
     return F.grouped_mm(_gate_fwd(h, scale, Gate(*gate)), weight, offs=offsets)
 
 
-def _bwd(drows, h, scale, weight, offsets, *gate):
+def _bwd(drows, h, scale, weight, offsets, trained, *gate):
     drows = drows.contiguous()
     da = F.grouped_mm(drows, weight.transpose(1, 2), offs=offsets)
     dh, dscale, a = _gate_bwd(da, h, scale, Gate(*gate))
-    return dh, dscale, _weight_gradient(a, drows, weight, offsets)
+    return dh, dscale, _weight_gradient(a, drows, weight, offsets, trained)
 
 
-def _weight_gradient(x, dy, weight, offsets):
-    """Return xᵀ · dy of each expert, laid out as ``weight``, (experts, i, n), which may be a transposed parameter."""
+def _weight_gradient(x, dy, weight, offsets, trained):
+    """Return xᵀ · dy of each expert, laid out as ``weight``, (experts, i, n), which may be a transposed parameter; nothing
+    where it is not trained."""
+    if not trained:
+        return dy.new_empty(0)
     if weight.stride(1) == 1:
         return F.grouped_mm(dy.t(), x, offs=offsets).transpose(1, 2)
     return F.grouped_mm(x.t(), dy, offs=offsets)
 
 
-def _like_gradient(like, weight):
+def _like_gradient(like, weight, trained):
+    if not trained:
+        return like.new_empty(0)
     experts, i, n = weight.shape
     return like.new_empty((experts, n, i)).transpose(1, 2) if weight.stride(1) == 1 else like.new_empty((experts, i, n))
 
@@ -203,15 +208,19 @@ def _fake(h, scale, weight, offsets, *gate):
     return h.new_empty((h.shape[0], weight.shape[2]))
 
 
-def _fake_bwd(drows, h, scale, weight, offsets, *gate):
-    return h.new_empty(h.shape), scale.new_empty(scale.shape), _like_gradient(h, weight)
+def _fake_bwd(drows, h, scale, weight, offsets, trained, *gate):
+    return h.new_empty(h.shape), scale.new_empty(scale.shape), _like_gradient(h, weight, trained)
 
 
-_GIVEN = "Tensor h, Tensor scale, Tensor weight, Tensor offsets, bool interleaved, float limit, float alpha, float shift"
-moe_down = plain_op("moe_down", f"({_GIVEN}) -> Tensor rows", _fwd, _fake)
+_TENSORS = "Tensor h, Tensor scale, Tensor weight, Tensor offsets"
+_GATE = "bool interleaved, float limit, float alpha, float shift"
+moe_down = plain_op("moe_down", f"({_TENSORS}, {_GATE}) -> Tensor rows", _fwd, _fake)
 moe_down_bwd = plain_op(
-    "moe_down_bwd", f"(Tensor drows, {_GIVEN}) -> (Tensor dh, Tensor dscale, Tensor dweight)", _bwd, _fake_bwd
-)  # fmt: skip
+    "moe_down_bwd",
+    f"(Tensor drows, {_TENSORS}, bool trained, {_GATE}) -> (Tensor dh, Tensor dscale, Tensor dweight)",
+    _bwd,
+    _fake_bwd,
+)
 trace_launches(moe_down, _fwd, symbolic=True)
 trace_launches(moe_down_bwd, _bwd, symbolic=True)
 
@@ -223,7 +232,9 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, drows):
     gate = ctx.interleaved, ctx.limit, ctx.alpha, ctx.shift
-    return *moe_down_bwd(drows, *ctx.saved_tensors, *gate), *[None] * 5
+    trained = ctx.needs_input_grad[2]
+    dh, dscale, dweight = moe_down_bwd(drows, *ctx.saved_tensors, trained, *gate)
+    return dh, dscale, dweight if trained else None, *[None] * 5
 
 
 register_autograd("moe_down", _backward, _save)
@@ -233,9 +244,15 @@ def _up(rows, weight, offsets):
     return F.grouped_mm(rows, weight, offs=offsets)
 
 
-def _up_bwd(dh, rows, weight, offsets):
+def _up_bwd(dh, rows, weight, offsets, trained):
     dh = dh.contiguous()
-    return F.grouped_mm(dh, weight.transpose(1, 2), offs=offsets), _weight_gradient(rows, dh, weight, offsets)
+    return F.grouped_mm(dh, weight.transpose(1, 2), offs=offsets), _weight_gradient(rows, dh, weight, offsets, trained)
+
+
+def _up_backward(ctx, dh):
+    trained = ctx.needs_input_grad[1]
+    drows, dweight = moe_up_bwd(dh, *ctx.saved_tensors, trained)
+    return drows, dweight if trained else None, None
 
 
 moe_up = plain_op(
@@ -243,13 +260,11 @@ moe_up = plain_op(
     lambda rows, weight, offsets: rows.new_empty((rows.shape[0], weight.shape[2])),
 )  # fmt: skip
 moe_up_bwd = plain_op(
-    "moe_up_bwd", "(Tensor dh, Tensor rows, Tensor weight, Tensor offsets) -> (Tensor drows, Tensor dweight)", _up_bwd,
-    lambda dh, rows, weight, offsets: (rows.new_empty(rows.shape), _like_gradient(rows, weight)),
-)  # fmt: skip
+    "moe_up_bwd",
+    "(Tensor dh, Tensor rows, Tensor weight, Tensor offsets, bool trained) -> (Tensor drows, Tensor dweight)",
+    _up_bwd,
+    lambda dh, rows, weight, offsets, trained: (rows.new_empty(rows.shape), _like_gradient(rows, weight, trained)),
+)
 trace_launches(moe_up, _up, symbolic=True)
 trace_launches(moe_up_bwd, _up_bwd, symbolic=True)
-register_autograd(
-    "moe_up",
-    lambda ctx, dh: (*moe_up_bwd(dh, *ctx.saved_tensors), None),
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+register_autograd("moe_up", _up_backward, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

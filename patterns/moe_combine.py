@@ -66,6 +66,12 @@ class Scaled:
     mask: fx.Node | None = None
     gated: Gated | None = None
 
+    @property
+    def note(self) -> str:
+        """Return what the report says of it."""
+        gate = ", with the gate in one kernel" if self.gated is not None else ""
+        return f"the router's weight before the last product{gate}"
+
 
 def find(search: Search) -> Iterator[Match | NearMiss]:
     view = search.view
@@ -81,8 +87,16 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             x = scaled.product.x if scaled.gated is None else scaled.gated.h
             given = {"x": x, "weight": scaled.product.weight, "offsets": scaled.product.offsets, "bias": scaled.bias}
             others |= {name: node for name, node in {**given, "mask": scaled.mask}.items() if node is not None}
-        bound = {"rows": rows, "ids": sorting.keys}
-        yield Match("moe_combine", (node,), frozenset(nodes), bound, {"k": k}, others=others, reading=scaled)
+        yield Match(
+            fusion="moe_combine",
+            outputs=(node,),
+            nodes=frozenset(nodes),
+            inputs={"rows": rows, "ids": sorting.keys},
+            statics={"k": k},
+            others=others,
+            reading=scaled,
+            note="" if scaled is None else scaled.note,
+        )
 
 
 def _sum_of_rows(view: View, node: fx.Node) -> tuple[fx.Node, int, Sorting, set[fx.Node]] | None:

@@ -10,6 +10,7 @@ import transformers.integrations.moe  # noqa: F401  defines transformers::groupe
 
 import fx_fusion
 from fx_fusion.backend import compile_graph
+from fx_fusion.kernels import moe_down
 from fx_fusion.kernels.expert_rows import moe_combine, moe_dispatch
 from fx_fusion.kernels.moe_down import Gate, _gate_bwd, _gate_fwd
 from fx_fusion.options import parse
@@ -510,3 +511,16 @@ def test_verify_finds_a_wrong_layer(monkeypatch):
         torch.ones_like, (scaled.scales[0],), {"requires_grad": False}, like=root))  # fmt: skip
     with pytest.raises(fx_fusion.VerificationError, match="moe_combine"):
         torch.compile(plain, backend=rewriting_backend(verify="first"))(**given)
+
+
+def test_frozen_experts_cost_no_gradient(monkeypatch):
+    """As under LoRA: the products for their gradients are not computed."""
+    given = {n: t for n, t in inputs(torch.bfloat16).items() if not n.endswith("bias")}
+    frozen = {n: t.detach() if n in ("up", "down") else t for n, t in given.items()}
+    again = {n: t.detach().clone().requires_grad_(n not in ("up", "down")) for n, t in given.items()}
+    products = []
+    monkeypatch.setattr(moe_down, "_weight_gradient", lambda *args: products.append(args[-1]) or args[1].new_empty(0))
+    ours = differentiated(torch.compile(plain, backend=rewriting_backend()), frozen)
+    assert products == [False]
+    for name, theirs in differentiated(plain, again).values.items():
+        torch.testing.assert_close(ours.values[name], theirs, rtol=0.05, atol=0.05)
