@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from fx_fusion.graph.places import module_of, shortened
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.memory.candidates import candidates
+from fx_fusion.memory.candidates import Candidate, candidates
 from fx_fusion.memory.cost import is_expensive, seconds_again, seconds_of_step
 from fx_fusion.memory.joint_graph import JointGraph
 from fx_fusion.torch_internals.partitioner import has_a_budget, is_decided, save
@@ -134,13 +134,19 @@ def decide(graph: fx.Graph, memory: str, decisions: Decisions) -> None:
     for candidate, seconds in found:
         # What is made again of a norm's result reads that of the forward: it is saved then.
         apart = candidate.sources.isdisjoint(moved) and not (candidate.moves and candidate.node in sources)
-        again = apart and seconds <= left
+        again = apart and seconds <= left and not (candidate.moves and _gives_way(candidate, found, left))
         left -= seconds if again else 0
         decisions.values.append(Value(candidate.kind, module_of(candidate.node), candidate.saved, seconds, again))
         if again:
             moved |= {candidate.node} if candidate.moves else set()
             sources |= candidate.sources
             candidate.apply()
+
+
+def _gives_way(norm: Candidate, found: Sequence[tuple[Candidate, float]], left: float) -> bool:
+    """Return True if something larger, that there is time for, can only be made again while the norm's result is saved: the
+    rows of experts, several for each token."""
+    return any(norm.node in c.sources and c.saved > norm.saved and seconds <= left for c, seconds in found)
 
 
 def describe_inputs(gm: fx.GraphModule, views: Mapping[fx.GraphModule, View], decisions: Decisions) -> None:

@@ -90,6 +90,15 @@ def test_what_of_a_llama_is_saved():
     assert {v.module.split(".")[-1] for v in after.decisions.values if v.kind == "mul"} >= {"mlp"}
 
 
+def test_rows_of_experts_are_made_again_rather_than_the_norm_that_they_are_of():
+    """They are several for each token, and while they are made again the norm's result is saved."""
+    values = partitioned(zoo.build("Mixtral"), zoo.batch(), "min").decisions.values
+    rows = [v for v in values if v.kind == "moe_dispatch"]
+    assert len(rows) == 2
+    assert all(v.again for v in rows)
+    assert {v.kind for v in values if not v.again} == {"norm of a sum"}
+
+
 def traced(what):
     """What tests.traced_launches prints, in a process without Triton's interpreter."""
     return printed_without_interpreter("tests.traced_launches", what, flags=("-W", "error:Raw SymInt"))
