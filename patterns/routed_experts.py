@@ -191,6 +191,11 @@ def guard(x, logits, up, down, k):
         return "x and the experts are of several dtypes, or autocast casts them"
     if device_type(x) == "cuda" and x.dtype != torch.bfloat16:
         return f"x is {x.dtype}; grouped products take bfloat16"
+    if not all(weight.is_contiguous() or weight.mT.is_contiguous() for weight in (up, down)):
+        return "the weights of the experts have gaps"
+    if not all(statically_known_true(size * x.dtype.itemsize % 16 == 0) for size in (*up.shape[1:], *down.shape[1:])):
+        sizes = ", ".join(map(str, (up.shape[1], up.shape[2], down.shape[1])))
+        return f"rows of {sizes} elements; grouped products take multiples of 16 bytes"
     if 2 * k > up.shape[0]:
         return f"{k} of {up.shape[0]} experts are chosen"
     return None

@@ -72,6 +72,23 @@ def test_most_of_the_experts_are_declined():
     assert "3 of 4 experts are chosen" in reasons(report, "routed_experts")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: {**t, "up": t["up"].repeat(1, 1, 2)[..., ::2]}, "have gaps"),
+        (
+            lambda t: {**t, "down": t["down"][..., :6].clone(), "up": t["up"][:, :6].clone(), "x": t["x"][:, :6].clone()},
+            "multiples of 16 bytes",
+        ),
+    ],
+)
+def test_what_grouped_products_do_not_take_is_declined(change, reason):
+    given = change(inputs())
+    y, report = rewritten(lambda **t: every_expert(**t, k=1), **given)
+    assert reason in reasons(report, "routed_experts")
+    torch.testing.assert_close(y, every_expert(**given, k=1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 2])
 def test_only_the_chosen_experts_are_computed(k, dtype):
