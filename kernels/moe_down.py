@@ -138,7 +138,7 @@ def _gate_fwd(h, scale, gate):
     s, i = h.shape[0], h.shape[1] // 2
     a, plan = h.new_empty((s, i)), moe_gate_plan(i)
     if not h.is_cuda and not interpreting():
-        return a.copy_(_reference(h, scale, gate))
+        return a.copy_(_derivatives(a, h, scale, gate)[2])
     if a.numel():
         launch(
             _moe_gate_fwd_kernel,
@@ -152,12 +152,9 @@ def _gate_bwd(da, h, scale, gate):
     s, i = da.shape
     dh, dscale, a, plan = h.new_empty(h.shape), scale.new_empty(scale.shape), h.new_empty((s, i)), moe_gate_plan(i)
     if not h.is_cuda and not interpreting():
-        given = h.detach().requires_grad_(), scale.detach().requires_grad_()
-        with torch.enable_grad():
-            again = _reference(*given, gate)
-        for mine, theirs in zip((dh, dscale), torch.autograd.grad(again, given, da), strict=True):
+        for mine, theirs in zip((dh, dscale, a), _derivatives(da, h, scale, gate), strict=True):
             mine.copy_(theirs)
-        return dh, dscale, a.copy_(again.detach())
+        return dh, dscale, a
     if a.numel():
         launch(
             _moe_gate_bwd_kernel,
@@ -167,13 +164,18 @@ def _gate_bwd(da, h, scale, gate):
     return dh, dscale, a
 
 
-def _reference(h, scale, gate):
-    """Return a in float32, with its gradient, rounded once."""
-    wide = h.float()
-    g, up = (wide[:, ::2], wide[:, 1::2]) if gate.interleaved else wide.chunk(2, 1)
+def _derivatives(da, h, scale, gate):
+    """Return dh, dscale and a in float32 (float64 for float64), by torch's own ops."""
+    da, h, scale = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (da, h, scale))
+    raw = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, 1)
+    g, up = (raw[0].clamp(max=gate.limit), raw[1].clamp(-gate.limit, gate.limit)) if gate.limit else raw
+    sigma, up = torch.sigmoid(gate.alpha * g), up + gate.shift
+    plain, dplain = up * g * sigma, da * scale
+    dg, dup = dplain * up * sigma * (1 + gate.alpha * g * (1 - sigma)), dplain * g * sigma
     if gate.limit:
-        g, up = g.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-    return ((up + gate.shift) * g * torch.sigmoid(gate.alpha * g) * scale.float()).to(h.dtype)
+        dg, dup = dg.masked_fill(raw[0] > gate.limit, 0.0), dup.masked_fill(raw[1].abs() > gate.limit, 0.0)
+    dh = torch.stack((dg, dup), -1).flatten(1) if gate.interleaved else torch.cat((dg, dup), 1)
+    return dh, (da * plain).sum(1, keepdim=True), plain * scale
 
 
 def _fwd(h, scale, weight, offsets, *gate):

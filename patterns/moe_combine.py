@@ -1,4 +1,4 @@
-"""The sum of a token's rows, one of each of its experts -> kernels/expert_rows.py: the gradient is a gather.
+"""The sum of a token's rows, one of each of its experts -> kernels/moe_dispatch.py: the gradient is a gather.
 
 What scales the rows (the router's weight) goes in front of the experts' last product, because the router's gradient does not
 need what experts return then: no rows of the model's width are saved. A gate in front of that product is computed with the
@@ -34,7 +34,7 @@ from fx_fusion.graph.routing import (
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.expert_rows import MOST_EXPERTS, moe_combine, sum_of_biases
+from fx_fusion.kernels.moe_dispatch import MOST_EXPERTS, moe_combine, sum_of_biases
 from fx_fusion.kernels.moe_down import moe_down
 from fx_fusion.patterns.moe_dispatch import inverse_of_all, pairs_of, rows_at, rows_here
 from fx_fusion.patterns.sites.gates import Gated, gate_of

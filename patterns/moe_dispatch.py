@@ -1,4 +1,4 @@
-"""Rows of tokens in the order of their experts -> kernels/expert_rows.py: the gradient sums k rows, without atomics."""
+"""Rows of tokens in the order of their experts -> kernels/moe_dispatch.py: the gradient sums k rows, without atomics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fx_fusion.graph.routing import is_behind_the_groups, is_written_before, sor
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.expert_rows import MOST_EXPERTS, count_of_rows, inverse_permutation, moe_dispatch
+from fx_fusion.kernels.moe_dispatch import MOST_EXPERTS, count_of_rows, inverse_permutation, moe_dispatch
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.replace import insertion_point
 

@@ -24,7 +24,7 @@ from fx_fusion.graph.devices import device_type
 from fx_fusion.graph.routing import is_changed
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.expert_rows import MOST_EXPERTS, inverse_permutation, moe_combine, moe_dispatch
+from fx_fusion.kernels.moe_dispatch import MOST_EXPERTS, inverse_permutation, moe_combine, moe_dispatch
 from fx_fusion.kernels.moe_down import Gate, moe_down, moe_up
 from fx_fusion.kernels.moe_sort import moe_sort
 from fx_fusion.patterns.sites.gates import gate_of

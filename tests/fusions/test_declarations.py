@@ -3,7 +3,10 @@
 from fx_fusion.fusion.registry import all_fusions
 
 # These become calls of torch's own, or of another fusion's op.
-WITHOUT_A_KERNEL = {"attention", "biased_attention", "causal_mask", "complex_rope", "dense_mask", "flex_attention", "repeat_kv"}
+WITHOUT_A_KERNEL = {
+    "attention", "biased_attention", "causal_mask", "complex_rope", "dense_mask", "flex_attention", "moe_combine", "repeat_kv",
+    "routed_experts",
+}  # fmt: skip
 
 
 def test_every_fusion_is_two_files_of_one_name():

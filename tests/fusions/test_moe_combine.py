@@ -11,7 +11,7 @@ import transformers.integrations.moe  # noqa: F401  defines transformers::groupe
 import fx_fusion
 from fx_fusion.backend import compile_graph
 from fx_fusion.kernels import moe_down
-from fx_fusion.kernels.expert_rows import moe_combine, moe_dispatch
+from fx_fusion.kernels.moe_dispatch import moe_combine, moe_dispatch
 from fx_fusion.kernels.moe_down import Gate, _gate_bwd, _gate_fwd
 from fx_fusion.options import parse
 from fx_fusion.patterns import moe_combine as patterns_of_combine

@@ -5,7 +5,7 @@ Whole layers of experts: ``test_moe_combine.py``."""
 import pytest
 import torch
 
-from fx_fusion.kernels.expert_rows import moe_combine, moe_dispatch
+from fx_fusion.kernels.moe_dispatch import moe_combine, moe_dispatch
 from fx_fusion.ops.on_cpu import kernels_on_cpu
 from tests.helpers import as_eager, by_kernels, rewritten, statuses
 

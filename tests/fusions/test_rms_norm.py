@@ -121,7 +121,7 @@ LOOKALIKES = {
     "weight_is_an_activation": (lambda x: x.sigmoid() * (x * torch.rsqrt(statistic(x) + EPS)), ""),
     "weight_is_one_number": (lambda x: w[0] * (x * torch.rsqrt(statistic(x) + EPS)), ""),
     "weight_a_row": (lambda x: w[:5, None] * (x * torch.rsqrt(statistic(x) + EPS)), ""),
-    "in_place_between": (in_place_between, "in place"),
+    "in_place_between": (in_place_between, "x is add_ in one place and x in another"),
     "escaping_statistic": (escaping_statistic, "also"),
     "narrowing_cast": (narrowing_cast, "a cast rounds x to bfloat16 in one place"),
     "integer_cast": (integer_cast, "x is l_x_ in one place and float_1 in another"),

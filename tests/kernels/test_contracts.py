@@ -15,6 +15,7 @@ from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
 from fx_fusion.kernels.logits.scaled import scaled
+from fx_fusion.kernels.moe_down import moe_down, moe_down_bwd, moe_up, moe_up_bwd
 from fx_fusion.kernels.rms_norm_rope import rms_norm_rope
 from fx_fusion.kernels.token_log_probs import token_log_probs_of_part, token_log_probs_of_part_bwd
 from fx_fusion.ops import library
@@ -40,6 +41,17 @@ def _heads():
     return torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
 
 
+def _rows_of(columns):
+    return [torch.randn(48, columns, dtype=torch.bfloat16)]
+
+
+def _experts(gate=False):
+    """Rows or halves of a gate and its scale, weights of three experts, and the ends of their rows."""
+    given = (*_rows_of(32), torch.rand(48, 1)) if gate else _rows_of(16)
+    ends = torch.tensor([5, 5, 48], dtype=torch.int32)
+    return *given, torch.randn(3, 16, 24, dtype=torch.bfloat16), ends
+
+
 REST = {  # ops that are no fusion's
     "channels_last": lambda: (channels_last, (torch.randn(2, 3, 4, 5),)),
     "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
@@ -57,6 +69,10 @@ REST = {  # ops that are no fusion's
     ),
     "scaled": lambda: (scaled, (torch.randn(48, 33, dtype=torch.bfloat16), torch.tensor(0.5))),
     "block_lists": lambda: (block_lists, (torch.rand(2, 1, 3, 5) < 0.5, torch.rand(1, 1, 3, 5) < 0.5)),
+    "moe_up": lambda: (moe_up, _experts()),
+    "moe_up_bwd": lambda: (moe_up_bwd, (*_rows_of(24), *_experts(), True)),
+    "moe_down": lambda: (moe_down, (*_experts(gate=True), False, 0.0, 1.0, 0.0)),
+    "moe_down_bwd": lambda: (moe_down_bwd, (*_rows_of(24), *_experts(gate=True), False, True, 2.0, 1.702, 1.0)),
     "in_memory": lambda: (in_memory, (torch.randn(3, 4).mT,)),
     "copied": lambda: (copied, (torch.randn(3, 4).mT,)),
 }

@@ -60,7 +60,7 @@ def _moe_combine_kernel(
 
 
 @planner
-def expert_rows_plan(h: int) -> Plan:
+def moe_dispatch_plan(h: int) -> Plan:
     """Choose ROWS x BLOCK of a program by the columns ``h`` of a row: 16 bytes a thread and row."""
     return Plan(ROWS=4, BLOCK=min(next_power_of_2(h), 1024), num_warps=4)
 
@@ -73,7 +73,7 @@ def _dispatch(x, perm, inverse, here, k):
     rows = _fake_dispatch(x, perm, inverse, here, k)
     if not x.is_cuda and not interpreting():
         return rows.copy_(_masked(x[perm // k], here))
-    x, (s, h), plan = _with_unit_stride(x), rows.shape, expert_rows_plan(x.shape[1])
+    x, (s, h), plan = _with_unit_stride(x), rows.shape, moe_dispatch_plan(x.shape[1])
     if rows.numel():
         local = here is not None
         launch(
@@ -89,7 +89,7 @@ def _combine(rows, perm, inverse, here, k, dtype):
     if not rows.is_cuda and not interpreting():
         wide = torch.promote_types(rows.dtype, torch.float32)
         return y.copy_(_masked(rows, here)[inverse].view(-1, k, rows.shape[1]).sum(1, dtype=wide))
-    rows, (t, h), plan = _with_unit_stride(rows), y.shape, expert_rows_plan(rows.shape[1])
+    rows, (t, h), plan = _with_unit_stride(rows), y.shape, moe_dispatch_plan(rows.shape[1])
     if y.numel():
         local = here is not None
         launch(
