@@ -57,7 +57,8 @@ def test_every_site_of_a_model_is_checked(family, dtype):
 def test_every_site_of_every_family(family):
     with fx_fusion.recording() as report:
         compiled(zoo.build(family, torch.bfloat16))(**zoo.batch())
-    assert checked(report) == fused(report) >= 10, sentences(report)
+    of_integers = report.count("moe_sort")  # are not compared
+    assert checked(report) == fused(report) - of_integers >= 10, sentences(report)
 
 
 @pytest.mark.parametrize("change", [a_little_more, detached])
