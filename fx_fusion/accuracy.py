@@ -20,7 +20,7 @@ Values = Mapping[str, Tensor]
 
 
 class Double(TorchFunctionMode):
-    """Inside, casts of float64 and of integers make float64: ``x.float()`` in a model means "at least float32", and so do
+    """Makes float64 of casts of float64 and of integers inside: ``x.float()`` in a model means "at least float32", and so do
     ``x.to(torch.bfloat16)`` and ``softmax(..., dtype=torch.float32)``. Grouped products, which torch has for narrower dtypes
     alone, are computed group by group."""
 

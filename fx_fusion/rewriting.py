@@ -79,9 +79,7 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     untaken, writes = only_read(gm, deferred_inputs)
     by_rows = read_by_rows(gm, untaken)
     report.floats = keep_tensors(gm) if options.fuel is None else 0
-    read_what_was_written(gm)
-    report.experts = multiply_experts_in_autocast(gm) if options.experts == "autocast" else 0
-    report.joined = join_written_halves(gm)
+    report.experts, report.joined = _prepare(gm, options)
     waits = options.defer_outputs and not options.outputs_are_read and options.fuel is None
     tail = take_rows_outside(gm) if waits else None
     report.outside = () if tail is None else tuple(call.name for call in tail.calls)
@@ -98,13 +96,16 @@ def rewritten(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
     return graph
 
 
+def _prepare(gm: fx.GraphModule, options: Options) -> tuple[int, int]:
+    """Write a graph in the words that finders read. Returns how many products of experts were cast, and halves joined."""
+    read_what_was_written(gm)
+    return multiply_experts_in_autocast(gm) if options.experts == "autocast" else 0, join_written_halves(gm)
+
+
 def as_sites_read_it(untouched: fx.GraphModule, options: Options) -> fx.GraphModule:
     """Return a copy of a captured graph in the words in which its sites were found, for ``verify``."""
     gm = snapshot(untouched)
-    read_what_was_written(gm)
-    if options.experts == "autocast":
-        multiply_experts_in_autocast(gm)
-    join_written_halves(gm)
+    _prepare(gm, options)
     take_rows_first(gm.graph)
     gm.recompile()
     return gm

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
+from fx_fusion.kernels.lib.rows import as_rows
 from fx_fusion.ops.launch import launch
 from fx_fusion.ops.library import plain_function, plain_op, register_autograd, trace_launches
 from fx_fusion.ops.on_cpu import interpreting
@@ -65,15 +66,11 @@ def moe_dispatch_plan(h: int) -> Plan:
     return Plan(ROWS=4, BLOCK=min(next_power_of_2(h), 1024), num_warps=4)
 
 
-def _with_unit_stride(x):
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def _dispatch(x, perm, inverse, here, k):
     rows = _fake_dispatch(x, perm, inverse, here, k)
     if not x.is_cuda and not interpreting():
         return rows.copy_(_masked(x[perm // k], here))
-    x, (s, h), plan = _with_unit_stride(x), rows.shape, moe_dispatch_plan(x.shape[1])
+    x, (s, h), plan = as_rows(x), rows.shape, moe_dispatch_plan(x.shape[1])
     if rows.numel():
         local = here is not None
         launch(
@@ -89,7 +86,7 @@ def _combine(rows, perm, inverse, here, k, dtype):
     if not rows.is_cuda and not interpreting():
         wide = torch.promote_types(rows.dtype, torch.float32)
         return y.copy_(_masked(rows, here)[inverse].view(-1, k, rows.shape[1]).sum(1, dtype=wide))
-    rows, (t, h), plan = _with_unit_stride(rows), y.shape, moe_dispatch_plan(rows.shape[1])
+    rows, (t, h), plan = as_rows(rows), y.shape, moe_dispatch_plan(rows.shape[1])
     if y.numel():
         local = here is not None
         launch(

@@ -34,9 +34,9 @@ from fx_fusion.graph.routing import (
 from fx_fusion.graph.size_hints import too_small, trained
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.moe_dispatch import MOST_EXPERTS, moe_combine, sum_of_biases
+from fx_fusion.kernels.moe_dispatch import moe_combine, sum_of_biases
 from fx_fusion.kernels.moe_down import moe_down
-from fx_fusion.patterns.moe_dispatch import inverse_of_all, pairs_of, rows_at, rows_here
+from fx_fusion.patterns.moe_dispatch import inverse_of_all, pairs_of, rows_at, rows_here, too_many_experts
 from fx_fusion.patterns.sites.gates import Gated, gate_of
 from fx_fusion.rewrite.editor import Editor
 from fx_fusion.rewrite.experts_in_autocast import ADVICE, is_cast_by_nobody
@@ -266,9 +266,7 @@ def unread(view: View) -> Iterator[NearMiss]:
 
 
 def guard(rows, ids, k):
-    if k > MOST_EXPERTS:
-        return f"{k} experts a token; the kernel sums up to {MOST_EXPERTS} rows"
-    return wrong_dtype(rows=rows)
+    return too_many_experts(k) or wrong_dtype(rows=rows)
 
 
 def why_keep(rows, ids, k):

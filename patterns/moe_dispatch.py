@@ -113,10 +113,13 @@ def rows_here(editor: Editor, mask: fx.Node) -> fx.Node:
     return editor.once(("rows that are not of", mask), make)
 
 
+def too_many_experts(k: int) -> str | None:
+    """Return why the kernel can't sum the rows of ``k`` experts, or None."""
+    return f"{k} experts a token; the kernel sums up to {MOST_EXPERTS} rows" if k > MOST_EXPERTS else None
+
+
 def guard(x, ids, k):
-    if k > MOST_EXPERTS:
-        return f"{k} experts a token; the kernel sums up to {MOST_EXPERTS} rows"
-    return wrong_dtype(x=x)
+    return too_many_experts(k) or wrong_dtype(x=x)
 
 
 def why_keep(x, ids, k):

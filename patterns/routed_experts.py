@@ -21,16 +21,15 @@ from fx_fusion.fusion.declaration import Fusion, case
 from fx_fusion.fusion.match import Match, NearMiss
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.devices import device_type
-from fx_fusion.graph.routing import is_changed
+from fx_fusion.graph.routing import is_changed, reshaped_from
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
-from fx_fusion.kernels.moe_dispatch import MOST_EXPERTS, inverse_permutation, moe_combine, moe_dispatch
+from fx_fusion.kernels.moe_dispatch import inverse_permutation, moe_combine, moe_dispatch
 from fx_fusion.kernels.moe_down import Gate, moe_down, moe_up
 from fx_fusion.kernels.moe_sort import moe_sort
+from fx_fusion.patterns.moe_dispatch import too_many_experts
 from fx_fusion.patterns.sites.gates import gate_of
 from fx_fusion.rewrite.editor import Editor
-
-_RESHAPES = ("view", "reshape", "flatten", "contiguous")
 
 
 def every_expert(x, logits, up, down, k):
@@ -69,13 +68,13 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 
 def _read(view: View, root: fx.Node, summed: Any) -> Match | None:
     """Read down from the sum over experts to x and the router's choices; None where something else is computed."""
-    node, nodes = _through(view, summed)
+    node, nodes = reshaped_from(view, summed)
     second = view.arguments_of(node, "bmm")
     gated = None if second is None else gate_of(view, second["input"])
     first = None if gated is None else view.arguments_of(gated.h, "bmm")
     if second is None or gated is None or first is None:
         return None
-    rows, more = _through(view, first["input"])
+    rows, more = reshaped_from(view, first["input"])
     factors = view.arguments_of(rows, "mul")
     if factors is None:
         return None
@@ -113,20 +112,11 @@ def _are(sizes: list[Any], wanted: list[Any]) -> bool:
     return len(sizes) == len(wanted) and all(statically_known_true(a == b) for a, b in zip(sizes, wanted, strict=True))
 
 
-def _through(view: View, node: Any) -> tuple[Any, set[fx.Node]]:
-    """Return what a node is reshaped from, and the nodes that reshape it."""
-    crossed = set()
-    while isinstance(node, fx.Node) and view.name(node) in _RESHAPES:
-        crossed.add(node)
-        node = node.args[0]
-    return node, crossed
-
-
 def _of_column(view: View, column: Any) -> tuple[fx.Node, set[fx.Node]] | None:
     """Return the scores, (tokens, experts), of ``scores.transpose(0, 1).reshape(-1, 1)``, and the nodes in between."""
     if not is_tensor(column) or example(column).dim() != 2 or example(column).shape[1] != 1:
         return None
-    turned, crossed = _through(view, column)
+    turned, crossed = reshaped_from(view, column)
     bound = view.arguments_of(turned, "transpose", "t", "T", "mT")
     if bound is None or ("dim0" in bound and {bound["dim0"] % 2, bound["dim1"] % 2} != {0, 1}):
         return None
@@ -184,8 +174,8 @@ def emit(editor: Editor, match: Match) -> None:
 
 
 def guard(x, logits, up, down, k):
-    if k > MOST_EXPERTS:
-        return f"{k} experts a token; the kernel sums up to {MOST_EXPERTS} rows"
+    if (reason := too_many_experts(k)) is not None:
+        return reason
     dtypes = {x.dtype, up.dtype, down.dtype}
     if len(dtypes) > 1 or torch.is_autocast_enabled(device_type(x)):
         return "x and the experts are of several dtypes, or autocast casts them"
@@ -201,10 +191,6 @@ def guard(x, logits, up, down, k):
     return None
 
 
-def why_keep(x, logits, up, down, k):
-    return None
-
-
 FUSION = Fusion(
     name="routed_experts",
     pattern=every_expert,
@@ -213,7 +199,6 @@ FUSION = Fusion(
     find=find,
     emit=emit,
     guard=guard,
-    why_keep=why_keep,
     traffic=(  # a FLOP of a product takes as long as 0.007 bytes (H200), and each has two in its backward
         "2*e*h*(j + i)*bytes + 0.042*t*h*(j + i)",
         "(6*e*t*(h + i) + 2*e*h*(j + i))*bytes + 0.042*e*t*h*(j + i)",

@@ -178,13 +178,21 @@ def is_behind_the_groups(view: View, mask: Any) -> bool:
 
 def choices_of(view: View, ids: fx.Node) -> fx.Node | None:
     """Return the scores, (..., experts), whose largest ``ids`` are the positions of, all in one dim; None for other ids."""
-    while view.name(ids) in ("view", "reshape", "flatten", "contiguous") and not is_changed(view, ids):
-        ids = ids.args[0]  # type: ignore[assignment]
-    if is_changed(view, ids):
+    chosen, crossed = reshaped_from(view, ids)
+    if not _is_item(chosen, 1) or any(is_changed(view, n) for n in (chosen, *crossed)):
         return None
-    bound = view.arguments_of(ids.args[0], "topk") if _is_item(ids, 1) else None
+    bound = view.arguments_of(chosen.args[0], "topk")
     rank = None if bound is None else example(bound["input"]).dim()
     return bound["input"] if bound is not None and bound["dim"] in (-1, rank - 1) else None  # type: ignore[operator]
+
+
+def reshaped_from(view: View, node: Any) -> tuple[Any, set[fx.Node]]:
+    """Return what a node is reshaped from, and the nodes that reshape it."""
+    crossed = set()
+    while isinstance(node, fx.Node) and view.name(node) in ("view", "reshape", "flatten", "contiguous"):
+        crossed.add(node)
+        node = node.args[0]
+    return node, crossed
 
 
 def same_length(a: fx.Node, b: fx.Node) -> bool:

@@ -77,7 +77,7 @@ def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def is_expensive(node: fx.Node) -> bool:
-    """Whether a node is a product, a convolution, attention or a loss over a vocabulary."""
+    """Return True for a product, a convolution, attention or a loss over a vocabulary."""
     counted = _packet(node) in flop_registry or "attention" in str(node.target) or _is_grouped(node)
     return node.op == "call_function" and counted
 
