@@ -274,6 +274,16 @@ _LLAMA4 = {  # 1 of the 48 layers of Scout, with experts
     "num_hidden_layers": 1, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
     "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
 }  # fmt: skip
+_MAMBA2 = {  # 4 of the 64 layers of 2.7B
+    "use_cache": False, "hidden_size": 2560, "expand": 2, "num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 1,
+    "chunk_size": 256, "num_hidden_layers": 4, "vocab_size": 50288,
+}  # fmt: skip
+_NEMOTRON_H = {  # 4 of the 52 layers of 8B: scans, MLPs and an attention
+    "use_cache": False, "hidden_size": 4096, "intermediate_size": 21504,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+    "n_groups": 8, "chunk_size": 128, "vocab_size": 131072,
+}  # fmt: skip
 _ALBERT = {  # base v2: 12 times the same layer
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30000,
 }  # fmt: skip
@@ -313,6 +323,8 @@ FAMILIES = {
     "olmoe": Family(_transformers("OlmoeForCausalLM", "OlmoeConfig", **_OLMOE), 8, 2048),
     "qwen3-moe": Family(_transformers("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_QWEN3_MOE), 4, 2048),
     "llama4": Family(_transformers("Llama4ForCausalLM", "Llama4TextConfig", **_LLAMA4), 2, 2048),
+    "mamba2": Family(_transformers("Mamba2ForCausalLM", "Mamba2Config", **_MAMBA2), 2, 2048),
+    "nemotron-h": Family(_transformers("NemotronHForCausalLM", "NemotronHConfig", **_NEMOTRON_H), 2, 2048),
     "albert": Family(_transformers("AlbertForMaskedLM", "AlbertConfig", **_ALBERT), 128, 512),
     "deberta": Family(_transformers("DebertaV2ForMaskedLM", "DebertaV2Config", **_DEBERTA), 32, 512),
     "marian": Family(_marian, 256, 128),

@@ -4,6 +4,7 @@
     h    = x · a                       before;  h = x after
     x̂    = h / sqrt(mean(h²) + eps)
     y    = x̂ · w                       before;  y = x̂ · w · a after          round_first: x̂ is rounded before w
+                                                                             out: the dtype of y where it is not x's
 
     g    = dy · w                      before;  g = dy · a · w after
     dh   = rstd · (g − x̂ · mean(g · x̂))
@@ -157,8 +158,8 @@ def gated_rms_norm_bwd_plan(n: int, bytes_per_element: int, x) -> Plan:
     return Plan(ROWS=2048 // block, BLOCK=block, STAGES=stages, num_warps=warps, programs_per_sm=2)
 
 
-def _fwd(x, gate, weight, eps, before, silu, round_first, groups):
-    y, rstd = _fake(x, gate, weight, eps, before, silu, round_first, groups)
+def _fwd(x, gate, weight, eps, before, silu, round_first, groups, out):
+    y, rstd = _fake(x, gate, weight, eps, before, silu, round_first, groups, out)
     xs, gates = as_rows(x), as_rows(gate)
     m, n = xs.shape[0], xs.shape[1] // groups
     if m and n:
@@ -172,7 +173,7 @@ def _fwd(x, gate, weight, eps, before, silu, round_first, groups):
     return y, rstd
 
 
-def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, needs):
+def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, out, needs):
     xs, gates, dys = as_rows(x), as_rows(gate), as_rows(dy)
     m, n = xs.shape[0], xs.shape[1] // groups
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -193,21 +194,21 @@ def _bwd(dy, x, gate, weight, rstd, eps, before, silu, round_first, groups, need
     return dx, dgate, column_sums(dw, [weight.dtype])[0]
 
 
-def _fake(x, gate, weight, eps, before, silu, round_first, groups):
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _fake(x, gate, weight, eps, before, silu, round_first, groups, out):
+    y = torch.empty(x.shape, dtype=x.dtype if out == "input" else getattr(torch, out), device=x.device)
     return y, torch.empty(math.prod(x.shape[:-1]) * groups, dtype=torch.float32, device=x.device)
 
 
 gated_rms_norm = fused_op(
     "gated_rms_norm",
     (
-        "(Tensor x, Tensor gate, Tensor weight, float eps, bool before, bool silu, bool round_first, int groups)"
-        " -> (Tensor y, Tensor rstd)",
+        "(Tensor x, Tensor gate, Tensor weight, float eps, bool before, bool silu, bool round_first, int groups,"
+        " str out) -> (Tensor y, Tensor rstd)",
         _fwd,
     ),
     (
         "(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor rstd, float eps, bool before, bool silu,"
-        " bool round_first, int groups, bool[] needs) -> (Tensor dx, Tensor dgate, Tensor dweight)",
+        " bool round_first, int groups, str out, bool[] needs) -> (Tensor dx, Tensor dgate, Tensor dweight)",
         _bwd,
     ),
     fake=_fake,

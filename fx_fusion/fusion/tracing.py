@@ -28,6 +28,13 @@ def trace(
     return graph
 
 
+def call_beside(like: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that takes no tensor (``torch.ones``): a node of the graph where ``like`` is being traced."""
+    if isinstance(like, fx.Proxy):
+        return like.tracer.create_proxy("call_function", function, args, kwargs)
+    return function(*args, **kwargs)
+
+
 def results_of(graph: fx.Graph) -> tuple[Any, ...]:
     """What a traced function returns, as a tuple."""
     result = next(n for n in graph.nodes if n.op == "output").args[0]

@@ -27,6 +27,11 @@ def names() -> list[str]:
     return [overload.name().removeprefix(f"{NAMESPACE}::") for overload in _OVERLOADS]
 
 
+def is_op(target: Any) -> bool:
+    """Return True for one of these ops, which take tensors of any strides."""
+    return any(target is overload for overload in _OVERLOADS)
+
+
 def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function of torch's own ops that rewritten graphs call. AOTAutograd's cache takes graphs with it because it
     is named in ``PLAIN_FUNCTIONS``: its code is in our part of the key."""

@@ -22,12 +22,14 @@ from fx_fusion.graph.masks.assumed import Assumed
 from fx_fusion.graph.size_hints import expected
 from fx_fusion.graph.terms import example, is_tensor
 from fx_fusion.graph.view import View
+from fx_fusion.ops.library import is_op
 from fx_fusion.rewrite.assumptions import Assumptions
 from fx_fusion.rewrite.deferral import Deferral, cut_off, sharing_memory
 from fx_fusion.torch_internals.containers import map_nodes, tree_leaves, tree_map_only
 from fx_fusion.torch_internals.fakes import fake_mode_of, set_example, without_guards, without_tracing_context
 from fx_fusion.torch_internals.nodes import is_erased, take_name
 
+_VIEWS = ("transpose", "permute", "mT", "unsqueeze", "getitem", "split", "chunk", "view", "unflatten", "to", "type_as")
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
 
@@ -138,6 +140,10 @@ class Editor:
         what stays in the graph once more, and a replacement that was tried and declined must not cost a recompile."""
         self.made.append(node)
         node.meta.update({k: like.meta[k] for k in _COPIED_META if k in like.meta})
+        return self._evaluate(node, target, like)
+
+    def _evaluate(self, node: fx.Node, target: Any, like: fx.Node) -> fx.Node:
+        """Give a node the example value of its call, in the grad mode and autocast region of ``like``."""
         args, kwargs = map_nodes(example, (node.args, node.kwargs))
         if self.fake_mode is None:
             raise RuntimeError("the graph has no fake tensors; it was not captured by Dynamo")
@@ -181,6 +187,28 @@ class Editor:
             user.replace_input_with(node, copy)
         self._replaced[node] = copy  # what was written to the node is written to the copy
         return copy
+
+    def without_copy(self, copy: fx.Node, source: fx.Node, *, like: fx.Node) -> bool:
+        """Let what reads ``copy`` read ``source``, which has the same values in other strides, if ops of ours alone read it,
+        maybe through views: they take any strides. Return True where they do, and their results stay what they were."""
+        changed, readers = _views_and_readers(self.view, copy)
+        if not readers or not all(is_op(reader.target) for reader in readers):
+            return False
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        known = {node: example(node) for node in sorted((*changed, *readers), key=order.__getitem__)}
+        copy.replace_all_uses_with(source)
+        try:
+            for node, before in known.items():
+                self._evaluate(node, getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target, like)
+                if node in readers and any(map(differs, tree_leaves(before), tree_leaves(example(node)))):
+                    raise Mismatch(f"{node.name} has another result")
+        except Mismatch:
+            for reader in [user for user in source.users if user in known]:
+                reader.replace_input_with(source, copy)
+            for node, before in known.items():
+                set_example(node, before)
+            return False
+        return True
 
     def change_call(self, node: fx.Node, *, restride: bool = False, **changes: Any) -> None:
         """Change named arguments of a call in place; its result must keep its type. With ``restride`` a result with other
@@ -257,6 +285,21 @@ class Editor:
         for node in sorted(nodes, key=lambda n: self.view.order.get(n, 0), reverse=True):
             if not is_erased(node) and not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
+
+
+def _views_and_readers(view: View, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the views of a node and of its views, and what reads any of them and is none."""
+    views: list[fx.Node] = []
+    readers: list[fx.Node] = []
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if view.name(user) in _VIEWS and not view.effects.mutated(user):
+            views.append(user)
+            waiting += user.users
+        elif user not in readers:
+            readers.append(user)
+    return views, readers
 
 
 def _order_of_memory(tensor: Any) -> tuple[list[int], list[int]]:

@@ -40,11 +40,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dense_mask": ("dense_mask", "causal_mask", "block_sparse_attention", "biased_attention"),
     "attention": ("attention", "flex_attention"),
     "repeat_kv": ("repeat_kv", "block_sparse_attention", "biased_attention"),
-    "swish": ("swish", "swiglu", "gated_rms_norm", "group_norm_swish", "evonorm_s0", "evonorm_b0", "causal_conv1d"),
+    "swish": (
+        "swish", "swiglu", "gated_rms_norm", "group_norm_swish", "evonorm_s0", "evonorm_b0", "causal_conv1d", "moe_combine",
+        "routed_experts",
+    ),
 }
 IN_NO_CALL: dict[str, tuple[str, ...]] = {
     "rotary": ("rope", "complex_rope"),
-    "gated": ("swiglu", "geglu"),
+    "gated": ("swiglu", "geglu", "moe_combine", "routed_experts"),
     "evonorm": ("evonorm_s0", "evonorm_b0"),
 }
 STATUSES = ("fused", "kept", "declined", "near")

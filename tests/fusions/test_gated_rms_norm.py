@@ -27,6 +27,27 @@ def test_groups_of_a_gated_norm_are_read_from_the_views(shape, fires):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("read", "out"),
+    [
+        (lambda y: y.to(torch.bfloat16), "bfloat16"), (lambda y: y.half() * 2, "float16"), (lambda y: y.double(), "input"),
+        (lambda y: (y, y.bfloat16()), "input"), (lambda y: y.bfloat16() + y.bfloat16(), "input"),
+    ],
+)  # fmt: skip
+def test_what_is_only_cast_to_16_bits_is_stored_in_them(read, out):
+    """Rows of float32, as a scan leaves them: rounded once, to what eager's cast rounds them to."""
+    x, gate, w = torch.randn(7, 64, requires_grad=True), torch.randn(7, 64).bfloat16(), torch.randn(64)
+    function = lambda x, gate, w: read(grouped(x, gate, w, (7, 1, 64)))  # noqa: E731
+    y, report = rewritten(function, x, gate, w)
+    report.assert_fused(gated_rms_norm=1)
+    assert f"out={out}" in report.diff().replace("'", "")
+    expected = function(x, gate, w)
+    torch.testing.assert_close(y, expected, rtol=0.01, atol=1e-5)
+    last, right = ((v[-1] if isinstance(v, tuple) else v).float().sum() for v in (y, expected))
+    torch.testing.assert_close(torch.autograd.grad(last, x)[0], torch.autograd.grad(right, x)[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.kernel
 def test_a_gate_in_16_bits_beside_a_value_in_float32():
     """The gradient of the value is float32, and its sigmoid has to be, too."""
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ def norms(n):
 
 
 def gated_norms(n):
-    x, options = torch.randn(8, n).bfloat16(), (True, True, True, 1)
+    x, options = torch.randn(8, n).bfloat16(), (True, True, True, 1, "input")
     gated_rms_norm._fwd(x, x, x[0], 1e-6, *options)
     gated_rms_norm._bwd(x, x, x, x[0], torch.empty(8), 1e-6, *options, [True] * 3)
 
@@ -116,7 +116,7 @@ def rows_of_any_width():
 
 def gated_rows_in_groups():
     x, w, stats = torch.randn(8, 20001).bfloat16()[:, :4096], torch.randn(4096), torch.empty(16)
-    for options in ((True, True, True, 2), (False, False, False, 1)):
+    for options in ((True, True, True, 2, "input"), (False, False, False, 1, "bfloat16")):
         gated_rms_norm._fwd(x, x, w, 1e-6, *options)
         gated_rms_norm._bwd(x, x, x, w, stats, 1e-6, *options, [True] * 3)
 

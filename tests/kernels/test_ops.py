@@ -40,8 +40,8 @@ def test_gradients_that_nobody_wants_are_as_the_fake_says(needs):
     _, stats = torch.ops.fx_fusion.group_norm(x, 2, w, w, 1e-5)
     opcheck(backwards[0], (x, x, 2, w, w, stats, 1e-5, needs), test_utils="test_faketensor")
     rows = torch.randn(4, 6)
-    _, rstd = torch.ops.fx_fusion.gated_rms_norm(rows, rows, w, 1e-6, True, True, True, 1)
-    opcheck(backwards[1], (rows, rows, rows, w, rstd, 1e-6, True, True, True, 1, needs), test_utils="test_faketensor")
+    _, rstd = torch.ops.fx_fusion.gated_rms_norm(rows, rows, w, *(static := (1e-6, True, True, True, 1, "input")))
+    opcheck(backwards[1], (rows, rows, rows, w, rstd, *static, needs), test_utils="test_faketensor")
 
 
 def test_results_may_be_written_to_in_place(device):
@@ -52,7 +52,7 @@ def test_results_may_be_written_to_in_place(device):
     results = {
         "swiglu": swiglu(x, x), "swish": swish(x), "rms_norm": rms_norm(x, w, 1e-6, 0.0, False),
         "layer_norm": torch.ops.fx_fusion.layer_norm(x, w, w, 1e-5, False)[0],
-        "gated": torch.ops.fx_fusion.gated_rms_norm(x, x, w, 1e-5, True, True, False, 1)[0],
+        "gated": torch.ops.fx_fusion.gated_rms_norm(x, x, w, 1e-5, True, True, False, 1, "input")[0],
         "group_norm": torch.ops.fx_fusion.group_norm(image, 2, None, None, 1e-5)[0],
         "embedding": torch.ops.fx_fusion.embedding(torch.tensor([[1, 2], [3, 4]], device=device), table, -1),
     }  # fmt: skip
