@@ -12,11 +12,13 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import io
 import re
 import textwrap
 import tokenize
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,7 @@ class Substitute:
         sources: the modules, functions and classes on whose source ``by`` relies, named like ``target``.
         known: the hashes of those sources (``source_hash``) that are known, each with the versions that have them.
         within: the module in whose code alone ``by`` stands for the target; any, where it is empty.
+        unless: a module that takes the calls itself where it is installed: then nothing stands for the target.
     """
 
     target: str
@@ -49,6 +52,7 @@ class Substitute:
     sources: tuple[str, ...]
     known: Mapping[str, str]
     within: str = ""
+    unless: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,13 @@ class FrontEnd:
         library: the distribution's name, which has a version.
         module: the module whose import makes all targets known.
         substitutes: what stands for what.
+        written_out: functions of plain PyTorch that models run where the library is not installed; the report names them.
     """
 
     library: str
     module: str
     substitutes: tuple[Substitute, ...]
+    written_out: tuple[str, ...] = ()
 
 
 GROUP = "fx_fusion.front_ends"  # the entry points of installed plug-ins
@@ -109,7 +115,10 @@ def _stand_in(each: Substitute, unknown: str | None, within: str, options: Mappi
 
 
 def why_unknown(front_end: FrontEnd, each: Substitute) -> str | None:
-    """Return why a target is not substituted: its source is of no known version. None where it is known."""
+    """Return why a target is not substituted: its source is of no known version, or another library takes its calls. None
+    where it is."""
+    if each.unless and importlib.util.find_spec(each.unless) is not None:
+        return f"{each.target} is left to {each.unless}, which is installed"
     try:
         if source_hash(each.sources) in each.known:
             return None
@@ -135,6 +144,27 @@ def libraries_in(graph: fx.Graph) -> tuple[str, ...]:
     frames = {frame for node in graph.nodes for frame in _FRAME.findall(node.stack_trace or "")} if _registered else set()
     found = (each.library for each in _registered for s in each.substitutes if not frames.isdisjoint(_frames(s.by)))
     return tuple(sorted(set(found)))
+
+
+def written_out_in(graph: fx.Graph) -> tuple[str, ...]:
+    """Return a sentence for each library whose absence fills a captured graph with calls of plain PyTorch."""
+    names = {name: each.library for each in _registered for name in each.written_out if not _is_installed(each.library)}
+    if not names:
+        return ()
+    called = re.compile(rf", in ({'|'.join(map(re.escape, names))})$", re.MULTILINE)
+    counts = Counter(name for node in graph.nodes for name in set(called.findall(node.stack_trace or "")))
+    return tuple(
+        f"{count} of its nodes are {name} in plain PyTorch: with {names[name]} installed its kernels are called instead"
+        for name, count in counts.items()
+    )
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 _FRAME = re.compile(r'File "([^"]*)", line \d+, in (\w+)')

@@ -31,6 +31,7 @@ class GraphReport:
     fallback: str = ""  # why the graph went to Inductor unchanged, if it did
     broke: str = ""  # the graph break that it ends at, if it does
     front_ends: tuple[str, ...] = ()  # libraries whose calls are part of it by a front end
+    written_out: tuple[str, ...] = ()  # sentences: what it computes in plain PyTorch because a library is missing
     floats: int = 0  # foreach calls that take a float that changes as the tensor it came in
     joined: int = 0  # new tensors that were written in two halves
     experts: int = 0  # grouped products that are cast as autocast casts linear layers
@@ -83,6 +84,7 @@ class GraphReport:
             yield f"ends at a {self.broke}"
         if self.front_ends:
             yield f"calls of {', '.join(self.front_ends)} are part of it: front_ends=False leaves them to eager"
+        yield from self.written_out
         if self.floats:
             yield f"{self.floats} foreach call(s) take a changing float as a tensor"
         if self.experts:

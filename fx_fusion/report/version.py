@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fx_fusion.frontend import left_alone, libraries_in
+from fx_fusion.frontend import left_alone, libraries_in, written_out_in
 from fx_fusion.graph.devices import planned_gpu
 from fx_fusion.options import Options
 from fx_fusion.report.diff import rows
@@ -42,6 +42,7 @@ def new_report(gm: fx.GraphModule, version: Version | None, options: Options) ->
         attempt=attempt,
         broke=" ".join((broke, *unknown)) if broke else "",
         front_ends=libraries_in(gm.graph),
+        written_out=written_out_in(gm.graph),
         planned_for=planned_gpu(),
         options=options.given(),
     )
