@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
                                                          make() returns a model and its arguments
   python -m fx_fusion explain llama --select always --require rms_norm=1 --require rope=2
                                                          exit code 1 where that does not hold: for CI
+  python -m fx_fusion bench llama --layers 4 --batch 8   training steps beside eager, Inductor and Liger, on this GPU
   python -m fx_fusion verify train.py:make               one step beside eager's and float64's: exit code 1 if it is wrong
   python -m fx_fusion run train.py --epochs 1            a script as it is: what it gives to torch.compile, under fx_fusion
   python -m fx_fusion run --compile -m my.trainer a.yml  a module that compiles nothing: the first model that it trains
@@ -81,6 +82,7 @@ def _command() -> int:
         return 0
     options: dict[str, Any] = {} if getattr(given, "select", None) is None else {"select": given.select}
     from fx_fusion.commands import (
+        bench_command,
         bisect_command,
         explain_command,
         profile_command,
@@ -109,6 +111,10 @@ def _command() -> int:
             return replay_command(given.file)
         if given.command == "report":
             return report_command(given.file, output=chosen(*output))
+        if given.command == "bench":
+            command = [sys.executable, "-W", "ignore", "-m", "fx_fusion", *sys.argv[1:]]
+            measured = chosen("device", "steps", "variant", "json")
+            return bench_command(given.target, sizes=chosen(*sizes, "mask"), command=command, **measured)
         if given.command == "verify":
             return verify_command(given.target, sizes=chosen(*sizes), options=options, **chosen("device"))
         where = chosen("device", "gpu", "download")
@@ -182,10 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
     verify = commands.add_parser("verify", help="one training step beside eager's and float64's, and which fusion is wrong")
+    bench = commands.add_parser("bench", help="training steps under eager, Inductor, Liger and fx_fusion, in turns")
     target = "a model type of transformers, a config.json or its folder, a model of the Hub, or module:function"
     explain.add_argument("target", type=_target, help=f"{target}; a script (file.py) is run as it is")
     verify.add_argument("target", type=_target, help=target)
-    for command, batch, length, layers in ((explain, "4; 1", 2048, "all"), (verify, "1", 64, "2")):
+    bench.add_argument("target", type=_target, nargs="?", default="llama", help=f"{target} (llama)")
+    defaults = (explain, "4; 1", 2048, "all"), (verify, "1", 64, "2"), (bench, "4; 1", 2048, "all")
+    for command, batch, length, layers in defaults:
         command.add_argument("--batch", type=_at_least_1, help=f"rows of the batch ({batch} with --tiny)")
         command.add_argument("--length", type=_at_least_1, help=f"tokens in a row ({length}; 16 with --tiny)")
         command.add_argument("--layers", type=_at_least_1, help=f"at most so many layers; they are alike ({layers})")
@@ -195,9 +204,10 @@ def _parser() -> argparse.ArgumentParser:
             "--dtype", choices=("bfloat16", "float16", "float32"), help="of the parameters and images (bfloat16)"
         )
     explain.add_argument("--gpu", metavar="NAME", help="plan for this GPU, as h200, a100 or 4090; none has to be here")
-    explain.add_argument(
-        "--mask", choices=("none", "ones", "padded", "packed"), help="what a model of text gets beside its tokens (none)"
-    )
+    for command in (explain, bench):
+        command.add_argument(
+            "--mask", choices=("none", "ones", "padded", "packed"), help="what a model of text gets beside its tokens (none)"
+        )
     explain.add_argument("--download", action="store_true", help="fetch the config of a model of the Hub")
     run = commands.add_parser("run", help="run a script as it is, under fx_fusion, and report", allow_abbrev=False)
     run.add_argument(
@@ -218,6 +228,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--backend", choices=("inductor", "fx_fusion"), help=argparse.SUPPRESS)
     profile.add_argument("--result", help=argparse.SUPPRESS)
+    bench.add_argument("--steps", type=_at_least_1, default=10, help="steps of each turn; there are five")
+    bench.add_argument("--json", type=_json, metavar="FILE", help="write what was measured as JSON; - prints it alone")
+    bench.add_argument("--variant", help=argparse.SUPPRESS)
     bisect = commands.add_parser("bisect", help="find the replacement with which a command starts to fail")
     bisect.add_argument("program", help="what is run, again and again, and its arguments; it fails by its exit code")
     replay = commands.add_parser("replay", help="compare a site that was found wrong once more, alone")

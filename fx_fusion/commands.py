@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fx_fusion import benching
 from fx_fusion.cost import gpus
 from fx_fusion.cost.table import rates_of_tables
 from fx_fusion.errors import OptionError, TargetError
@@ -30,7 +31,7 @@ from fx_fusion.showing import check_files, show
 from fx_fusion.targets import Target, check_fusions, names_a_function, target_of
 from fx_fusion.torch_internals.fakes import NO_VALUES
 from fx_fusion.torch_internals.inductor import name_kernels_on_cpu
-from fx_fusion.transformers_models import Sizes
+from fx_fusion.transformers_models import Sizes, config_of
 from fx_fusion.verifying import verify
 
 _DEFAULT_GPU = "H200"
@@ -102,6 +103,37 @@ def verify_command(name: str, *, sizes: dict[str, Any], device: str | None, opti
     if found.nothing_replaced:
         print(f"fx_fusion: warning: {found.nothing_replaced}", file=sys.stderr)
     return 0 if found.ok else 1
+
+
+def bench_command(
+    name: str, *, sizes: dict[str, Any], device: str | None, steps: int, variant: str | None, command: Sequence[str],
+    json: str | None,
+) -> int:  # fmt: skip
+    """Measure training steps of a target under each variant, in turns, and print the table; the exit code: 1 where
+    fx_fusion has no numbers. ``variant``: train this one in this process. ``command``: this one, for the inner processes."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TargetError("bench runs the model, and there is no GPU here")
+    config = None if names_a_function(name) else config_of(name)[0]
+    kind = None if config is None else config.model_type
+    if variant is not None:
+        if variant == "liger":
+            benching.patch(kind)
+        torch.manual_seed(0)
+        usual = min(2048, getattr(config, "max_position_embeddings", 2048))
+        given = {**sizes, "batch": sizes["batch"] or (1 if sizes["tiny"] else 4)}
+        with contextlib.redirect_stdout(sys.stderr):
+            target = _target(name, fake=False, device=device, usual=usual, **given)
+        benching.train(target, variant, steps)
+        return 0
+    variants = [*benching.variants_here(kind), benching.AGAIN]
+    title = ", ".join([name, *(key if value is True else f"{key} {value}" for key, value in sizes.items() if value)])
+    found = benching.compare(command, variants, lambda said: print(f"fx_fusion: {said}", file=sys.stderr))
+    if json is not None:
+        text = benching.as_json(found, title)
+        print(text) if json == "-" else Path(json).write_text(text)
+    if json != "-":
+        print(benching.shown(found, title))
+    return int(any(one.failed for one in found if one.variant == "fx_fusion"))
 
 
 def _target(

@@ -32,7 +32,7 @@ ORDER = (
     {"testing"},
     {"checking"},
     {"tiny_configs", "transformers_models"},
-    {"plugin", "explaining", "accelerate", "doctor", "demo", "lightning", "profiling", "skeleton", "targets", "trainer", "verifying"},
+    {"plugin", "explaining", "accelerate", "benching", "doctor", "demo", "lightning", "profiling", "skeleton", "targets", "trainer", "verifying"},
     {"scripts", "showing", "commands", "__init__", "__main__"},
 )
 RANK = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
