@@ -57,7 +57,7 @@ _NO_WORK = frozenset((
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one node of Inductor's schedule launches.
+    """The kernel that one node of Inductor's schedule launches.
 
     Attributes:
         name: of a kernel of ours, its function; of Inductor's, the ops in it; of a library's, the op.
@@ -99,8 +99,8 @@ def on_gpu(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def code_of(model: nn.Module, inputs: dict[str, torch.Tensor], backend: str, options: Any = None) -> list[Code]:
-    """What ``torch.compile(model, backend, options)`` makes of the graphs of a training step, forward and backward of each.
-    The model and its inputs are ``on_gpu``; it is called, and what its graphs return has no values."""
+    """Return what ``torch.compile(model, backend, options)`` makes of the graphs of a training step, forward and backward of
+    each. The model and its inputs are ``on_gpu``; it is called, and what its graphs return has no values."""
     torch._dynamo.reset()
     _made.clear()
     _bodies.clear()
@@ -120,7 +120,7 @@ _written = tempfile.TemporaryDirectory()  # gone with the process
 
 
 class _Driver:
-    """What is asked of Triton's driver without a launch."""
+    """The part of Triton's driver that is asked without a launch."""
 
     class utils:
         @staticmethod
@@ -210,7 +210,7 @@ def _keep_body(gm: torch.fx.GraphModule, fakes: list[FakeTensor], **_: Any) -> N
 
 
 def _keep_code(self: Any) -> types.ModuleType:
-    """In the place of ``GraphLowering.compile_to_module``: remember the code and run none."""
+    """Stand for ``GraphLowering.compile_to_module``: remember the code and run none."""
     text = self.codegen()[0].value
     _made.append(Code(text, tuple(_kernels(self)), self.is_backward))
     path = Path(_written.name) / f"{len(_made)}.py"  # Inductor reads it

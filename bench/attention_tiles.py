@@ -1,4 +1,4 @@
-"""How FlexAttention's kernels are best tiled, by head dim: what ``kernels/block_sparse_attention.py`` holds.
+"""Measure how FlexAttention's kernels are best tiled, by head dim: what ``kernels/block_sparse_attention.py`` holds.
 
     python -m bench.attention_tiles [--out bench/results/attention_tiles.jsonl]
 

@@ -40,8 +40,8 @@ class Cell:
 
     @property
     def apart(self) -> bool:
-        """Whether it belongs on another line than others of its row, since its kernels are another matter: narrow heads,
-        images of a few pixels, columns that 16 does not divide."""
+        """Return True if it belongs on another line than others of its row, since its kernels are another matter: narrow
+        heads, images of a few pixels, columns that 16 does not divide."""
         last = self.size[-1]
         return last < 128 if self.group == HEADS else last <= 16 if self.group == IMAGES else last % 16 != 0
 
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def flops(self) -> float | None:
-        """Those of its matrix products, where they take the time."""
+        """Return those of its matrix products, where they take the time."""
         return fewest_flops(self.ours["fusion"], self.ours["sizes"])
 
 
@@ -99,7 +99,7 @@ def _row(row: dict[str, Any], usual: bool) -> str:
 
 
 def _size(row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """What the sizes of a cell are sizes of, and the sizes in this order."""
+    """Return what the sizes of a cell are sizes of, and the sizes in this order."""
     sizes = row["sizes"]
     for group, dims in _GROUPS:
         if set(sizes) == set(dims):

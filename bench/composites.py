@@ -16,7 +16,7 @@ def rotate_half(x):
 
 
 def rotated_queries_and_keys(q, k, cos, sin):
-    """What an attention layer of a Llama does to its queries and keys, laid out as its projections leave them."""
+    """Return what an attention layer of a Llama does to its queries and keys, laid out as its projections leave them."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 

@@ -1,4 +1,5 @@
-"""How every plot looks: colours for a light and for a dark page, text that stays text, the same bytes for the same data."""
+"""Define how every plot looks: colours for a light and for a dark page, text that stays text, the same bytes for the same
+data."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ _GATHERED = {"embedding": ("weight", "ids")}  # read where an index points at it
 def fewest_bytes(
     fusion: Fusion, sizes: Mapping[str, int], dtype: torch.dtype, inputs: Mapping[str, Any], outs: Iterable[torch.Tensor]
 ) -> dict[str, float]:
-    """By mode. Forward: each input is read once, each result written once. Backward: inputs and the gradients of results are
-    read once, gradients of differentiable inputs written once. A fusion that declares its traffic moves that in both passes
-    together: it knows what a backward need not read (rope), which gradients are one tensor (add_rms_norm), and what has to
-    be read twice since a statistic is known only after the first time (cross_entropy, evonorm_b0)."""
+    """Return the fewest bytes by mode. Forward: each input is read once, each result written once. Backward: inputs and the
+    gradients of results are read once, gradients of differentiable inputs written once. A fusion that declares its traffic
+    moves that in both passes together: it knows what a backward need not read (rope), which gradients are one tensor
+    (add_rms_norm), and what has to be read twice since a statistic is known only after the first time (cross_entropy,
+    evonorm_b0)."""
     tensors = {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor)}
     written = sum(map(_bytes, outs))
     table, ids = _GATHERED.get(fusion.name, (None, None))

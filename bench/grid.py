@@ -39,7 +39,7 @@ HEADS_OF_MODELS = (  # tokens, hidden size, vocabulary: lm_head and loss
 
 
 def cases_of(fusion: Fusion, *, full: bool) -> list[Case]:
-    """What ``bench`` measures: the declared cases, and with ``full`` the whole grid of the fusion's dims."""
+    """Return what ``bench`` measures: the declared cases, and with ``full`` the whole grid of the fusion's dims."""
     declared = [c for c in fusion.cases if c.bench]
     if not full:
         return declared

@@ -56,7 +56,8 @@ def write(file: Path, rows: Iterable[Row]) -> None:
 
 
 def _about(row: Row) -> str | None:
-    """What a cell's rows have in common; None for a row that is no measurement (of an error), which is written as it is."""
+    """Return what a cell's rows have in common; None for a row that is no measurement (of an error), which is written as it
+    is."""
     if not {*_MEASURED, "keeps", "environment"} <= row.keys():
         return None
     return json.dumps({name: value for name, value in row.items() if name not in (*_MEASURED, "keeps")})

@@ -41,7 +41,7 @@ class Bar:
 
 
 def bars(models: Sequence[Row], setups: Sequence[Row]) -> list[Bar]:
-    """What was measured of the things to show, from the rows of ``models.jsonl`` and ``setups.jsonl``."""
+    """Return what was measured of the things to show, from the rows of ``models.jsonl`` and ``setups.jsonl``."""
     found = [_model(name, wanted, models) for name, wanted in MODELS]
     found += [_setup(name, wanted, size, setups) for name, wanted, size in SETUPS]
     return [bar for bar in found if bar is not None]
@@ -109,7 +109,7 @@ def chart(found: Sequence[Bar], title: str, scheme: Scheme) -> Figure:
 
 
 def _place(variant: str, beside: dict[str, float]) -> tuple[float, float]:
-    """Where a bar lies in its line, and how high it is."""
+    """Return where a bar lies in its line, and how high it is."""
     if "liger" not in beside:
         return 0.0, 0.44
     return (-0.14, 0.44) if variant == "fx_fusion" else (0.24, 0.2)

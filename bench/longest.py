@@ -86,7 +86,7 @@ def trainer(variant: str, measure: str, dynamic: bool = True) -> Callable[[int],
 
 
 def attempt(variant: str, measure: str, size: int) -> Row:
-    """Whether one size trains, compiled for it, in this process."""
+    """Return True if one size trains, compiled for it, in this process."""
     trained = trainer(variant, measure, dynamic=False)(size)
     peak, seconds = trained if trained is not None else (None, None)
     return {

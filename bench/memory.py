@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes: what is saved for the backward, and what lives at the peak.
+"""Measure where the memory of a training step goes: what is saved for the backward, and what lives at the peak.
 
     python -m bench.memory llama-1b --variant fx_fusion --options '{"memory": "min"}'
 
@@ -69,7 +69,7 @@ def line_of(event: Event) -> str:
 
 
 def saved_by_kind(partitions: Iterable[tuple[Any, int]]) -> list[tuple[str, str, int, float]]:
-    """What computed it, module, how many, bytes: of forward graphs with as many outputs of their own."""
+    """Return what computed it, module, how many, bytes: of forward graphs with as many outputs of their own."""
     import torch
 
     from fx_fusion.memory.candidates import name_of

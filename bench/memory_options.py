@@ -1,4 +1,5 @@
-"""What ``options={"memory": ...}`` costs and saves: forward and backward of a model under each, in turns, in one process.
+"""Measure what ``options={"memory": ...}`` costs and saves: forward and backward of a model under each, in turns, in one
+process.
 
     python -m bench.memory_options llama-1b bert gpt2 --out bench/results/memory_options.jsonl
 

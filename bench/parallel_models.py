@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and its batches."""
+    """The sizes of the model and its batches."""
 
     device: str = "cuda"
     vocabulary: int = 128256

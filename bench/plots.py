@@ -72,7 +72,8 @@ def _block(axes: Axes, group: str, sizes: Sequence[Any], rows: dict[str, list[Ce
 
 
 def rates(cells: Sequence[Cell], title: str, ceiling: float | None, scheme: Scheme) -> Figure:
-    """Of the measured copy rate, against the bytes that have to move; TFLOP/s where matrix products take the time."""
+    """Return rates beside the measured copy rate, against the bytes that have to move; TFLOP/s where matrix products take
+    the time."""
     fusions: dict[str, dict[str, list[Cell]]] = {}
     for row, of_row in by_row(cells).items():
         if len(of_row) >= _FEWEST:
@@ -101,7 +102,7 @@ def rates(cells: Sequence[Cell], title: str, ceiling: float | None, scheme: Sche
 
 
 def _points(colour: str, inside: str) -> dict[str, Any]:
-    """How sizes are drawn: a ring where the inside is the page's colour."""
+    """Return how sizes are drawn: a ring where the inside is the page's colour."""
     look = {"marker": "o", "markersize": 2.5, "markeredgewidth": 0.8, "linestyle": "none"}
     return {"color": colour, "markerfacecolor": inside, **look}
 

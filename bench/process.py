@@ -18,7 +18,7 @@ MARK, READY = "ROW ", "READY"
 
 
 def give(row: Row) -> None:
-    """What the inner process says to the outer one."""
+    """Hand a row from the inner process to the outer one."""
     print(MARK + json.dumps(row), flush=True)
 
 
@@ -41,7 +41,7 @@ def measured(arguments: list[str], timeout: int) -> Row:
 
 
 def wait_for_turn() -> None:
-    """What an inner process of ``in_turns`` calls when it has compiled: it goes on when nothing else runs."""
+    """Wait in an inner process of ``in_turns`` that has compiled: it goes on when nothing else runs."""
     print(READY, flush=True)
     if not sys.stdin.readline():
         raise SystemExit("its turn never came")
@@ -124,7 +124,7 @@ def alone(lock: str | None) -> Iterator[None]:
 
 
 def environment() -> Row:
-    """What a figure was measured on and with."""
+    """Return what a figure was measured on and with."""
     import torch
     import transformers
     import triton

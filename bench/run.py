@@ -79,8 +79,8 @@ class Bench:
         return self.case.order.get(name, " ".join(entries))
 
     def excess(self) -> float:
-        """How much of the allowed error the fused function uses, at a size that float64 can follow; computed once for all
-        cases that are checked at the same small size."""
+        """Return how much of the allowed error the fused function uses, at a size that float64 can follow; computed once for
+        all cases that are checked at the same small size."""
         least = {"m": 512, "v": 512, "s": 512, "b": 4}
         small = {d: min(n, least.get(d, n)) for d, n in self.case.sizes.items()}
         key = repr((self.fusion.name, sorted(small.items()), self.case.scalars, self.layout(), self.statics, self.dtype))
@@ -124,7 +124,7 @@ class Bench:
         return {"forward": forward, "forward+backward": both}
 
     def why_kept(self, inputs: dict[str, Any]) -> str | None:
-        """What ``select="auto"`` says to this site: None fuses it."""
+        """Return what ``select="auto"`` says to this site: None fuses it."""
         arguments = {**self.statics, **inputs}
         if self.fusion.why_keep is not None and (sentence := self.fusion.why_keep(**arguments)) is not None:
             return sentence
@@ -286,7 +286,7 @@ def table(rows: list[Row]) -> list[tuple[Any, ...]]:
 
 
 def worst(rows: list[Row]) -> str:
-    """Where ``select="auto"`` is furthest behind Inductor; a cell that it keeps is Inductor's own."""
+    """Return where ``select="auto"`` is furthest behind Inductor; a cell that it keeps is Inductor's own."""
     by_key = {(r["fusion"], r["case"], r["dtype"], r.get("mode"), r.get("provider")): r for r in rows}
     ratios: list[tuple[float, str]] = []
     for (*cell, provider), ours in by_key.items():

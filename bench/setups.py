@@ -1,4 +1,5 @@
-"""How people train: padded and packed batches, evaluation, LoRA, accumulation ..., Inductor beside fx_fusion in one process.
+"""Measure how people train: padded and packed batches, evaluation, LoRA, accumulation ..., Inductor beside fx_fusion in one
+process.
 
     python -m bench.setups                      all of them
     python -m bench.setups padded bert-padded   some of them

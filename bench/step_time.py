@@ -1,4 +1,4 @@
-"""How long a step takes on 2 to 1024 GPUs, by bytes, link speeds and what overlaps: a model on paper.
+"""Estimate how long a step takes on 2 to 1024 GPUs, by bytes, link speeds and what overlaps: a model on paper.
 
     python -m bench.step_time
 
@@ -70,7 +70,7 @@ class Step:
 
     @property
     def layer(self) -> float:
-        """Of one layer, both directions: a third of it forward."""
+        """Return the time of one layer, both directions: a third of it forward."""
         return (self.whole - self.optimizer - self.head) / self.model.layers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass
 class Sizes:
-    """Of models and batches."""
+    """The sizes of models and batches."""
 
     device: str = "cuda"
     vocabulary: int = 128256

@@ -266,7 +266,7 @@ def main() -> None:
 
 
 def ranked(call: Callable[[], object], candidates: list[Candidate]) -> tuple[str, ...]:
-    """What is chosen now, and the three fastest candidates; one that the machine has no room for is left out."""
+    """Return what is chosen now, and the three fastest candidates; one that the machine has no room for is left out."""
     from triton.runtime.errors import OutOfResources
 
     def run_with(chosen: Any) -> None:

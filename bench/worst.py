@@ -1,4 +1,5 @@
-"""Where ``select="auto"`` is furthest behind Inductor, over all results; and how the table decides what it was not made of.
+"""Measure where ``select="auto"`` is furthest behind Inductor, over all results; and how the table decides what it was not
+made of.
 
 python -m bench.worst [bench/results/grid.jsonl]
 

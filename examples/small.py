@@ -1,4 +1,4 @@
-"""What the examples train: a Llama of transformers with random weights, on random tokens of several lengths."""
+"""Define what the examples train: a Llama of transformers with random weights, on random tokens of several lengths."""
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""What is accurate: values against float64, and how far eager is from it.
+"""Define what is accurate: values against float64, and how far eager is from it.
 
 The rule: an error is at most twice eager's in the same dtype, plus two roundings.
 """
@@ -70,12 +70,12 @@ class Compared:
 
     @property
     def ok(self) -> bool:
-        """Whether it is as accurate as the rule asks; not so for NaN."""
+        """Return True if it is as accurate as the rule asks; not so for NaN."""
         return self.error <= self.allowed
 
     @property
     def used(self) -> float:
-        """Which part of what is allowed the error takes; more than 1 is wrong."""
+        """Return which part of what is allowed the error takes; more than 1 is wrong."""
         return self.error / self.allowed if self.allowed else math.inf
 
 
@@ -108,7 +108,7 @@ def _apart(values: Tensor, truth: Tensor) -> Tensor:
 
 
 def same_kinds(one: Tensor, other: Tensor) -> bool:
-    """Whether the same elements are finite, NaN, and infinite of the same sign."""
+    """Return True if the same elements are finite, NaN, and infinite of the same sign."""
     if one.is_complex() or other.is_complex():
         parts = [torch.view_as_real(t.to(torch.complex128)) for t in (one, other)]
         return same_kinds(*parts)
@@ -116,7 +116,7 @@ def same_kinds(one: Tensor, other: Tensor) -> bool:
 
 
 def alike(one: Values, other: Values) -> bool:
-    """Whether two runs differ by no more than atomics make them."""
+    """Return True if two runs differ by no more than atomics make them."""
     return all(length(doubled(one[n]) - doubled(t)) <= 0.05 * length(t) for n, t in other.items())
 
 

@@ -34,7 +34,7 @@ _WARM = 3  # steps behind the first one that are not measured
 
 @dataclass
 class Measured:
-    """What one variant took.
+    """The time and memory of one variant.
 
     Attributes:
         variant: its name.
@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """How far the medians of its turns are apart, relative to the median step."""
+        """Return how far the medians of its turns are apart, relative to the median step."""
         medians = [statistics.median(turn) for turn in self.seconds]
         return (max(medians) - min(medians)) / self.step
 

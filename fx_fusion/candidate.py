@@ -60,7 +60,7 @@ class Candidate:
         self.status, self.reason, self.refused = status, reason, refused
 
     def site(self, graph: int) -> Site:
-        """What the report says of it."""
+        """Return what the report says of it."""
         shapes = {} if self.match is None else shapes_of(self.match.operands)
         note = "" if self.match is None else self.match.note
         reason = "; ".join(part for part in (self.reason, note) if part)
@@ -75,7 +75,7 @@ class Candidate:
 
 
 def _stop(candidate: Candidate) -> tuple[str, str, tuple[int, int]]:
-    """Where a near miss stopped, for its site."""
+    """Return where a near miss stopped, for its site."""
     miss = candidate.miss
     if miss is None or candidate.status != "near":
         return "", "", (0, 0)
@@ -83,7 +83,7 @@ def _stop(candidate: Candidate) -> tuple[str, str, tuple[int, int]]:
 
 
 def described(miss: NearMiss) -> str:
-    """What the report says of a near miss."""
+    """Return what the report says of a near miss."""
     stopped = location_of(miss.node)
     elsewhere = bool(stopped) and stopped != location_of(miss.root)
     where = f"at {miss.node.name} ({stopped})" if elsewhere else f"at {miss.node.name}"

@@ -80,7 +80,7 @@ def _questions(fusion: Fusion, dtypes: Sequence[torch.dtype], device: str) -> It
 
 
 def interpretable() -> bool:
-    """Whether kernels were made for Triton's interpreter."""
+    """Return True if kernels were made for Triton's interpreter."""
     return not isinstance(triton.language.sum, triton.JITFunction)
 
 
@@ -93,7 +93,7 @@ def compiled(fusion: Fusion, function: Callable[..., Any]) -> Callable[..., Any]
 def of_case(
     fusion: Fusion, case: Case, statics: Mapping[str, Any], dtype: torch.dtype, device: str
 ) -> Iterator[str]:  # fmt: skip
-    """What is wrong at one case, with the reference of the op, which shows the rewrite, and with its kernels."""
+    """Yield what is wrong at one case, with the reference of the op, which shows the rewrite, and with its kernels."""
     function = reference_of(fusion, statics)
     inputs = make_inputs(fusion, case, statics, dtype, device)
     call = compiled(fusion, function)
@@ -147,7 +147,7 @@ def setting(
 
 
 def of_layout(fusion: Fusion, variant: int, lay: Callable[[Tensor], Tensor], device: str) -> Iterator[str]:
-    """What is wrong with operands and upstream gradients in this layout; a site may be declined there."""
+    """Yield what is wrong with operands and upstream gradients in this layout; a site may be declined there."""
     function, inputs = setting(fusion, device, variant)
 
     def moved(**inputs: Any) -> Any:
@@ -172,8 +172,8 @@ def of_layout(fusion: Fusion, variant: int, lay: Callable[[Tensor], Tensor], dev
 
 
 def of_nothing(fusion: Fusion, dim: str, device: str) -> Iterator[str]:
-    """What is wrong where a size is 0: results and gradients have to be eager's. Sums over nothing are 0; where PyTorch has
-    NaN for them, either will do."""
+    """Yield what is wrong where a size is 0: results and gradients have to be eager's. Sums over nothing are 0; where
+    PyTorch has NaN for them, either will do."""
     function, inputs = setting(fusion, device, **{dim: 0})
     try:
         expected = run(function, inputs, frozen=fusion.frozen)
@@ -224,7 +224,7 @@ def keeps_its_promises(op: Any, args: Sequence[Any]) -> None:
 
 
 def of_ops(fusion: Fusion, variant: int, device: str) -> Iterator[str]:
-    """What ``opcheck`` says of the ops of a variant: schema, gradient, what the fake says of the results."""
+    """Yield what ``opcheck`` says of the ops of a variant: schema, gradient, what the fake says of the results."""
     with kernels_on_cpu(interpretable()):
         seen = calls_of(fusion, variant, device)
         if not seen:

@@ -40,7 +40,7 @@ class Fact:
 
     @property
     def mark(self) -> str:
-        """What stands in front of its line."""
+        """Return what stands in front of its line."""
         return "[green]ok[/]" if self.good else "[red]no[/]" if self.mistake else "[yellow]--[/]"
 
 

@@ -1,4 +1,4 @@
-"""What fx_fusion does during a run of Lightning: in its logs, and as a page beside its checkpoints.
+"""Show what fx_fusion does during a run of Lightning: in its logs, and as a page beside its checkpoints.
 
     from fx_fusion.lightning import Watch
 

@@ -42,12 +42,12 @@ LAST_REPLACEMENT = "fx_fusion: the last replacement that FX_FUSION_FUEL allows: 
 
 @dataclass
 class Fuel:
-    """How many replacements are still allowed (``FX_FUSION_FUEL``): bisect a wrong loss in log2 steps."""
+    """The number of replacements that are still allowed (``FX_FUSION_FUEL``): bisect a wrong loss in log2 steps."""
 
     left: int | None
 
     def take(self) -> bool:
-        """Whether one more replacement is allowed."""
+        """Return True if one more replacement is allowed."""
         if self.left is None:
             return True
         self.left -= 1
@@ -136,7 +136,7 @@ def check(candidates: Iterable[Candidate], view: View) -> None:
 
 
 def _is_news(near: NearMiss, view: View) -> bool:
-    """Whether a near miss may be what its fusion is about."""
+    """Return True if a near miss may be what its fusion is about."""
     return near.matched > 1 and _is_half(near) and not _is_root_of_no_rows(near, view)
 
 
@@ -155,7 +155,8 @@ def _computed(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_half(near: NearMiss) -> bool:
-    """Whether half of a pattern's ops fit, rounded down where they are few: less than that is anybody's arithmetic."""
+    """Return True if half of a pattern's ops fit, rounded down where they are few: less than that is anybody's
+    arithmetic."""
     return near.matched >= (near.total // 2 if near.total < 6 else near.total / 2)
 
 

@@ -42,7 +42,7 @@ _OPTIMIZER = "Optimizer.step"  # how torch's profiler names the steps of an opti
 
 
 def kind_of(name: str) -> str:
-    """What a kernel, or an op on a CPU, is for, by its name."""
+    """Return what a kernel, or an op on a CPU, is for, by its name."""
     lower = name.lower()
     return next((kind for kind, words in _KINDS if re.search(words, lower)), "other")
 
@@ -102,7 +102,7 @@ class Steps:
 
     @property
     def needed(self) -> int:
-        """How many steps it takes."""
+        """Return how many steps it takes."""
         return self.after + 2 * self.steps
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -158,7 +158,7 @@ def _kind_on_cpu(event: Any) -> str:
 
 
 def _idle(spans: Sequence[tuple[float, float]]) -> float:
-    """How much of the time from the first start to the last end none of the spans covers."""
+    """Return how much of the time from the first start to the last end none of the spans covers."""
     idle, reached = 0.0, min(start for start, _ in spans)
     for start, end in sorted(spans):
         idle += max(0.0, start - reached)
@@ -186,7 +186,7 @@ def side_by_side(found: Sequence[Profiled]) -> str:
 
 
 def read(file: str) -> Profiled:
-    """What ``Profiled.save`` wrote."""
+    """Return what ``Profiled.save`` wrote."""
     saved: Mapping[str, Any] = json.loads(Path(file).read_text())
     return Profiled(**saved)
 

@@ -101,7 +101,7 @@ def _takes_nothing(function: ast.FunctionDef) -> bool:
 
 @contextlib.contextmanager
 def compiling(wanted: str, options: dict[str, Any]) -> Iterator[None]:
-    """Inside, ``torch.compile`` with Inductor (or without a backend), or with fx_fusion, means the wanted one of both."""
+    """Make ``torch.compile`` inside, with Inductor (or without a backend) or with fx_fusion, mean the wanted one of both."""
     theirs: Callable[..., Any] = torch.compile
 
     def ours(model: Any = None, *, backend: Any = "inductor", **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the commands print and write of a report."""
+"""Print and write reports for the commands."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def _checkout(folder: Path) -> Path | None:
 
 
 def _package(folder: Path, *, certainly: bool) -> list[str]:
-    """By which names a folder is imported; none where it is no package. ``certainly``: it is one, with an __init__.py or
-    without."""
+    """Return the names by which a folder is imported; none where it is no package. ``certainly``: it is one, with an
+    __init__.py or without."""
     parts: list[str] = []
     while (folder / "__init__.py").exists() or (certainly and not parts):
         if not folder.name.isidentifier():

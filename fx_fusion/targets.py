@@ -1,4 +1,4 @@
-"""What ``python -m fx_fusion explain TARGET`` names: a model and what it is called with, and fusions."""
+"""Find what ``python -m fx_fusion explain TARGET`` names: a model and what it is called with, and fusions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def check_fusions(output: Mapping[str, Any], *, before: str = "") -> None:
 
 
 def _may_register(name: str) -> bool:
-    """Whether the code of a target or a script may bring fusions: a file with the word ``register``, or any module."""
+    """Return True if the code of a target or a script may bring fusions: a file with the word ``register``, or any
+    module."""
     code = name.rpartition(":")[0] if names_a_function(name) else name
     if not code.endswith(".py"):
         return code != name

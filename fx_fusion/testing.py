@@ -30,7 +30,7 @@ __all__ = [
 
 
 def eager_rest(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """What Inductor is to the backend, without compiling: run the rewritten graph as it is."""
+    """Return what Inductor is to the backend, without compiling: run the rewritten graph as it is."""
     return gm.forward
 
 
@@ -101,7 +101,7 @@ def _sizes(dim: Dim, fusion: Fusion, case: Case) -> list[int]:
 
 
 def _two_dims(m: int) -> list[int]:
-    """What "..." stands for: m as the product of two dims, or one where m is a prime (or 1)."""
+    """Return what "..." stands for: m as the product of two dims, or one where m is a prime (or 1)."""
     first = next((d for d in range(2, m) if m % d == 0), m)
     return [first, m // first] if first < m else [m]
 

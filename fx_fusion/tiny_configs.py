@@ -145,7 +145,7 @@ def shrunk_from(default: Any, causal: bool = False) -> Any:
 
 
 def _fields(config: Any) -> Fields:
-    """What the class takes: what it derives from that is no field."""
+    """Return what the class takes: what it derives from that is no field."""
     config.allow_global_per_layer_attribute_access = True
     names = [field.name for field in dataclasses.fields(config)]
     kinds = {name: getattr(type(config), name, None) for name in names}
@@ -169,7 +169,8 @@ def _related(now: Fields, was: Fields, names: Fields) -> Fields:
 
 
 def _window(now: Fields, was: int) -> int:
-    """Of images, less than the last stage has; as it was where a sound is cut by it or one level of an image is."""
+    """Return a window of images, less than the last stage has; as it was where a sound is cut by it or one level of an image
+    is."""
     if "depths" in now:
         return 2
     return was if {"downsample_rate", "image_size"} & now.keys() else now["window_size"]

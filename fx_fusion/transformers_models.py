@@ -38,7 +38,7 @@ _SECOND = 16000  # samples of a waveform
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a model and its inputs are.
+    """The sizes of a model and its inputs.
 
     Attributes:
         batch: rows; None for 4, or 1 for a model of text with memory, or a tiny one.
@@ -201,7 +201,7 @@ def _at_most(count: Any, most: int | None) -> Any:
 
 
 def _inputs(model: Any, sizes: Sizes) -> dict[str, Any]:
-    """What the forward of a model takes, by what its class calls its main input, with labels where it takes any."""
+    """Return what the forward of a model takes, by what its class calls its main input, with labels where it takes any."""
     config, takes = model.config, inspect.signature(model.forward).parameters
     main, tokens = model.main_input_name, find(config, "vocab_size") or 2
     assert sizes.batch is not None

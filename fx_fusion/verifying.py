@@ -31,7 +31,7 @@ _GRADIENT = "gradient of "
 
 @dataclass(frozen=True)
 class Verification:
-    """What came out.
+    """The result of a verification.
 
     Attributes:
         rows: everything that was compared, the worst first.
@@ -45,7 +45,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every output and every gradient is as accurate as the rule asks."""
+        """Return True if every output and every gradient is as accurate as the rule asks."""
         return all(row.ok for row in self.rows)
 
     @property

@@ -28,7 +28,7 @@ from fx_fusion.runtime.speculate import Checks, Inputs, compiled_apart, speculat
 
 @dataclass(frozen=True)
 class Unmet:
-    """What a graph would have assumed, by these options, had it held in the first call.
+    """The assumptions that a graph would have made, by these options, had it held in the first call.
 
     Attributes:
         options: those of the first attempt.

@@ -85,8 +85,8 @@ def guard(query, key, value, bias):
 
 
 def _own_dims(bias: Tensor, scores: Sequence[Any]) -> int | None:
-    """How many dims a bias has of its own, the last ones, 2 to 4, where scores have these sizes. None where it is spread
-    over a dim behind one of its own."""
+    """Return how many dims a bias has of its own, the last ones, 2 to 4, where scores have these sizes. None where it is
+    spread over a dim behind one of its own."""
     own = list(bias.shape)
     while len(own) > 2 and statically_known_true(own[0] == 1):
         own.pop(0)

@@ -99,7 +99,8 @@ def unread(view: View) -> Iterator[NearMiss]:
 
 
 def _read_otherwise(view: View, log_probs: fx.Node) -> str | None:
-    """Why log-probabilities over many classes are no part of a loss that is read; None where something else says so."""
+    """Return why log-probabilities over many classes are no part of a loss that is read; None where something else says
+    so."""
     large = example(log_probs).requires_grad and expected(example(log_probs).shape[-1]) >= _FEWEST_CLASSES
     readers = [user for user in log_probs.users if user.op != "output"]
     if not large or view.term(log_probs).attrs != (-1,) or not readers or any(view.name(u) in _LOSSES for u in readers):

@@ -125,8 +125,8 @@ def emit(editor: Editor, match: Match) -> None:
 
 
 def _of_own_rows(editor: Editor, match: Match, parts: TableParts) -> fx.Node:
-    """What this rank looks up in its part of the table, as the DTensor that ``rows`` says. A row that another rank has is
-    looked up as row 0 here, and zeros then."""
+    """Return what this rank looks up in its part of the table, as the DTensor that ``rows`` says. A row that another rank
+    has is looked up as row 0 here, and zeros then."""
     root, padding, here = match.root, match.statics["padding_idx"], None
     ids, weight = own(editor, match, "ids"), own(editor, match, "weight")
     if parts.own is not None:

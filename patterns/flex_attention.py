@@ -67,7 +67,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 
 
 def _beyond(found: Match, scores: Scores) -> str | None:
-    """What FlexAttention could not do as it is called here."""
+    """Return what FlexAttention could not do as it is called here."""
     if scores.dropout:
         return "FlexAttention has no dropout"
     if scores.lse is not None and _shown(scores).hidden_rows:
@@ -81,7 +81,7 @@ def _beyond(found: Match, scores: Scores) -> str | None:
 
 
 def _keep(scores: Scores, inputs: Mapping[str, fx.Node]) -> str | None:
-    """Why Inductor keeps attention whose mask hides little: 0.78 of its speed at 4 x 8 x 4096 x 256 under padding."""
+    """Return why Inductor keeps attention whose mask hides little: 0.78 of its speed at 4 x 8 x 4096 x 256 under padding."""
     query, key, value = map(example, inputs.values())
     shown = _shown(scores)
     if expected(query.shape[-1]) <= 128 or shown.low is not None or shown.high is not None or not trained(query, key, value):

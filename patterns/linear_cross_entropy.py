@@ -165,8 +165,8 @@ def emit(editor: Editor, match: Match) -> None:
 
 
 def _hands_out_logits(editor: Editor, match: Match) -> bool:
-    """Whether the op can hand out the logits that outputs are made of: all rows of a linear layer as it is written, where
-    nothing changes the grad mode before the loss, and outputs that share no memory."""
+    """Return True if the op can hand out the logits that outputs are made of: all rows of a linear layer as it is written,
+    where nothing changes the grad mode before the loss, and outputs that share no memory."""
     site, head, _ = match.reading
     region = editor.view.effects.region
     apart = len(sharing_memory(match.deferred)) == len(match.deferred)

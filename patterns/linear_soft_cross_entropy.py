@@ -133,7 +133,7 @@ def _hard_loss(view: View, soft: WeightedSum, head: Head, losses: list[LossSite]
 
 
 def _made_by(head: Head) -> tuple[Any, ...]:
-    """What two losses of the same logits share."""
+    """Return what two losses of the same logits share."""
     return head.seen.source, head.seen.row_slices, head.seen.classes, head.bias
 
 

@@ -111,7 +111,7 @@ def unread(view: View) -> Iterator[NearMiss]:
 
 
 def _is_tiled(view: View, node: fx.Node) -> bool:
-    """Whether a node is ``x.repeat(1, n, 1, 1)`` of several heads."""
+    """Return True if a node is ``x.repeat(1, n, 1, 1)`` of several heads."""
     bound = view.arguments_of(node, "repeat")
     if bound is None or not is_tensor(bound["input"]) or example(node).dim() != 4 or example(bound["input"]).dim() != 4:
         return False
@@ -157,12 +157,13 @@ def emit(editor: Editor, match: Match) -> None:
 
 
 def on_a_gpu(tensor: torch.Tensor) -> bool:
-    """Whether kernels with grouped heads are few. (CPU's takes any mask.)"""
+    """Return True if kernels with grouped heads are few. (CPU's takes any mask.)"""
     return device_type(tensor) == "cuda"
 
 
 def flash_runs(tensor: torch.Tensor) -> bool:
-    """Whether FlashAttention, which takes grouped heads without a mask, is made for the GPU and is not switched off."""
+    """Return True if FlashAttention, which takes grouped heads without a mask, is made for the GPU and is not switched
+    off."""
     if not torch.backends.cuda.flash_sdp_enabled():
         return False
     return bool(planned_gpu()) or torch.cuda.get_device_capability(tensor.device) >= (8, 0)

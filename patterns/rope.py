@@ -151,7 +151,7 @@ def join(view: View, q: Match, k: Match) -> Match | None:
 
 
 def _lies(tensor: torch.Tensor) -> Any:
-    """How a DTensor lies over which ranks; nothing for another tensor."""
+    """Return how a DTensor lies over which ranks; nothing for another tensor."""
     return getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
 
 
@@ -195,7 +195,7 @@ def _round_once(editor: Editor, match: Match, made: Sequence[fx.Node]) -> None:
 
 
 def _casts_to(view: View, reader: fx.Node, narrow: torch.dtype) -> bool:
-    """Whether a node is a cast, or attention that autocast runs in this dtype."""
+    """Return True if a node is a cast, or attention that autocast runs in this dtype."""
     casts = view.name(reader) in ("to", "half", "bfloat16", "scaled_dot_product_attention")
     return casts and is_tensor(reader) and example(reader).dtype == narrow
 

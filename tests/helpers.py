@@ -1,4 +1,4 @@
-"""What several test files need: compile without Inductor, tiny models."""
+"""Define what several test files need: compile without Inductor, tiny models."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ def as_eager(function, *args):
 
 
 def by_kernels(function, *args, device):
-    """What an op returns that runs its kernels, on a GPU or in Triton's interpreter; results on the CPU."""
+    """Return what an op returns that runs its kernels, on a GPU or in Triton's interpreter; results on the CPU."""
     if device == "cpu":
         with kernels_on_cpu(True):
             return function(*args)

@@ -1,4 +1,4 @@
-"""What tests of hostile graphs share."""
+"""Share what tests of hostile graphs need."""
 
 import torch
 

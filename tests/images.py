@@ -1,4 +1,4 @@
-"""What tests of norms of images share."""
+"""Share what tests of norms of images need."""
 
 import copy
 

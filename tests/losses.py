@@ -1,4 +1,4 @@
-"""What tests of losses share: rows, heads, targets, and the comparison with eager."""
+"""Share what tests of losses need: rows, heads, targets, and the comparison with eager."""
 
 import torch
 

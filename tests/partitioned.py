@@ -48,7 +48,7 @@ class Partitioned:
 
 
 def partitioning(found, *, step=True):
-    """What runs a rewritten graph: AOTAutograd, our choice and the partitioner's, and no compiler."""
+    """Return what runs a rewritten graph: AOTAutograd, our choice and the partitioner's, and no compiler."""
 
     def rest(gm, examples, options):
         def partition(joint, inputs, *, num_fwd_outputs, **rest):

@@ -120,7 +120,7 @@ def check_that_it_never_breaks(function, fusion):
 
 
 def check_that_results_are_no_views(fusion):
-    """What is returned may be written to."""
+    """Return what is returned may be written to."""
 
     def function(x, w, t):
         log_p, entropy = exp_of_log(F.linear(x, w), t)

@@ -21,7 +21,8 @@ def _rank(rank, ranks, port, function, arguments, queue):
 
 
 def on_ranks(function, *arguments, ranks=2, seconds=1200):
-    """What ``function(rank, *arguments)`` returned on each rank: a function of a module, whose results hold no tensors."""
+    """Return what ``function(rank, *arguments)`` returned on each rank: a function of a module, whose results hold no
+    tensors."""
     if not dist.is_gloo_available():
         pytest.skip("no gloo")
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What tests of losses in chunks of rows share: operands, a few losses, and the comparison with eager."""
+"""Share what tests of losses in chunks of rows need: operands, a few losses, and the comparison with eager."""
 
 import pytest
 import torch

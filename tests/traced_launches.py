@@ -25,7 +25,7 @@ OF_GATES |= {"largest_ptr", "bits_ptr"}
 
 
 def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
-    """What PyTorch finds out with Triton's compiler for a GPU."""
+    """Return what PyTorch finds out with Triton's compiler for a GPU."""
     names = WRITTEN | {"h_ptr"} if kwargs.get("HAS_RES") else WRITTEN
     of_gates = {"scale_ptr", "gate_scale_ptr", "dgate_ptr", "up_ptr", "largest_ptr", "bits_ptr"}
     names = OF_GATES if kwargs.keys() & of_gates and "stats_ptr" not in kwargs else names  # a norm's, which may quantise too

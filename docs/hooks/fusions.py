@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def section(fusion: Fusion) -> str:
-    """What a fusion does, as Markdown."""
+    """Return what a fusion does, as Markdown."""
     module = sys.modules[fusion.pattern.__module__]
     rows = {
         "found by": _found_by(fusion),

@@ -59,7 +59,7 @@ def _source(file: File) -> Path:
 
 
 def _on_site(target: Path) -> str:
-    """Where a file of the repository is on the site."""
+    """Return where a file of the repository is on the site."""
     path = target.relative_to(ROOT)
     if path == Path("README.md"):
         return "index.md"

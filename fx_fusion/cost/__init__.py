@@ -1,1 +1,1 @@
-"""Whether a fusion pays: measured tables, formulas, measuring on the spot."""
+"""Decide whether a fusion pays: measured tables, formulas, measuring on the spot."""

@@ -1,4 +1,5 @@
-"""What a site takes under fx_fusion and under Inductor, for the report: measured here, by the GPU's table, or by formula."""
+"""Estimate what a site takes under fx_fusion and under Inductor, for the report: measured here, by the GPU's table, or by
+formula."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _NEAR = math.log(1.05)  # sizes so near to a measured cell's take its time
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one site, forward and backward where it is trained.
+    """The times of one site, forward and backward where it is trained.
 
     Attributes:
         source: ``measured``, ``table``, ``table of an NVIDIA H200`` (on a GPU that was not measured) or ``formula``.
@@ -55,12 +56,12 @@ class Estimate:
         return replace(self, speed=self.inductor / (self.ours + more), ours=self.ours + more, bytes=moved, beside=more)
 
     def facts(self) -> dict[str, Any]:
-        """What is known, by name."""
+        """Return what is known, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
-    """What is known of a site; None where neither a measurement nor a formula speaks of it, and on CPUs."""
+    """Return what is known of a site; None where neither a measurement nor a formula speaks of it, and on CPUs."""
     given = {name: match.example(name) for name, bound in match.inputs.items() if is_tensor(bound)}
     sizes = table.sizes_of(fusion, given)
     floating = [t for t in given.values() if t.is_floating_point()]
@@ -87,8 +88,8 @@ def estimate(fusion: Fusion, match: Match, options: Options) -> Estimate | None:
 
 
 def _source(cell: table.Cell, tensor: torch.Tensor) -> tuple[str, float]:
-    """What the table of a cell is called, and how many times as long the tensor's GPU takes for the same bytes as the one
-    that was measured."""
+    """Return what the table of a cell is called, and how many times as long the tensor's GPU takes for the same bytes as the
+    one that was measured."""
     if cell.gpu == gpu_name(tensor):
         return "table", 1.0
     return f"table of an {cell.gpu}", table.rates_of_tables()[cell.gpu] / (1e6 * _bytes_a_microsecond(tensor.device))

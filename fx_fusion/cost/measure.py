@@ -39,8 +39,8 @@ _SEEN: dict[str, dict[str, float] | str] = {}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What measuring a site said: ``keep``, why Inductor is faster (None: it is not), or ``trouble``, why it could not be
-    measured (empty: it was)."""
+    """The result of measuring a site: ``keep``, why Inductor is faster (None: it is not), or ``trouble``, why it could not
+    be measured (empty: it was)."""
 
     keep: Reason = None
     trouble: str = ""
@@ -71,7 +71,7 @@ def known(fusion: Fusion, match: Match) -> dict[str, float] | None:
 
 
 def describe(fusion: Fusion, match: Match) -> dict[str, Any] | str:
-    """What decides about the time of a site, as plain data; or why that can't be said."""
+    """Return what decides about the time of a site, as plain data; or why that can't be said."""
     inputs: dict[str, Any] = {}
     if fusion.tensors[0] not in match.inputs:
         return f"its {fusion.tensors[0]} lies in another way than the kernel takes it"
@@ -128,7 +128,7 @@ def _environment() -> tuple[str, ...]:
 
 
 def folder() -> Path:
-    """Where measurements are kept."""
+    """Return where measurements are kept."""
     given = os.environ.get("FX_FUSION_CACHE_DIR")
     return (Path(given) if given else Path.home() / ".cache" / "fx_fusion") / "measured"
 
@@ -165,7 +165,8 @@ def _measure_in_a_process(site: dict[str, Any]) -> dict[str, float] | str:
 
 
 def _environment_of(module: str) -> dict[str, str]:
-    """Where a plug-in was found here, it is found by the process that measures. Options of this process are not its own."""
+    """Let the process that measures find plug-ins where this one found them. Options of this process are not its
+    own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FX_FUSION_")}
     if torch.cuda.is_available():  # on the GPU of this rank, not on the first one
         seen = [name for name in kept.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -30,7 +30,7 @@ _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 
 @dataclass(frozen=True)
 class Beside:
-    """What pointwise neighbours of a site cost our kernels and not Inductor's.
+    """The costs of pointwise neighbours of a site to our kernels and not Inductor's.
 
     Attributes:
         bytes: that are written and read between them, forward and backward.
@@ -86,7 +86,7 @@ def beside(match: Match, view: View, claimed: Mapping[fx.Node, int]) -> Beside:
 
 
 def _below(node: fx.Node, view: View) -> fx.Node:
-    """What computes the values of a node: down through views and what changes no value."""
+    """Return what computes the values of a node: down through views and what changes no value."""
     while True:
         below = view.transparent(node)
         if below is None and (bound := view.arguments_of(node, *_RESHAPES)) is not None:
@@ -107,7 +107,7 @@ def _permuted_convolution(node: fx.Node, view: View) -> tuple[fx.Node, bool] | N
 
 
 def _readers(node: fx.Node, view: View) -> list[fx.Node]:
-    """Who reads a node, directly or through views and what changes no value."""
+    """Return who reads a node, directly or through views and what changes no value."""
     found: dict[fx.Node, None] = {}
     below, waiting = _below(node, view), list(node.users)
     while waiting:

@@ -1,4 +1,4 @@
-"""Whether a legal fusion pays here. A kept site is reported with the sentence that decided."""
+"""Decide whether a legal fusion pays here. A kept site is reported with the sentence that decided."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _PRODUCTS = ("linear", "addmm", "matmul", "mm", "einsum")
 
 @dataclass(frozen=True)
 class Choice:
-    """Why Inductor keeps a site (None: the fused op replaces it), what the report says of it besides, and what it takes."""
+    """The reason why Inductor keeps a site (None: the fused op replaces it), what the report says of it besides, and what it
+    takes."""
 
     keep: Reason
     note: str = ""
@@ -45,7 +46,7 @@ class Choice:
 
 
 def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: Mapping[fx.Node, int]) -> Choice:
-    """What becomes of a legal match; ``claimed``: of how many legal matches a node is part."""
+    """Return what becomes of a legal match; ``claimed``: of how many legal matches a node is part."""
     asked_for = fusion.name in options.fusions and options.select not in ("always", "never")
     keep, note = _by_cost(fusion, match, view, options) if asked_for else (None, "")  # it measures, then all is known
     found, ops = estimate(fusion, match, options), ""
@@ -62,7 +63,7 @@ def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: 
 
 
 def _by_cost(fusion: Fusion, match: Match, view: View, options: Options) -> tuple[Reason, str]:
-    """Why Inductor keeps a site as far as it is looked at alone, or None; and what the report says besides."""
+    """Return why Inductor keeps a site as far as it is looked at alone, or None; and what the report says besides."""
     note = ""
     if options.select == "measure" and (match.sharded or match.parts):
         note = "not measured: each rank would decide by its own times, and all have to do the same"
@@ -77,7 +78,8 @@ def _by_cost(fusion: Fusion, match: Match, view: View, options: Options) -> tupl
 
 
 def _by_the_host(fusion: Fusion, match: Match, options: Options) -> Reason:
-    """Why Inductor keeps a site for what its launches cost the host, which kernels that are timed don't show; or None."""
+    """Return why Inductor keeps a site for what its launches cost the host, which kernels that are timed don't show; or
+    None."""
     if match.channels_last and not options.cuda_graphs:
         return _HOST_BOUND
     tensors = (match.example(name) for name, bound in match.inputs.items() if is_tensor(bound))
@@ -86,7 +88,7 @@ def _by_the_host(fusion: Fusion, match: Match, options: Options) -> Reason:
 
 
 def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Reason:
-    """Why Inductor keeps a site as far as rules, tables and formulas know, or None."""
+    """Return why Inductor keeps a site as far as rules, tables and formulas know, or None."""
     name = next((n for n, v in match.inputs.items() if is_tensor(v)), None)  # attention may group all of them anew
     tensor = example(match.outputs[0] if name is None else match.inputs[name])
     if device_type(tensor) == "cpu" and not fusion.on_cpu:
@@ -105,8 +107,8 @@ def _by_rules(fusion: Fusion, match: Match, view: View, options: Options) -> Rea
 
 
 def _writes_float8(match: Match, view: View) -> bool:
-    """Whether a product reads a site's result, which may be in float8 then. Where it is not (``float8.choice``) the kernel
-    stores bfloat16, as fast as Inductor's."""
+    """Return True if a product reads a site's result, which may be in float8 then. Where it is not (``float8.choice``) the
+    kernel stores bfloat16, as fast as Inductor's."""
     (result,) = match.outputs
     value = example(result)
     static = all(isinstance(size, int) for size in value.shape)
@@ -119,7 +121,7 @@ def _writes_float8(match: Match, view: View) -> bool:
 
 
 def returns_contiguous(fusion: Fusion, match: Match, view: View) -> bool:
-    """Whether the graph returns contiguous an image that the kernel would make channels last."""
+    """Return True if the graph returns contiguous an image that the kernel would make channels last."""
     last = [image for n in images_of(fusion, match.inputs) if is_channels_last(image := match.example(n))]
     return any(
         same_shape(example(output), image) and example(output).is_contiguous() and view.effects.returned(output)

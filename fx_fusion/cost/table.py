@@ -1,4 +1,4 @@
-"""What was measured: the table of a GPU, and the roofline where no table speaks.
+"""Read what was measured: the table of a GPU, and the roofline where no table speaks.
 
 ``tables/<gpu>.json`` is written by ``python -m bench.table`` from a run of the benchmark over the grid. A site asks
 for the nearest measured cell of its fusion: nearest by the logarithms of its sizes, in a dtype of the same width, with
@@ -61,7 +61,7 @@ class Cell:
 
 
 def why_slower(fusion: Fusion, match: Match) -> str | None:
-    """Why Inductor should keep this site as far as tables and formulas know, or None."""
+    """Return why Inductor should keep this site as far as tables and formulas know, or None."""
     if match.others and len(match.outputs) > 1:
         return None  # cells are of one tensor; what several in one launch are worth is measured in ``bench.composites``
     return why_slower_for(fusion, {n: match.example(n) for n, v in match.inputs.items() if is_tensor(v)}, match.statics)

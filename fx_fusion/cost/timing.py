@@ -1,4 +1,4 @@
-"""How time is taken: CUDA-graph replays with the L2 cleared for the device, calls in a row for the host."""
+"""Take times: CUDA-graph replays with the L2 cleared for the device, calls in a row for the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which products run in float8: where a scale a row is exact enough to be asked for, and its time is won back.
+"""Choose the products that run in float8: where a scale a row is exact enough to be asked for, and its time is won back.
 
 The product itself gains what the table of ``bench.float8_products`` says at least (H200, linears of six models); making its
 operands costs their traffic. Products of one activation (q, k and v; gate and up) share what it costs to quantise it.
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 def why_not(product: Product, modules: Iterable[str], keep: Sequence[str], *, of_classes: bool) -> str:
-    """Why a product can't or shall not run in float8 whatever its time; empty if it may. ``modules``: those that it is of.
-    ``of_classes``: its weight is a vocabulary's."""
+    """Return why a product can't or shall not run in float8 whatever its time; empty if it may. ``modules``: those that it
+    is of. ``of_classes``: its weight is a vocabulary's."""
     m, n, k = product.sizes
     a, b, bias = product.a.meta["val"], product.b.meta["val"], None if product.bias is None else product.bias.meta["val"]
     if any(fnmatchcase(module, pattern) for module in modules for pattern in keep):
@@ -55,7 +55,7 @@ def why_not(product: Product, modules: Iterable[str], keep: Sequence[str], *, of
 
 
 def without_support(device: torch.device) -> str:
-    """Why a device has no products in float8; empty if it has."""
+    """Return why a device has no products in float8; empty if it has."""
     if device.type != "cuda":
         return "a CPU has none: select='always' emulates it"
     if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) < (9, 0):
@@ -64,13 +64,13 @@ def without_support(device: torch.device) -> str:
 
 
 def slower(products: Iterable[Product]) -> dict[Product, str]:
-    """Those of ``products`` that would not win back what their operands cost, and the time of each in words."""
+    """Return those of ``products`` that would not win back what their operands cost, and the time of each in words."""
     return _without_gain(products, _activation, _gain, _seconds_of_a)
 
 
 def pays_together(group: Sequence[Product], slow: Collection[Product]) -> bool:
-    """Whether gradients of one input gain more as one product than those do that are not ``slow`` by themselves: what is
-    beside others is neither written nor added."""
+    """Return True if gradients of one input gain more as one product than those do that are not ``slow`` by themselves: what
+    is beside others is neither written nor added."""
     m, n, _ = map(_expected, group[0].sizes)
     saved = _BYTES_OF_A_TERM * m * n / bytes_per_second(group[0].a.meta["val"].device) + _LAUNCH
 
@@ -100,7 +100,7 @@ def gained(
 def _without_gain(
     found: Iterable[T], shares: Callable[[T], Hashable], gain_of: Callable[[T], float], cost_of: Callable[[T], float]
 ) -> dict[T, str]:
-    """Those that gain nothing by themselves, or together less than what they share costs."""
+    """Return those that gain nothing by themselves, or together less than what they share costs."""
     kept: dict[T, str] = {}
     for together in _shared(found, shares):
         gains = {product: gain_of(product) for product in together}
@@ -112,7 +112,7 @@ def _without_gain(
 
 
 def _shared(found: Iterable[T], shares: Callable[[T], Hashable]) -> Iterable[list[T]]:
-    """Those that share what it costs to quantise an activation."""
+    """Return those that share what it costs to quantise an activation."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for product in found:
         groups[shares(product)].append(product)

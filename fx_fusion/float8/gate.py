@@ -41,7 +41,7 @@ class Gate:
 
     @property
     def of(self) -> tuple[fx.Node, fx.Node, str]:
-        """What is the same for a forward and its backward."""
+        """Return what is the same for a forward and its backward."""
         gate, up = map(source, self.operands[-2:])
         return gate, up, self.kind
 

@@ -74,7 +74,7 @@ def _of_both(rows: Mapping[fx.Node, Quantised], gates: Mapping[fx.Node, Gate]) -
 
 
 def _of_both_together(rows: Mapping[fx.Node, Quantised], written: Writer) -> Iterator[_Backward]:
-    """Those of which both were quantised beside each other, dgate first, and neither by itself."""
+    """Yield those of which both were quantised beside each other, dgate first, and neither by itself."""
     for group, together in written.together.items():
         results = [product.source for product in group if _is_whole(*product.activation) and product.source not in rows]
         gates = [gate_of(result) for result in results]
@@ -85,7 +85,7 @@ def _of_both_together(rows: Mapping[fx.Node, Quantised], written: Writer) -> Ite
 
 
 def _is_whole(result: fx.Node, width: Any) -> bool:
-    """Whether rows of this length are those of a node, of known sizes."""
+    """Return True if rows of this length are those of a node, of known sizes."""
     shape = result.meta["val"].shape
     return all(isinstance(size, int) for size in shape) and shape[-1] == width
 
@@ -98,7 +98,8 @@ class _Gates:
         self.unread: list[fx.Node] = []  # what may be read by nothing now
 
     def is_recomputed_from(self, y: fx.Node, rows: Quantised) -> bool:
-        """Whether kernels of Inductor's read y in the forward: what they make may be computed again, from gate and up."""
+        """Return True if kernels of Inductor's read y in the forward: what they make may be computed again, from gate and
+        up."""
         return any(is_fusible(n) for n in self._other_readers(y, rows) if n not in self._joint.backward)
 
     def forward(self, gate: Gate, y: fx.Node, rows: Quantised) -> fx.Node:
@@ -138,7 +139,7 @@ class _Gates:
         self.unread += [*backward.made, *backward.results, *kept]
 
     def _other_readers(self, result: fx.Node, rows: Quantised) -> list[fx.Node]:
-        """Who reads a result or a view of it, but for what quantises it."""
+        """Return who reads a result or a view of it, but for what quantises it."""
         return [reader for reader in users(result) if reader not in rows.made]
 
 

@@ -1,4 +1,4 @@
-"""What became of the linears of a graph, for the report."""
+"""Record what became of the linears of a graph, for the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SEVERAL = {FORWARD: "forward of", OF_INPUT: "gradients of inputs of", OF_WEIGHT
 
 @dataclass
 class Linears:
-    """What became of the products of linears of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled
+    """The fate of the products of linears of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled
     graph already. ``products``: of each its module, which of the three it is, why it stays in bfloat16, empty for one in
     float8, and the seconds that float8 gains there, by formula. Gradients of weights that the recipe leaves out are not
     listed."""
@@ -24,11 +24,11 @@ class Linears:
 
     @property
     def any(self) -> bool:
-        """Whether a product runs in float8."""
+        """Return True if a product runs in float8."""
         return any(not reason for _, _, reason, _ in self.products)
 
     def sentences(self) -> list[str]:
-        """What runs in float8; what does not, and why."""
+        """Return what runs in float8; what does not, and why."""
         if not self.asked:
             return []
         if self.trouble:

@@ -76,7 +76,7 @@ def _unread_views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _as_it_lies(node: fx.Node) -> fx.Node:
-    """What a node is views of, of known sizes, that change no element's place in memory."""
+    """Return what a node is views of, of known sizes, that change no element's place in memory."""
     while is_view(node):
         of = node.all_input_nodes[0]
         value, other = node.meta["val"], of.meta["val"]
@@ -89,8 +89,8 @@ def _as_it_lies(node: fx.Node) -> fx.Node:
 
 
 def _fits(joint: JointGraph, result: fx.Node, norm: Any, rows: fx.Node) -> bool:
-    """Whether a norm can quantise its result in the place of ``rows``: whole rows of it, as they lie, where it quantises
-    nothing yet, in the same half of the graph, and activation checkpointing says the same of both."""
+    """Return True if a norm can quantise its result in the place of ``rows``: whole rows of it, as they lie, where it
+    quantises nothing yet, in the same half of the graph, and activation checkpointing says the same of both."""
     given, of = launched(norm)[1], launched(rows)[1]  # type: ignore[index]
     x, value = of["x_ptr"].meta["val"], result.meta["val"]
     static = all(isinstance(size, int) for size in (*x.shape, *value.shape))

@@ -47,14 +47,14 @@ class Product:
 
     @property
     def outputs(self) -> float:
-        """How many outputs the linear has; 0 where that is symbolic."""
+        """Return how many outputs the linear has; 0 where that is symbolic."""
         _, n, k = self.sizes
         outputs = k if self.backward else n
         return outputs if isinstance(outputs, int) else 0
 
     @property
     def is_turned(self) -> bool:
-        """Whether b has to be transposed to be quantised by what is summed."""
+        """Return True if b has to be transposed to be quantised by what is summed."""
         return self.b.meta["val"].stride(0) != 1
 
     @property
@@ -67,7 +67,7 @@ class Product:
 
     @property
     def activation(self) -> tuple[fx.Node, int | torch.SymInt]:
-        """What is the same for products that multiply the same a."""
+        """Return what is the same for products that multiply the same a."""
         return self.source, self.sizes[2]
 
 
@@ -88,7 +88,7 @@ class WeightGradient:
 
     @property
     def transposed(self) -> bool:
-        """Whether it is ``x.T @ dy``."""
+        """Return True if it is ``x.T @ dy``."""
         return self.node.args[1] is self.dy
 
 
@@ -156,7 +156,7 @@ _BETWEEN = 64  # nodes, from an activation back to the products that it is made 
 
 
 def _ancestors(node: fx.Node, product: Product) -> set[fx.Node]:
-    """What an activation is made of, back to the products of other linears."""
+    """Return what an activation is made of, back to the products of other linears."""
     seen, stack = {node}, [node]
     while stack and len(seen) < _BETWEEN:
         member = stack.pop()
@@ -221,14 +221,14 @@ def _first_gradient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What a node is views and casts of."""
+    """Return what a node is views and casts of."""
     while node.op == "call_function" and (is_view(node) or is_cast(node)):
         node = base(node) if is_view(node) else node.all_input_nodes[0]
     return node
 
 
 def source(node: fx.Node) -> fx.Node:
-    """What a node is a reshape of."""
+    """Return what a node is a reshape of."""
     while is_reshape(node):
         node = node.all_input_nodes[0]
     return node

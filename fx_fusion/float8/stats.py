@@ -82,7 +82,7 @@ def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
             multiplied.append((name, a, b.shape[1]))
 
     def measure_gradient(a: Tensor, b: Tensor) -> None:
-        """Of dy.T @ x, or x.T @ dy: the last linear that had this x, and as many outputs."""
+        """Measure dy.T @ x, or x.T @ dy: the last linear that had this x, and as many outputs."""
         for place in reversed(range(len(multiplied))):
             name, x, outputs = multiplied[place]
             for dy, other in ((a.t(), b), (b, a.t())):

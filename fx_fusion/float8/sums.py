@@ -24,9 +24,9 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def sums(found: Iterable[Product], owning: Collection[Product] = ()) -> Iterator[tuple[Product, ...]]:
-    """Those of ``found``, in the order of the graph, whose sum one product makes: gradients of one size that follow one
-    another, so that nothing waits long for the others, of weights that a forward before them has quantised by rows. In the
-    order of their forwards, which is the opposite one. Both halves of a gate are by themselves: its kernel writes them
+    """Yield those of ``found``, in the order of the graph, whose sum one product makes: gradients of one size that follow
+    one another, so that nothing waits long for the others, of weights that a forward before them has quantised by rows. In
+    the order of their forwards, which is the opposite one. Both halves of a gate are by themselves: its kernel writes them
     beside each other (``float8.gates``), but not again for those that ask for rows of their own, ``owning``."""
     products = list(found)
     of_forwards = {p.part for p in products if not p.backward and not p.is_turned}
@@ -48,7 +48,7 @@ def _groups(run: list[Product], of: Any, owning: Collection[Product]) -> Iterato
 
 
 def _beside(run: list[Product], product: Product) -> bool:
-    """Whether it has the sizes of those before, and another gradient."""
+    """Return True if it has the sizes of those before, and another gradient."""
     of_run = {p.activation for p in run}
     return product.activation not in of_run and all(p.sizes[:2] == product.sizes[:2] for p in run)
 
@@ -68,7 +68,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
-    """Whether a node is the sum of two nodes alike, laid out as they are."""
+    """Return True if a node is the sum of two nodes alike, laid out as they are."""
     if node.target is not _ADD or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     values = [n.meta["val"] for n in (node, *node.all_input_nodes)]

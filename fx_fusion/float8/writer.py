@@ -117,8 +117,8 @@ class Writer:
         return self._insert(node, multiply, [*operands, scale], node.prev)[-1]
 
     def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> Quantised:
-        """What the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to read
-        it, as ``a``."""
+        """Return what the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to
+        read it, as ``a``."""
         key, a = product.activation, self._now(a)
         if key not in self.rows:
             made = self._insert(node, _ROWS[_is_inductors(a), self.power_of_two], [a], a)
@@ -144,7 +144,7 @@ class Writer:
         return made
 
     def _now(self, node: fx.Node) -> fx.Node:
-        """What stands in the place of a node."""
+        """Return what stands in the place of a node."""
         while node in self._instead:
             node = self._instead[node]
         return node
@@ -156,7 +156,7 @@ class Writer:
 
 
 def _is_inductors(node: fx.Node) -> bool:
-    """Whether a kernel of Inductor's makes a node: it can quantise it then. Of several results, who makes them."""
+    """Return True if a kernel of Inductor's makes a node: it can quantise it then. Of several results, who makes them."""
     node = base(node)
     while node.target is operator.getitem:
         node = base(node.all_input_nodes[0])
@@ -183,7 +183,7 @@ def _rows_together(*xs: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
 
 
 def _columns_together(*given: Tensor) -> tuple[Tensor, Tensor]:
-    """Of weights, and their maxima."""
+    """Return the columns of weights, and their maxima."""
     count = len(given) // 2
     return quantise_columns_together(*_three(given[:count]), *_three(given[count:]))
 
@@ -241,6 +241,6 @@ def _multiplied_back(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> 
 
 
 def _emulated(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What ``_scaled_mm`` computes, with sums in float32."""
+    """Return what ``_scaled_mm`` computes, with sums in float32."""
     y = (a.float() @ b.float().permute(1, 0)) * scale_a * scale_b.view(1, -1)
     return (y if bias is None else y + bias.float()).to(torch.bfloat16)

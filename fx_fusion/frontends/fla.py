@@ -21,7 +21,7 @@ _CHUNK = 64
 
 
 class _Context:
-    """What fla's ``autograd.Function`` saves in its forward and reads in its backward."""
+    """The values that fla's ``autograd.Function`` saves in its forward and reads in its backward."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
 

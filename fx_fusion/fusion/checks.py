@@ -1,4 +1,4 @@
-"""What must hold of a declaration. Each check raises DeclarationError when the file that declares the fusion is imported,
+"""Check a declaration. Each check raises DeclarationError when the file that declares the fusion is imported,
 and says what was found and what to do."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _kernel(fusion: Any) -> None:
 
 
 def _references(fusion: Any) -> set[str]:
-    """Where the op of a fusion may find what it computes."""
+    """Return where the op of a fusion may find what it computes."""
     module = fusion.pattern.__module__
     by_file = f"fx_fusion.patterns.{fusion.name}:FUSION.pattern"
     return {by_file, f"{module}:FUSION.pattern", f"{module}:{fusion.pattern.__name__}"}
@@ -143,7 +143,7 @@ def _known_ops(fusion: Any, function: Any, nodes: Iterable[Any]) -> None:
 
 
 def _is_a_size(node: Any) -> bool:
-    """Whether a node computes a number from sizes (``x.shape[-1] // 2``)."""
+    """Return True if a node computes a number from sizes (``x.shape[-1] // 2``)."""
     return node.target is getattr or (bool(node.all_input_nodes) and all(map(_is_a_size, node.all_input_nodes)))
 
 

@@ -36,7 +36,7 @@ class Dim:
 
     @property
     def several(self) -> bool:
-        """Whether it stands for any number of dims."""
+        """Return True if it stands for any number of dims."""
         return self.name in ("...", "m")
 
 
@@ -54,7 +54,7 @@ class Spec:
         return ["m" if dim.name == "..." else dim.name for dim in self.dims if dim.name != "1"]
 
     def align(self, rank: int) -> list[tuple[Dim, slice]] | None:
-        """Which dims of a tensor of ``rank`` dims each entry stands for; None where it has too few or too many."""
+        """Return which dims of a tensor of ``rank`` dims each entry stands for; None where it has too few or too many."""
         dims = list(self.dims)
         fixed = sum(not dim.several for dim in dims)
         while fixed > rank:
@@ -74,7 +74,7 @@ class Spec:
         return places
 
     def why_not(self, parameter: str, shape: Sequence[Any], sizes: dict[str, Any]) -> str | None:
-        """Why a shape is not what the spec says, given the sizes of other inputs (this one's are added), or None.
+        """Return why a shape is not what the spec says, given the sizes of other inputs (this one's are added), or None.
         Symbolic sizes are compared without adding a guard."""
         if self.squeezed:
             shape = [n for n in shape if not statically_known_true(n == 1)] or [1]
@@ -147,7 +147,7 @@ def _wrong(fusion: str, parameter: str, text: str, reason: str) -> DeclarationEr
 
 
 def mismatch(specs: Mapping[str, Spec], tensors: Mapping[str, Any]) -> str | None:
-    """Why the shapes of a site's tensors are not what their specs say together, or None."""
+    """Return why the shapes of a site's tensors are not what their specs say together, or None."""
     sizes: dict[str, Any] = {}
     for parameter, tensor in tensors.items():
         if (reason := specs[parameter].why_not(parameter, tensor.shape, sizes)) is not None:

@@ -1,4 +1,4 @@
-"""What guards of several fusions say about dtypes and shapes."""
+"""Share what guards of several fusions say about dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def wrong_dtype(**tensors: Any) -> str | None:
-    """Why a kernel can't take one of these tensors (None: absent), or None."""
+    """Return why a kernel can't take one of these tensors (None: absent), or None."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
             return f"{name} is {tensor.dtype}; the kernel takes float32, bfloat16 and float16"
@@ -24,7 +24,7 @@ def wrong_dtype(**tensors: Any) -> str | None:
 
 
 def mixed_on_cpu(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
-    """Why PyTorch's norms on CPU, which are the reference there, can't take these dtypes together, or None."""
+    """Return why PyTorch's norms on CPU, which are the reference there, can't take these dtypes together, or None."""
     given = {t.dtype for t in (weight, bias) if t is not None and not keeps_values(t.dtype, x.dtype)}
     exact = {t.dtype for t in (weight, bias) if t is not None and keeps_values(t.dtype, x.dtype)}
     if device_type(x) != "cpu" or not given or (given == {torch.float32} and not exact):
@@ -33,7 +33,8 @@ def mixed_on_cpu(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
 
 
 def too_many_positions(images: torch.Tensor) -> str | None:
-    """Why a kernel can't count the positions of a channel in 32 bits (the last tile of it may end behind them), or None."""
+    """Return why a kernel can't count the positions of a channel in 32 bits (the last tile of it may end behind them), or
+    None."""
     positions = math.prod(images.shape[2:])
     if statically_known_true(positions >= 2**30):
         return f"a channel of {positions} positions; the kernel takes fewer than 2^30"
@@ -41,7 +42,7 @@ def too_many_positions(images: torch.Tensor) -> str | None:
 
 
 def unlike_shapes(**pair: torch.Tensor) -> str | None:
-    """Why two tensors that a kernel walks together differ in shape, or None."""
+    """Return why two tensors that a kernel walks together differ in shape, or None."""
     (a, one), (b, other) = pair.items()
     if same_shape(one, other):
         return None
@@ -49,7 +50,7 @@ def unlike_shapes(**pair: torch.Tensor) -> str | None:
 
 
 def unlike(**pair: torch.Tensor) -> str | None:
-    """Why two tensors that a kernel walks together differ in shape or dtype, or None."""
+    """Return why two tensors that a kernel walks together differ in shape or dtype, or None."""
     (a, one), (b, other) = pair.items()
     if (why := unlike_shapes(**pair)) is not None:
         return why
@@ -59,7 +60,7 @@ def unlike(**pair: torch.Tensor) -> str | None:
 
 
 def unlike_sum(x: torch.Tensor, residual: torch.Tensor) -> str | None:
-    """Why a kernel can't add these two, or None."""
+    """Return why a kernel can't add these two, or None."""
     if (why := unlike_shapes(x=x, residual=residual)) is not None:
         return why
     if torch.promote_types(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):

@@ -1,4 +1,5 @@
-"""What makes a match a legal rewrite, whoever found it. Every check returns the sentence that the report shows, or None."""
+"""Check that a match is a legal rewrite, whoever found it. Every check returns the sentence that the report shows, or
+None."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def why_not(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def differs_from_the_kernel(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Where the graph computes or rounds in another dtype than the kernel, as matching found."""
+    """Return where the graph computes or rounds in another dtype than the kernel, as matching found."""
     return match.differs
 
 
 def crosses_a_rounding(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which cast that the match steps over rounds, although the kernel does not round there (``Match.rounded``)."""
+    """Return which cast that the match steps over rounds, although the kernel does not round there (``Match.rounded``)."""
     computed, waiting = set(match.crossed), list(match.outputs)
     while waiting:  # outputs that are deferred are computed as the graph has them
         node = waiting.pop()
@@ -51,7 +52,7 @@ def crosses_a_rounding(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def escapes(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which inner value is used outside; the outputs may have any users."""
+    """Return which inner value is used outside; the outputs may have any users."""
     for node in match.nodes:
         if node in match.outputs:
             continue
@@ -66,7 +67,7 @@ def escapes(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def takes_a_hooked_gradient(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which value that the match steps over has a hook: its gradient is not computed by itself any more."""
+    """Return which value that the match steps over has a hook: its gradient is not computed by itself any more."""
     for node in match.crossed:
         hook = next((user for user in node.users if sets_a_hook(user)), None)
         if hook is not None:
@@ -75,7 +76,7 @@ def takes_a_hooked_gradient(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def is_differentiated_inside(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which call of the graph differentiates by a value that the match steps over, or differentiates twice."""
+    """Return which call of the graph differentiates by a value that the match steps over, or differentiates twice."""
     for call in view.graph.find_nodes(op="call_function", target=torch.autograd.grad):
         by = next((node for node in call.all_input_nodes if node in match.crossed), None)
         if by is not None:
@@ -86,7 +87,7 @@ def is_differentiated_inside(fusion: Fusion, match: Match, view: View) -> Reason
 
 
 def crosses_regions(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which matched node is in another grad mode or autocast region than the root."""
+    """Return which matched node is in another grad mode or autocast region than the root."""
     region = view.effects.region
     if any(isinstance(entry, str) for entry in region[match.root]):
         return f"{match.root.name} is inside a functorch transform or inference mode; ops have no rule for it"
@@ -101,7 +102,7 @@ def crosses_regions(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def is_written_between(fusion: Fusion, match: Match, view: View) -> Reason:
-    """What writes to an input or an inner value between the first matched node and the root."""
+    """Return what writes to an input or an inner value between the first matched node and the root."""
     nodes = {*match.nodes, *match.crossed, match.root}
     bound = {v for v in match.operands.values() if isinstance(v, fx.Node)}
     order = view.order
@@ -113,7 +114,7 @@ def is_written_between(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def is_overwritten_later(fusion: Fusion, match: Match, view: View) -> Reason:
-    """What writes, after the op, to a value that its backward reads: eager may save other values than the op does."""
+    """Return what writes, after the op, to a value that its backward reads: eager may save other values than the op does."""
     kept = [v for v in (*match.operands.values(), *match.outputs[1:]) if is_tensor(v)]
     if not any(example(v).requires_grad for v in kept):
         return None
@@ -124,7 +125,8 @@ def is_overwritten_later(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which input is no ordinary strided tensor (or a DTensor that the finder knows), or on another device than the rest."""
+    """Return which input is no ordinary strided tensor (or a DTensor that the finder knows), or on another device than the
+    rest."""
     if not match.parts and (reason := why_not_in_parts(fusion, match)) is not None:
         return reason
     devices = set()
@@ -143,7 +145,7 @@ def is_not_plain(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def why_not_plain(tensor: torch.Tensor) -> Reason:
-    """What a tensor is where it is no ordinary strided one."""
+    """Return what a tensor is where it is no ordinary strided one."""
     if type(tensor) not in (FakeTensor, torch.nn.Parameter, torch.Tensor) and not _is_fake_parameter(tensor):
         return f"is a {type(tensor).__name__}; kernels take plain tensors"
     return None if tensor.layout is torch.strided else f"has the layout {tensor.layout}; kernels take strided tensors"
@@ -160,7 +162,7 @@ _MODULES = 4  # of one line, with numbers of their own
 
 
 def takes_a_changing_number(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which number changes between calls: the op takes it as a constant, and would be compiled for each value."""
+    """Return which number changes between calls: the op takes it as a constant, and would be compiled for each value."""
     for parameter, bound in match.inputs.items():
         number = example(bound)
         if not isinstance(number, (float, torch.SymFloat)):
@@ -176,7 +178,7 @@ def takes_a_changing_number(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def has_other_dims(fusion: Fusion, match: Match, view: View) -> Reason:
-    """Which input does not have the dims that ``Fusion.inputs`` declares."""
+    """Return which input does not have the dims that ``Fusion.inputs`` declares."""
     for parameter in match.inputs:
         if parameter not in fusion.inputs:
             raise DeclarationError(
@@ -187,14 +189,14 @@ def has_other_dims(fusion: Fusion, match: Match, view: View) -> Reason:
 
 
 def is_refused_by_its_guard(fusion: Fusion, match: Match, view: View) -> Reason:
-    """What the fusion's guard says, in the grad mode and autocast region of the site."""
+    """Return what the fusion's guard says, in the grad mode and autocast region of the site."""
     with entered(view.effects.region[match.root]):
         return asked(fusion, "guard", match)
 
 
 def asked(fusion: Fusion, rule: str, match: Match) -> Reason:
-    """What ``guard`` or ``why_keep`` of a fusion says of a match. Raises DeclarationError for anything but a sentence or
-    None."""
+    """Return what ``guard`` or ``why_keep`` of a fusion says of a match. Raises DeclarationError for anything but a sentence
+    or None."""
     function: Callable[..., Any] | None = getattr(fusion, rule)
     reason = None if function is None else function(**arguments_of(fusion, match))
     if reason is not None and (not isinstance(reason, str) or not reason):

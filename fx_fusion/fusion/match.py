@@ -1,4 +1,4 @@
-"""What matching says: where a fusion fits, and where it nearly does."""
+"""Hold what matching says: where a fusion fits, and where it nearly does."""
 
 from __future__ import annotations
 

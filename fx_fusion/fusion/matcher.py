@@ -31,7 +31,7 @@ from fx_fusion.graph.view import View
 
 @dataclass(frozen=True)
 class _State:
-    """What an attempt has bound so far. Copied, never changed: backtracking is forgetting a copy."""
+    """The bindings of an attempt so far. Copied, never changed: backtracking is forgetting a copy."""
 
     inputs: Mapping[str, Any]
     pairs: Mapping[fx.Node, Term]
@@ -200,7 +200,7 @@ class Attempt:
         return match if match.differs is not None else replace(match, differs=self._other_shapes(state))
 
     def _other_dtypes(self, state: _State, policy: DtypePolicy) -> str | None:
-        """Where the graph computes or rounds otherwise than the pattern, given the dtypes of its inputs."""
+        """Return where the graph computes or rounds otherwise than the pattern, given the dtypes of its inputs."""
         for node, term in state.pairs.items():
             found, wanted = example(term).dtype, policy.results[node]
             if found != wanted:
@@ -219,7 +219,8 @@ class Attempt:
         return None
 
     def _other_shapes(self, state: _State) -> str | None:
-        """Where a view of the graph has another shape than the pattern's for these inputs: one view is not another."""
+        """Return where a view of the graph has another shape than the pattern's for these inputs: one view is not
+        another."""
         if not self.pattern.reads_shapes:
             return None
         inputs = {n: example(state.inputs[n]) for n in self.pattern.parameters}
@@ -266,7 +267,8 @@ def _other_attrs(pattern: Term, term: Term) -> str:
 
 
 def _over(term: Term, with_rest: bool) -> str:
-    """What an op is distinguished by: the dims of a reduction in words, whether it keeps them if that is asked for."""
+    """Return what an op is distinguished by: the dims of a reduction in words, whether it keeps them if that is asked
+    for."""
     dims, *rest = term.attrs
     if not isinstance(dims, tuple) or not all(isinstance(dim, int) for dim in dims):
         return ", ".join(str(a) for a in term.attrs)

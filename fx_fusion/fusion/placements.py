@@ -15,7 +15,7 @@ from fx_fusion.graph.terms import example, is_tensor
 
 
 class _Not(Exception):
-    """Why parts don't give parts."""
+    """The reason why parts don't give parts."""
 
 
 def in_parts(fusion: Fusion, match: Match) -> Match:
@@ -27,7 +27,7 @@ def in_parts(fusion: Fusion, match: Match) -> Match:
 
 
 def why_not_in_parts(fusion: Fusion, match: Match) -> str | None:
-    """Why a fusion whose inputs are DTensors can't be computed part by part; None where it can, or they are plain."""
+    """Return why a fusion whose inputs are DTensors can't be computed part by part; None where it can, or they are plain."""
     if not _is_distributed(fusion, match):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What finders look through: a view, proofs about its masks, and what may be assumed and deferred there."""
+"""Hold what finders look through: a view, proofs about its masks, and what may be assumed and deferred there."""
 
 from __future__ import annotations
 

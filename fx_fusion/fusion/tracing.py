@@ -36,6 +36,6 @@ def call_beside(like: Any, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def results_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a traced function returns, as a tuple."""
+    """Return what a traced function returns, as a tuple."""
     result = next(n for n in graph.nodes if n.op == "output").args[0]
     return result if isinstance(result, tuple) else (result,)

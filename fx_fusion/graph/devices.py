@@ -1,4 +1,4 @@
-"""What a graph is planned for: the devices of its tensors, or a GPU that is not here.
+"""Tell what a graph is planned for: the devices of its tensors, or a GPU that is not here.
 
 A build of torch without CUDA has no CUDA tensors that take part in autograd, not even fake ones. So a graph is captured on
 the CPU, and whoever asks where its tensors are in order to decide what pays is told of the GPU.

@@ -1,4 +1,4 @@
-"""Which dtype changes keep every value, and which round.
+"""Tell dtype changes that keep every value from those that round.
 
 A cast that keeps every value is invisible to matching; a cast that rounds is part of what the model says. Between
 a producer and its consumer there may be several: ``bf16 -> f32 -> bf16`` rounds nothing, ``f32 -> bf16 -> f32`` does.
@@ -33,7 +33,7 @@ _KEEPS = {
 
 
 def keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of ``source`` is a value of ``target``."""
+    """Return True if every value of ``source`` is a value of ``target``."""
     return source == target or target in _KEEPS.get(source, ())
 
 
@@ -55,20 +55,20 @@ def roundings(chain: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 
 def computed_in(tensor: torch.Tensor) -> torch.dtype:
-    """What a matrix product or attention computes with this tensor in: autocast's dtype where that is on."""
+    """Return what a matrix product or attention computes with this tensor in: autocast's dtype where that is on."""
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     return (autocast_dtype(tensor.device.type) if eligible else None) or tensor.dtype
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast casts to on this type of device; None where it is off, or the device has none (meta)."""
+    """Return what autocast casts to on this type of device; None where it is off, or the device has none (meta)."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether a GPU multiplies matrices of this dtype on its tensor cores: float32 where the user allows TF32."""
+    """Return True if a GPU multiplies matrices of this dtype on its tensor cores: float32 where the user allows TF32."""
     return dtype.itemsize < 4 or (dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 

@@ -1,4 +1,4 @@
-"""What may not be reordered: in-place writes, aliases, and the grad-mode and autocast regions of a graph.
+"""Find what may not be reordered: in-place writes, aliases, and the grad-mode and autocast regions of a graph.
 
 Aliasing is read off the storages of the fake tensors that Dynamo traced with, so a view of a view of a chunk is known
 to share memory with its base. Writes are read off operator schemas and the naming rules of the Python API.
@@ -86,7 +86,7 @@ class Effects:
         return {alias for alias in written if alias.op in ("placeholder", "get_attr")}
 
     def returned(self, node: fx.Node) -> bool:
-        """Whether the graph returns ``node`` or a view of it."""
+        """Return True if the graph returns ``node`` or a view of it."""
         return any(user.op == "output" for alias in self.aliases(node) for user in alias.users)
 
     def overwrites_dead_value(self, node: fx.Node) -> bool:
@@ -140,7 +140,7 @@ def entered(region: tuple[Any, ...]) -> Iterator[None]:
 
 
 def autocast_of(region: tuple[Any, ...], device: str) -> tuple[str, torch.dtype, bool]:
-    """What autocast does in a region, for tensors of a device type."""
+    """Return what autocast does in a region, for tensors of a device type."""
     with entered(region):
         dtype = autocast_dtype(device)
     return device, dtype or torch.float32, dtype is not None
@@ -181,7 +181,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _running_statistics(node: fx.Node, name: str) -> list[fx.Node]:
-    """Those that a call of a norm writes to; its schema says nothing of them."""
+    """Return those that a call of a norm writes to; its schema says nothing of them."""
     if name not in _RUNNING_STATISTICS:
         return []
     first = 1 if getattr(node.target, "__module__", "").startswith("torch.nn") else 3  # torch.batch_norm: behind the weights
@@ -200,7 +200,7 @@ def _asks_for_it(node: fx.Node) -> bool:
 
 
 def _body_writes(node: fx.Node) -> bool:
-    """Whether a graph that a higher-order op is given writes to a placeholder of its own."""
+    """Return True if a graph that a higher-order op is given writes to a placeholder of its own."""
     owner = node.graph.owning_module
     for operand in node.all_input_nodes:
         if operand.op != "get_attr" or owner is None:

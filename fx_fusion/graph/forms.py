@@ -1,4 +1,4 @@
-"""What the normal forms share: the type of a rule, the term behind an operand, the term of a plain call."""
+"""Share what the normal forms need: the type of a rule, the term behind an operand, the term of a plain call."""
 
 from __future__ import annotations
 

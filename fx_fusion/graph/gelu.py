@@ -59,7 +59,7 @@ def written_out_gelu(view: Reader, root: fx.Node, a: Any, b: Any) -> Term | None
 
 
 def _bends(view: Reader, node: fx.Node, depth: int) -> bool:
-    """Whether a tanh or erf is within ``depth`` steps below ``node``."""
+    """Return True if a tanh or erf is within ``depth`` steps below ``node``."""
     below = [n for n in node.all_input_nodes if is_tensor(n)]
     if any(view.name(n) in ("tanh", "erf") for n in below):
         return True

@@ -53,7 +53,7 @@ class Index:
 
     @property
     def only_slices(self) -> bool:
-        """Whether every item is a slice or a new axis: then the result is a view, and no dim goes."""
+        """Return True if every item is a slice or a new axis: then the result is a view, and no dim goes."""
         return all(item is None or isinstance(item, slice) for item in self.items)
 
     @property

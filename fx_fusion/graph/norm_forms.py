@@ -26,7 +26,7 @@ def _rms_norm(view: Reader, node: fx.Node, bound: Bound) -> Term | None:
 
 @functools.cache
 def default_rms_norm_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """What ``F.rms_norm`` adds when eps is None: the epsilon of the input's dtype or of float32, by torch version.
+    """Return what ``F.rms_norm`` adds when eps is None: the epsilon of the input's dtype or of float32, by torch version.
     Read off one call: for x much smaller than eps, ``x / rms_norm(x)`` is ``sqrt(eps)``."""
     x = torch.full((8,), 2.0**-13, dtype=dtype, device="cpu" if device.type == "meta" else device)
     measured = (x.double() / torch.nn.functional.rms_norm(x, (8,)).double()).square().mean().item() - 2.0**-26

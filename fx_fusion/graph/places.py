@@ -1,4 +1,4 @@
-"""Where a node comes from: the path of its module, and its lines of source."""
+"""Find where a node comes from: the path of its module, and its lines of source."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class _Ranges:
         return None if found is None else _finite(*found)
 
     def _operands(self, bound: Mapping[str, Any]) -> list[Bounds]:
-        """Those of tensors, which are converted to the dtype of the result before anything is computed."""
+        """Return those of tensors, which are converted to the dtype of the result before anything is computed."""
         tensors = [bound[name] for name in ("input", "other", "exponent") if is_tensor(bound.get(name))]
         return [bounds for bounds in map(self.of, tensors) if bounds is not None]
 
@@ -100,7 +100,7 @@ def _fits(bounds: Bounds, dtype: torch.dtype) -> bool:
 
 
 def _is_exact(view: View, item: Any) -> bool:
-    """Whether an operand is a number, integers, or a power: what rounding moves in proportion to itself alone."""
+    """Return True if an operand is a number, integers, or a power: what rounding moves in proportion to itself alone."""
     while isinstance(item, fx.Node) and view.name(item) in _MOVES:
         item = (view.arguments(item) or {}).get("input")
     if not is_tensor(item):

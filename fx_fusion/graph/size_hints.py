@@ -20,23 +20,23 @@ def expected(size: Any) -> float:
 
 
 def elements(tensor: torch.Tensor) -> float:
-    """How many elements a tensor will have."""
+    """Return how many elements a tensor will have."""
     return math.prod(expected(size) for size in tensor.shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """How many bytes a tensor will take; 0 where a size had no value."""
+    """Return how many bytes a tensor will take; 0 where a size had no value."""
     count = elements(tensor)
     return 0 if math.isinf(count) else int(count) * tensor.dtype.itemsize
 
 
 def trained(*tensors: torch.Tensor | None) -> bool:
-    """Whether a site's backward will run for one of these."""
+    """Return True if a site's backward will run for one of these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def too_small(tensor: torch.Tensor, *, symbolic: bool = False) -> str | None:
-    """Why an op does not pay on a tensor of unknown and small size, or None. ``symbolic``: of the op's ``fused_op``.
+    """Return why an op does not pay on a tensor of unknown and small size, or None. ``symbolic``: of the op's ``fused_op``.
 
     With static sizes Inductor launches the kernels itself, and with symbolic ones where the launchers take them, of all dims
     but the last. Otherwise it calls the op, which costs the host some 70 us forward and 130 us backward (H200 machine), a

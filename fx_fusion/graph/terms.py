@@ -52,7 +52,7 @@ class Edge:
 
 
 class Reader(Protocol):
-    """What a rule may ask the view of the graph whose node it reads (``View``)."""
+    """The questions that a rule may ask the view of the graph whose node it reads (``View``)."""
 
     def name(self, node: fx.Node) -> str | None: ...
     def term(self, node: Any) -> Term: ...
@@ -70,32 +70,32 @@ def example(node: Any) -> Any:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether a node, or what stands for one, is a tensor."""
+    """Return True if a node, or what stands for one, is a tensor."""
     return isinstance(example(node), torch.Tensor)
 
 
 def is_scalar(node: Any) -> bool:
-    """Whether this is a Python number or a node that is one (``.item()`` under dynamic shapes), not a 0-d tensor."""
+    """Return True if this is a Python number or a node that is one (``.item()`` under dynamic shapes), not a 0-d tensor."""
     return isinstance(example(node), (int, float, torch.SymInt, torch.SymFloat))
 
 
 def same_sizes(a: Any, b: Any) -> bool:
-    """Whether two sequences of sizes are equal for every value of their symbols. Adds no guard."""
+    """Return True if two sequences of sizes are equal for every value of their symbols. Adds no guard."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two shapes are equal for every value of their symbols. Adds no guard."""
+    """Return True if two shapes are equal for every value of their symbols. Adds no guard."""
     return same_sizes(a.shape, b.shape)
 
 
 def symmetric(term: Term) -> bool:
-    """Whether the first two operands may be swapped."""
+    """Return True if the first two operands may be swapped."""
     return term.op in _SYMMETRIC and len(term.operands) == 2
 
 
 def over_last_dim(dims: Any, node: Any) -> bool:
-    """Whether a reduction of ``node`` is over its last dim alone."""
+    """Return True if a reduction of ``node`` is over its last dim alone."""
     dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
     return dims in ((-1,), (example(node).dim() - 1,))
 

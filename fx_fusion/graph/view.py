@@ -69,7 +69,7 @@ class View:
 
     # -- meaning of a node ---------------------------------------------------------------------------------------
     def term(self, node: fx.Node | Term) -> Term:
-        """What a node means; an opaque term where it is not known."""
+        """Return what a node means; an opaque term where it is not known."""
         if isinstance(node, Term):
             return node
         if (known := self._terms.get(node)) is not None:
@@ -128,13 +128,13 @@ class View:
         return item
 
     def is_pure(self, node: fx.Node) -> bool:
-        """Whether the node may be computed later, or not at all: a known op that writes nothing and draws nothing. (A
+        """Return True if the node may be computed later, or not at all: a known op that writes nothing and draws nothing. (A
         detached tensor shares memory with one that has a gradient.)"""
         known = self.name(node) not in (None, "detach", "alias")
         return known and not self.draws(node) and not self.effects.mutated(node)
 
     def draws(self, node: fx.Node) -> bool:
-        """Whether a known op draws random numbers."""
+        """Return True if a known op draws random numbers."""
         attention = self.arguments_of(node, "scaled_dot_product_attention")
         return self.name(node) == "dropout" or (attention is not None and attention["dropout_p"] != 0)
 
@@ -167,16 +167,16 @@ class View:
         return Edge(node, (), tuple(crossed))
 
     def same_source(self, a: Any, b: Any) -> bool:
-        """Whether two operands are casts of one node that round alike, or that node."""
+        """Return True if two operands are casts of one node that round alike, or that node."""
         if a is b:
             return True
         left, right = self.edge(a), self.edge(b)
         return isinstance(left.base, fx.Node) and left.base is right.base and left.roundings == right.roundings
 
     def same_value(self, a: Any, b: Any) -> bool:
-        """Whether two nodes hold the same values, roundings included: one node, casts of one node that round alike, or the
-        same pure term of the same operands with no write that tells them apart (``cos[:, None]`` written twice), both with
-        their gradient or both without."""
+        """Return True if two nodes hold the same values, roundings included: one node, casts of one node that round alike,
+        or the same pure term of the same operands with no write that tells them apart (``cos[:, None]`` written twice), both
+        with their gradient or both without."""
         if self.same_source(a, b):
             return True
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
@@ -224,7 +224,8 @@ class View:
         return None if self.effects.written_after(at, (node, below)) else below
 
     def hides_gradient(self, node: fx.Node) -> bool:
-        """Whether ``node`` is made in a no_grad block and used outside of it: its source has a gradient, it has none."""
+        """Return True if ``node`` is made in a no_grad block and used outside of it: its source has a gradient, it has
+        none."""
         region = self.effects.region
         if region[node][0] or not any(region[user][0] for user in node.users if user.op != "output"):
             return False

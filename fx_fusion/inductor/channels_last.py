@@ -1,4 +1,4 @@
-"""Whether Inductor will lay out the convolutions of a graph channels last, and everything around them with them.
+"""Predict whether Inductor will lay out the convolutions of a graph channels last, and everything around them with them.
 
 It does so for most convolutional networks on a GPU, while the graph it is given still says channels first. Norms of images
 in such a graph run channels last too (``ops.layouts``).

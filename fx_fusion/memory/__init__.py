@@ -1,1 +1,1 @@
-"""What is saved for the backward, and what of it the backward computes again instead."""
+"""Choose what is saved for the backward, and what of it the backward computes again instead."""

@@ -67,7 +67,7 @@ def candidates(joint: JointGraph) -> list[Candidate]:
 
 
 def _is_saved(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the forward computes a value that the partitioner will save."""
+    """Return True if the forward computes a value that the partitioner will save."""
     if is_empty(node) or bytes_of(node) < _SMALLEST or all(user in joint.backward for user in node.users):
         return False
     # A part of the forward that a checkpoint of the user's computes again reads it there.
@@ -85,7 +85,8 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _reduces(node: fx.Node) -> bool:
-    """Whether a node reads much more than it holds: a sum, rows of a table. Its result is saved for next to nothing."""
+    """Return True if a node reads much more than it holds: a sum, rows of a table. Its result is saved for next to
+    nothing."""
     return not is_view(node) and 4 * bytes_of(node) < sum(map(bytes_of, node.all_input_nodes))
 
 
@@ -98,7 +99,8 @@ def _by_tags(joint: JointGraph) -> Iterator[Candidate]:
 
 
 def _is_bias(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether attention adds it to its scores: in the backward Inductor does not see to the dense rows that kernels need."""
+    """Return True if attention adds it to its scores: in the backward Inductor does not see to the dense rows that kernels
+    need."""
     views = joint.with_views(node)
     return any(bias in views for reader in joint.readers(node) for bias in _biases(reader))
 
@@ -111,9 +113,9 @@ def _biases(reader: fx.Node) -> list[object]:
 
 
 def _is_grouped(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether a grouped product of the backward (experts) reads it. The dim that is cut into groups must not be innermost in
-    memory: where the sizes of groups are no multiples of 16 bytes the kernel ends in an assertion. Computed again in one
-    with its transposition, the value would lie so."""
+    """Return True if a grouped product of the backward (experts) reads it. The dim that is cut into groups must not be
+    innermost in memory: where the sizes of groups are no multiples of 16 bytes the kernel ends in an assertion. Computed
+    again in one with its transposition, the value would lie so."""
     return any("grouped_mm" in str(reader.target) for reader in joint.readers(node))
 
 
@@ -161,8 +163,8 @@ def _from_what_is_there(joint: JointGraph, node: fx.Node) -> Candidate | None:
 
 
 def _is_read_in_time(joint: JointGraph, source: fx.Node, needed: Collection[fx.Node]) -> bool:
-    """Whether a kernel of Inductor's reads it in the backward anyway, and can run before ``needed``: it makes the value as
-    well then. A kernel of ours, or another one of Inductor's, reads it once more."""
+    """Return True if a kernel of Inductor's reads it in the backward anyway, and can run before ``needed``: it makes the
+    value as well then. A kernel of ours, or another one of Inductor's, reads it once more."""
     results = (result for reader in joint.readers(base(source)) for result in joint.fused_with(reader))
     return any(not joint.needs(result, needed) for result in results)
 
@@ -174,7 +176,7 @@ def _kind(members: list[fx.Node]) -> str:
 
 
 def is_cheap_kernel(node: fx.Node) -> bool:
-    """Whether a node is an op of ours that may run again, or a launch of its kernel that AOTAutograd traced."""
+    """Return True if a node is an op of ours that may run again, or a launch of its kernel that AOTAutograd traced."""
     if node.target in CHEAP_OPS:
         return True
     found = launched(node)
@@ -183,7 +185,7 @@ def is_cheap_kernel(node: fx.Node) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """What computes a node: an op, or the kernel of a launch."""
+    """Return what computes a node: an op, or the kernel of a launch."""
     if (found := launched(node)) is not None:
         *_, file, kernel = qualified_name(found[0]).split(".")
         return kernel.removesuffix("_kernel").removesuffix("_fwd") or file
@@ -193,7 +195,7 @@ def name_of(node: fx.Node) -> str:
 
 # -- norms --------------------------------------------------------------------------------------------------------------
 def _norms(joint: JointGraph) -> Iterator[Candidate]:
-    """Those behind an add, and those whose backward hands out the result."""
+    """Yield those behind an add, and those whose backward hands out the result."""
     for norm in norms(joint):
         if is_decided(norm.y) or not _is_saved(joint, norm.y):
             continue

@@ -1,4 +1,4 @@
-"""How long it takes to have a value again, and how long a step takes.
+"""Estimate how long it takes to have a value again, and how long a step takes.
 
 The peak of a GPU is reckoned from its multiprocessors: what Inductor has for it is meant for comparisons, and is 1000 times
 too small for an H200 (torch 2.11 with triton 3.6).

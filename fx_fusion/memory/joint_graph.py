@@ -52,8 +52,8 @@ class JointGraph:
         return [u for u in users if not isinstance(u.meta.get("val"), torch.SymInt)]  # who asks for a size reads nothing
 
     def needs(self, node: fx.Node, others: Collection[fx.Node]) -> bool:
-        """Whether a node needs the result of one of others: it is one, or reads one, if by way of others. The nodes stand in
-        an order in which they can run."""
+        """Return True if a node needs the result of one of others: it is one, or reads one, if by way of others. The nodes
+        stand in an order in which they can run."""
         first = min(others, default=None)
         stack, seen = [node], {node}
         while stack:
@@ -106,8 +106,8 @@ class JointGraph:
         self._behind_tangents.update(nodes)
 
     def is_there(self, node: fx.Node) -> bool:
-        """Whether the backward has a value anyway: it reads it, or it is a parameter. (Of an op with several results each is
-        read by itself.) Of a comparison, say, it could have the result, which is smaller."""
+        """Return True if the backward has a value anyway: it reads it, or it is a parameter. (Of an op with several results
+        each is read by itself.) Of a comparison, say, it could have the result, which is smaller."""
         node = base(node)
         if self.is_lost(node):
             return False
@@ -118,13 +118,14 @@ class JointGraph:
         return size > 0 and any(last)
 
     def is_lost(self, node: fx.Node) -> bool:
-        """Whether a node is an input that the graph may write to, or a part of one: the backward finds it as it was left."""
+        """Return True if a node is an input that the graph may write to, or a part of one: the backward finds it as it was
+        left."""
         node = owner(node)
         number = input_number(node)
         return node.op == "placeholder" and (number in self._written or (number is None and bool(self._written)))
 
     def from_lost(self) -> Iterator[fx.Node]:
-        """What the forward computes of inputs that it may write to."""
+        """Yield what the forward computes of inputs that it may write to."""
         for node in filter(self.is_lost, self.graph.find_nodes(op="placeholder")):
             aliases = [node]
             for user in (u for member in aliases for u in member.users):
@@ -134,29 +135,29 @@ class JointGraph:
                     yield user
 
     def read_as_it_is(self, node: fx.Node) -> bool:
-        """Whether something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""
+        """Return True if something in the backward needs a node in memory: a product, a kernel, no kernel of Inductor."""
         return any(not is_fusible(reader) for reader in self.readers(node))
 
     def is_returned(self, node: fx.Node) -> bool:
-        """Whether the forward returns a node or a view of it: it stays in memory anyway."""
+        """Return True if the forward returns a node or a view of it: it stays in memory anyway."""
         return any(member in self._returned for member in self.with_views(node))
 
 
 def users(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a node, by way of views too."""
+    """Yield who reads a node, by way of views too."""
     for user in node.users:
         yield from users(user) if is_view(user) else (user,)
 
 
 def base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, in the end."""
+    """Return what a node is a view of, in the end."""
     while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """What has a node's memory first."""
+    """Return what has a node's memory first."""
     while node.op == "call_function" and is_alias(node):
         node = node.all_input_nodes[0]
     return node

@@ -114,7 +114,8 @@ def _backward(joint: JointGraph, stats: fx.Node | None) -> fx.Node | None:
 
 # -- having y again -----------------------------------------------------------------------------------------------------
 def is_handed_out(joint: JointGraph, norm: Norm) -> bool:
-    """Whether the norm's backward can hand out y: none of y's readers has to run before it, and the bias is as it was."""
+    """Return True if the norm's backward can hand out y: none of y's readers has to run before it, and the bias is as it
+    was."""
     if norm.backward is None or (norm.bias is not None and joint.is_lost(base(norm.bias))):
         return False
     return not joint.needs(norm.backward, joint.readers(norm.y))

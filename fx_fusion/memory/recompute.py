@@ -41,7 +41,7 @@ class Value:
 
 @dataclass
 class Decisions:
-    """What was decided of one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already.
+    """The decisions about one joint graph. ``asked``, but not ``made``: torch's cache had the compiled graph already.
     ``written``: the inputs that the graph writes to, which the backward then finds as they were left; ``parameters``: those
     that are parameters, in memory anyway; ``rows``: how many DTensors among these have on all ranks; ``attributes``: the
     names of tensors that the graph itself holds and writes to."""
@@ -61,7 +61,7 @@ class Decisions:
 
     @property
     def changed(self) -> bool:
-        """Whether the joint graph is another one than torch would partition."""
+        """Return True if the joint graph is another one than torch would partition."""
         return bool(self.narrowed or self.added or any(value.again for value in self.values))
 
     def sentences(self) -> list[str]:

@@ -44,7 +44,7 @@ def _add_to_other(graph: fx.Graph, node: fx.Node, result: fx.Node) -> bool:
 
 
 def _is_memory_for(result: fx.Node, other: fx.Node, add: fx.Node) -> bool:
-    """Whether a gradient lies as the kernel stores one, and is read by the sum alone: it may be written to."""
+    """Return True if a gradient lies as the kernel stores one, and is read by the sum alone: it may be written to."""
     value, there = result.meta["val"], other.meta.get("val")
     if not isinstance(there, torch.Tensor) or not there.is_contiguous() or add.meta["val"].dtype != value.dtype:
         return False

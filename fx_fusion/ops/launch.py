@@ -21,7 +21,7 @@ CHEAP_KERNELS: set[str] = set()  # by name, those that cheap ops launched in a t
 
 @contextlib.contextmanager
 def traced(*, cheap: bool = False) -> Iterator[None]:
-    """Inside, launches become nodes of the graph that is being traced: Inductor then launches the kernels itself.
+    """Make launches inside nodes of the graph that is being traced: Inductor then launches the kernels itself.
 
     cheap: whether they may be made once more, for the backward (``fused_op``)."""
     before = _traced.set(True), _cheap.set(cheap)
@@ -53,7 +53,7 @@ def qualified_name(kernel: Any) -> str:
 
 
 def is_traced() -> bool:
-    """Whether launches are traced."""
+    """Return True if launches are traced."""
     return _traced.get()
 
 

@@ -1,4 +1,4 @@
-"""Where Inductor lays out a graph channels last while the graph says channels first: two ops that leave the choice to it.
+"""Leave layouts to Inductor, in two ops, where it lays out a graph channels last and the graph says channels first.
 
 A kernel whose launch is traced is bound to the strides it was traced with. In a graph that Inductor lays out channels last
 (``conv_layout``) a norm of images is therefore traced channels last, between
@@ -29,7 +29,7 @@ from fx_fusion.torch_internals.lowerings import lower_channels_last, lower_in_me
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether channels are innermost and the rest dense behind them (any number of spatial dims)."""
+    """Return True if channels are innermost and the rest dense behind them (any number of spatial dims)."""
     return x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
@@ -63,7 +63,7 @@ def stored_once(x: Tensor) -> Tensor:
 
 
 def without_donated_buffers(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
-    """What a graph with these ops, bodies included, is compiled under."""
+    """Return what a graph with these ops, bodies included, is compiled under."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     if not any(node.target in LAYOUT_OPS for graph in graphs for node in graph.nodes if node.op == "call_function"):
         return contextlib.nullcontext()

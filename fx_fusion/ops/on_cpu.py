@@ -1,4 +1,4 @@
-"""What an op does with CPU tensors: its reference, or its kernels in Triton's interpreter."""
+"""Run ops on CPU tensors: their references, or their kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _kernels: ContextVar[bool | None] = ContextVar("kernels on CPU", default=None)
 
 
 def interpreting() -> bool:
-    """Whether kernels run on CPU tensors, in Triton's interpreter: with ``TRITON_INTERPRET=1``, but for what
+    """Return True if kernels run on CPU tensors, in Triton's interpreter: with ``TRITON_INTERPRET=1``, but for what
     ``kernels_on_cpu`` says."""
     chosen = _kernels.get()
     return os.environ.get("TRITON_INTERPRET") == "1" if chosen is None else chosen
@@ -27,7 +27,7 @@ def interpreting() -> bool:
 
 @contextlib.contextmanager
 def kernels_on_cpu(run: bool) -> Iterator[None]:
-    """Inside, ops run their kernels on CPU tensors, or do not. Importing the kernels needs ``TRITON_INTERPRET=1`` then."""
+    """Make ops inside run their kernels on CPU tensors, or not. Importing the kernels needs ``TRITON_INTERPRET=1`` then."""
     before = _kernels.set(run)
     try:
         yield

@@ -1,1 +1,1 @@
-"""What was said: sites, tables, diffs, JSON, trace artifacts."""
+"""Report: sites, tables, diffs, JSON, trace artifacts."""

@@ -75,7 +75,7 @@ def _argument(item: Any) -> str:
 
 
 def _index(item: Any) -> str:
-    """What stands between the brackets of a subscript."""
+    """Return what stands between the brackets of a subscript."""
     if isinstance(item, tuple) and item:
         return ", ".join(map(_index, item)) + "," * (len(item) == 1)
     if isinstance(item, slice):

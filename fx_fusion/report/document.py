@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
 
 
 def to_document(sites: Sequence[Site], graphs: Sequence[GraphReport], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What there is to know, in lists, dictionaries, numbers and strings."""
+    """Return what there is to know, in lists, dictionaries, numbers and strings."""
     return {
         "schema": SCHEMA,
         "environment": dict(environment),

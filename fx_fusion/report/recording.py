@@ -1,4 +1,4 @@
-"""Who listens: the reports that record what a thread compiles."""
+"""Record what a thread compiles, in the reports that are active there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recording() -> Iterator[Report]:
 
 @contextlib.contextmanager
 def recording_in(reports: Iterable[Report]) -> Iterator[None]:
-    """What this thread compiles inside is added to these reports too."""
+    """Yield what this thread compiles inside is added to these reports too."""
     known = _active.get()
     before = _active.set((*known, *(r for r in reports if not any(r is k for k in known))))
     try:

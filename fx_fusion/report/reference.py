@@ -25,8 +25,8 @@ class Reference(NamedTuple):
 
 
 def reference(fusion: Fusion, site: Site) -> Reference:
-    """What stands beside a site: the fusion's pattern; for a near miss the spelling that came near, and the line of the op
-    that the graph has not. It is read off the sentence of the matcher, so another sentence has no line."""
+    """Return what stands beside a site: the fusion's pattern; for a near miss the spelling that came near, and the line of
+    the op that the graph has not. It is read off the sentence of the matcher, so another sentence has no line."""
     matched, total = site.matched
     said = re.search(r"expected ([^\s,]+), found", site.reason) or re.search(r": (\w+) is over ", site.reason)
     hinted = (op for (op, _), hint in fusion.hints.items() if hint in site.reason)
@@ -81,7 +81,8 @@ def _walk(pattern: Pattern, node: Any, seen: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _lines(pattern: Pattern) -> dict[str, tuple[CodeType, int]]:
-    """Of each node, by name: the function that makes it (the pattern's, or a helper of it), and its line there, from 1."""
+    """Return for each node, by name, the function that makes it (the pattern's, or a helper of it), and its line there, from
+    1."""
     lines: dict[str, tuple[CodeType, int]] = {}
 
     class Recording(fx.proxy.GraphAppendingTracer):

@@ -104,7 +104,7 @@ def _changes(hunk: Sequence[Pair], order: dict[str, int]) -> Iterator[str]:
 
 
 def _about(hunk: _Hunk) -> str:
-    """What was replaced there, where; and where else."""
+    """Return what was replaced there, where; and where else."""
     said = list(dict.fromkeys(f"{site.fusion}{_at(site.module, site.location)}" for site in hunk.sites))
     if not said:
         gone = all(pair.sign in "-=" for pair in hunk.pairs)

@@ -1,4 +1,4 @@
-"""What does the same as a fusion, and no site names: so that nothing is silent."""
+"""Find what does the same as a fusion and is named by no site, so that nothing is silent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Unsaid(NamedTuple):
 
 
 def unsaid(rows: Sequence[Row], sites: Iterable[Site]) -> list[Unsaid]:
-    """Of one graph: its rows before, and its sites."""
+    """Return what no site names in one graph, given its rows before and its sites."""
     sites = list(sites)
     named = {name for site in sites for name in site.nodes}
     found = []
@@ -98,7 +98,7 @@ class _Graph:
         self._sums = {row.name: self._sum_of_products(row) for row in rows if self.ops[row.name] in _SUMS}
 
     def above(self, site: Site, steps: int = _FAR) -> Iterator[str]:
-        """What a site that names its root alone may be about: what that is made of, in the same module."""
+        """Yield what a site that names its root alone may be about: what that is made of, in the same module."""
         if site.status != "near":
             return
         edge = {name for name in site.nodes if name in self.rows}
@@ -108,7 +108,7 @@ class _Graph:
             yield from edge
 
     def tells(self, row: Row) -> tuple[str, str] | None:
-        """What a row does that a fusion does, and which; None if nothing."""
+        """Return what a row does that a fusion does, and which; None if nothing."""
         op = self.ops[row.name]
         is_root = op in _ROOTS or (op == "pow" and _ROOT.search(row.text) is not None)
         if (is_root or op in _LENGTHS) and not self._is_of_rows(row):
@@ -145,14 +145,14 @@ class _Graph:
         return bool(row.operands) and self.ops.get(row.operands[0]) == op
 
     def _waves_in(self, name: str) -> frozenset[str]:
-        """Whether a node is a cosine, a sine or a product of one; an input says so by its name."""
+        """Return True if a node is a cosine, a sine or a product of one; an input says so by its name."""
         if name in self._waves:
             return self._waves[name]
         found = None if name in self.rows else _WAVE.search(name)
         return frozenset({found[1]} if found else ())
 
     def _times_waves(self, row: Row) -> frozenset[str]:
-        """Of two products that are added: whether a cosine or a sine is a factor."""
+        """Return True if a cosine or a sine is a factor of one of two products that are added."""
         factors = [frozenset().union(*map(self._waves_in, operands)) for _, operands in self._products(row)]
         return factors[0] ^ factors[1] if len(factors) == 2 else frozenset()
 
@@ -191,7 +191,7 @@ class _Graph:
         )
 
     def _goes_to(self, ops: set[str], name: str, steps: int = 4) -> bool:
-        """Whether probabilities go on to one of these ops within some steps."""
+        """Return True if probabilities go on to one of these ops within some steps."""
         readers = self._readers.get(name, []) if steps else []
         onwards = (n for n in readers if self.ops[n] in {*_VIEWS, "add", "clamp"})
         return any(self.ops[n] in ops for n in readers) or any(self._goes_to(ops, n, steps - 1) for n in onwards)
@@ -211,7 +211,7 @@ class _Graph:
         return self._below(self.rows[magnitude].operands[0], _VIEWS) == above
 
     def _is_share_of_exponentials(self, row: Row) -> bool:
-        """Whether powers, of two as well, are divided by their sum."""
+        """Return True if powers, of two as well, are divided by their sum."""
         if len(row.operands) != 2:
             return False
         powers, total = (self._below(name, _VIEWS) for name in row.operands)
@@ -230,20 +230,20 @@ class _Graph:
         return False
 
     def _is_of_itself(self, act: str, up: str) -> bool:
-        """Whether an activation is one of what it is multiplied by, as ``h * sigmoid(1.702 * h)``: no gate."""
+        """Return True if an activation is one of what it is multiplied by, as ``h * sigmoid(1.702 * h)``: no gate."""
         act = self._below(act, {"pow", "square", *_VIEWS})
         operands = self.rows[act].operands if self.ops.get(act) in _ACTIVATIONS else ()
         same = _VIEWS - {"getitem"}  # the halves of a chunk are two
         return bool(operands) and self._below(operands[0], same) == self._below(up, same)
 
     def _activated(self, name: str) -> str | None:
-        """What a node is an activation of."""
+        """Return what a node is an activation of."""
         if self.ops.get(name) not in _ACTIVATIONS or not self.rows[name].operands:
             return None
         return self._below(self.rows[name].operands[0], _VIEWS)
 
     def _weighted(self, name: str) -> str | None:
-        """What ``g * sigmoid(g)`` is of, its second factor being ``1 / (1 + exp(-g))``."""
+        """Return what ``g * sigmoid(g)`` is of, its second factor being ``1 / (1 + exp(-g))``."""
         factors = self.rows[name].operands if self.ops.get(name) == "mul" else ()
         for factor, g in (factors, factors[::-1]) if len(factors) == 2 else ():
             for op in ("reciprocal", "add", "exp", "neg"):

@@ -1,4 +1,4 @@
-"""What there is to say of a report in one line."""
+"""Say in one line what a report found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def verdict(graphs: Sequence[GraphReport], sites: Sequence[Site]) -> str:
-    """How many sites were fused, what they save, graph breaks, how often assumptions held, what is computed again."""
+    """Return how many sites were fused, what they save, graph breaks, how often assumptions held, what is computed again."""
     if not graphs:
         return NOTHING_RECORDED
     others = ", ".join(f"{n} {s}" for s in STATUSES[1:] if (n := sum(site.status == s for site in sites)))

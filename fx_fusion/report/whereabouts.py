@@ -1,4 +1,4 @@
-"""What a place of the model means that somebody asks a report for, and what there is instead of one that is not there."""
+"""Find the place of the model that a report is asked for, and suggest others where it is not there."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def checked(place: object) -> str:
 
 
 def is_line(place: str) -> bool:
-    """Whether it is a line of source, not a module."""
+    """Return True if it is a line of source, not a module."""
     return _LINE.fullmatch(place) is not None
 
 
 def asks_for(place: str) -> Callable[[str, str], bool]:
-    """Whether a module and a location are at a place; ``self`` is the model itself, without the modules in it."""
+    """Return True if a module and a location are at a place; ``self`` is the model itself, without the modules in it."""
     if is_line(place):
         return lambda module, location: location == place or location.endswith(f"/{place}") or place.endswith(f"/{location}")
     if place == "self":

@@ -1,4 +1,4 @@
-"""What rewrites take for granted about the inputs of a graph, checked at run time (``runtime.speculate``)."""
+"""Hold what rewrites take for granted about the inputs of a graph, checked at run time (``runtime.speculate``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fx_fusion.graph.masks.assumed import Assumed
 
 
 class Assumptions:
-    """What the rewrites of one graph take its inputs for.
+    """The assumptions of one graph's rewrites about its inputs.
 
     Args:
         gm: the graph; None for one whose inputs are not seen at run time (bodies of higher-order ops).

@@ -103,7 +103,8 @@ class Editor:
         return self.call(operator.getitem, (node, i), like=like)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` inserts for the first site that asks with this key; the sites after it are handed the same nodes."""
+        """Return what ``make`` inserts for the first site that asks with this key; the sites after it are handed the same
+        nodes."""
         known = self._shared.get(key)
         if known is None or any(is_erased(n) for n in tree_leaves(known) if isinstance(n, fx.Node)):
             known = self._shared[key] = make()

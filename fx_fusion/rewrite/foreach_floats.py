@@ -45,7 +45,7 @@ _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, opera
 
 
 def without_caches(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
-    """What a graph that changing floats go into, or into its bodies, is compiled under."""
+    """Return what a graph that changing floats go into, or into its bodies, is compiled under."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     items = (example(node) for graph in graphs for node in graph.find_nodes(op="call_method", target="item"))
     if not any(isinstance(item, torch.SymFloat) for item in items):

@@ -45,6 +45,6 @@ def hand_masks_on(untouched: fx.GraphModule) -> Callable[[Compiled], Compiled]:
 
 
 def _may_be_a_mask(node: fx.Node) -> bool:
-    """Whether an output is one that says by booleans which keys (batch, heads, queries, keys) are shown."""
+    """Return True if an output is one that says by booleans which keys (batch, heads, queries, keys) are shown."""
     mask = example(node)
     return isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.bool

@@ -35,8 +35,8 @@ WHEN: dict[Any, Callable[[int], bool]] = {
 
 @dataclass
 class Verified:
-    """What was checked so far: calls, checks, why sites were not, and the one that used most of what is allowed; ``step``:
-    which part of it the whole graph used, where that was compared."""
+    """The state of the checks so far: calls, checks, why sites were not, and the one that used most of what is allowed;
+    ``step``: which part of it the whole graph used, where that was compared."""
 
     calls: int = 0
     checked: int = 0
@@ -46,7 +46,7 @@ class Verified:
     step: float | None = None
 
     def sentences(self) -> Iterator[str]:
-        """What the report says."""
+        """Yield what the report says."""
         if self.calls:
             worst = f"; the worst used {self.used:.2f} of what is allowed ({self.worst})" if self.worst else ""
             yield f"verified in {self.calls} call(s): {self.checked} checks of sites{worst}"
@@ -99,7 +99,8 @@ def site_checks(
 
 
 def _is_differentiated(output: fx.Node, own: set[str]) -> bool:
-    """Whether a gradient comes back to a result of a site: not so inside of ``no_grad``, nor where it is only detached."""
+    """Return True if a gradient comes back to a result of a site: not so inside of ``no_grad``, nor where it is only
+    detached."""
     users = [user for user in output.users if user.name not in own]
     return _needs_gradient(example(output)) and any(u.op == "output" or _may_need_gradient(example(u)) for u in users)
 
@@ -122,8 +123,8 @@ def _made_of(gm: fx.GraphModule, ends: set[fx.Node]) -> set[fx.Node]:
 
 
 class _Slice:
-    """What leads to some outputs, up to nodes of which ``ends`` says that they are inputs, and the graph's own. What writes
-    to a tensor in between belongs to it."""
+    """The nodes that lead to some outputs, up to nodes of which ``ends`` says that they are inputs, and the graph's own.
+    What writes to a tensor in between belongs to it."""
 
     def __init__(self, gm: fx.GraphModule, outputs: Sequence[str], ends: Callable[[fx.Node], bool]):
         self.gm = gm
@@ -223,7 +224,7 @@ def verified_calls(
 
 
 def can_compare(tensors: Sequence[Tensor]) -> bool:
-    """Whether a call has real inputs and is not captured into a CUDA graph."""
+    """Return True if a call has real inputs and is not captured into a CUDA graph."""
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return False
     return not (gpus(tensors) and is_capturing())

@@ -94,8 +94,8 @@ def _exact(check: SiteCheck, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 def _with_eagers_luck_removed(
     check: SiteCheck, inputs: Mapping[str, Any], rows: Sequence[Compared], ours: Values, exact: Values
 ) -> list[Compared]:
-    """What is allowed by eager's worst error over inputs that differ by a rounding: where two numbers are nearly tied for a
-    maximum, the gradient goes to one or the other, and a single run may happen to be right."""
+    """Return what is allowed by eager's worst error over inputs that differ by a rounding: where two numbers are nearly tied
+    for a maximum, the gradient goes to one or the other, and a single run may happen to be right."""
     known = {row.name: row.usual for row in rows}
     for seed in range(8):
         moved = nudged(inputs, seed)
@@ -168,7 +168,7 @@ def reproducer(check: SiteCheck, inputs: Mapping[str, Any]) -> str:
 
 
 def replayed(file: str) -> tuple[SiteCheck, list[Compared]]:
-    """What a reproducer compares, here and now. It holds code, as every pickle: open your own only."""
+    """Return what a reproducer compares, here and now. It holds code, as every pickle: open your own only."""
     all_fusions()  # the code names their ops
     saved = torch.load(file, weights_only=False, map_location=None if torch.cuda.is_available() else "cpu")
     check = SiteCheck(**saved["check"])

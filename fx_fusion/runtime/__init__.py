@@ -1,1 +1,1 @@
-"""What runs around a compiled graph: tensors that compute themselves when read, graphs with assumptions."""
+"""Run around a compiled graph: tensors that compute themselves when read, graphs with assumptions."""

@@ -4,5 +4,5 @@ import torch
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return True if a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

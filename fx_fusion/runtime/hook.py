@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class Hooks(list["Hook"]):
-    """Those on one tensor. A hook refers to them weakly: what is in a cycle is freed late, or never under gc.disable()."""
+    """The hooks on one tensor. A hook refers to them weakly: what is in a cycle is freed late, or never under
+    gc.disable()."""
 
     __slots__ = ("__weakref__",)
 

@@ -1,4 +1,4 @@
-"""What masks show, by their values: one reading for all graphs and layers that are given the same tensor.
+"""Read what masks show, by their values: one reading for all graphs and layers that are given the same tensor.
 
 To read the memory of a GPU, the host waits for all kernels before the mask, and the GPU then for the host's next kernels.
 """
@@ -22,8 +22,8 @@ _known = WeakIdKeyDictionary()  # of each mask its version then, and of which ki
 
 
 def is_of_kind(mask: Tensor, kind: str) -> bool:
-    """Whether a mask is of a kind (``graph.masks.assumed``): padding all ones; a mask (batch, heads, queries, keys) of
-    booleans true where it shows; one of numbers 0 there, and -inf or the lowest number of its dtype elsewhere.
+    """Return True if a mask is of a kind (``graph.masks.assumed``): padding all ones; a mask (batch, heads, queries, keys)
+    of booleans true where it shows; one of numbers 0 there, and -inf or the lowest number of its dtype elsewhere.
 
     On a GPU the answer is remembered while the same tensor comes back unchanged; a write that PyTorch is not told of
     (through ``.data``) goes unnoticed. A tensor in CPU memory is read each time: that makes nobody wait, and its memory may
@@ -59,22 +59,22 @@ def read_anew(gm: fx.GraphModule, *, replayed: bool) -> Callable[[Callable[..., 
 
 
 def _may_be_a_mask(node: Any) -> bool:
-    """Whether an output is one that a graph with attention may take for padding or a mask: without a gradient, of two dims
-    or four."""
+    """Return True if an output is one that a graph with attention may take for padding or a mask: without a gradient, of two
+    dims or four."""
     mask = example(node) if isinstance(node, fx.Node) else None
     return isinstance(mask, Tensor) and mask.dim() in (2, 4) and not mask.requires_grad
 
 
 class Padding:
-    """Whether the padding masks that one argument brings are all ones, call after call."""
+    """The record of whether one argument's padding masks are all ones, call after call."""
 
     def __init__(self) -> None:
         self._in_a_row = 0  # masks that were not
         self._unread: Callable[[], bool] | None = None
 
     def is_absent(self, mask: Tensor) -> bool:
-        """Whether a mask is all ones. After two in a row that were not, False without a look: a graph for any padding is
-        right for ones too. Such a mask is read while its call runs, and the next call looks again if it was all ones.
+        """Return True if a mask is all ones. After two in a row that were not, False without a look: a graph for any padding
+        is right for ones too. Such a mask is read while its call runs, and the next call looks again if it was all ones.
         (The next, not the first that finds the answer there: which version a call runs does not depend on the clock.)"""
         verdicts = _remembered(mask)
         if ONES in verdicts:
@@ -95,7 +95,7 @@ class Padding:
 
 
 def reading_waits(mask: Tensor) -> bool:
-    """Whether the host waits for another device when it reads a tensor."""
+    """Return True if the host waits for another device when it reads a tensor."""
     return mask.device.type != "cpu"
 
 
@@ -116,7 +116,7 @@ def read_later(answer: Tensor) -> Callable[[], bool]:
 
 
 def _remembered(mask: Tensor) -> dict[str, bool]:
-    """What is known of a mask, to be added to."""
+    """Return what is known of a mask, to be added to."""
     version, (at, verdicts) = version_of(mask), _known.get(mask, (None, {}))
     if at == version and version >= 0 and reading_waits(mask):
         return verdicts

@@ -37,7 +37,8 @@ _numbers = itertools.count()
 
 @dataclass
 class Calls:
-    """How often a graph with assumptions was called: as assumed, and otherwise. Counted for as long as the process runs."""
+    """The numbers of calls of a graph with assumptions: as assumed, and otherwise. Counted for as long as the process
+    runs."""
 
     assumed: int = 0
     otherwise: int = 0

@@ -1,4 +1,4 @@
-"""What a step of an optimizer means for outputs that nobody has read: they are made of parameters, which it changes."""
+"""Handle a step of an optimizer for deferred outputs: they are computed from parameters, which it changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Spans:
         self._spans = [_span(tensor) for tensor in tensors]
 
     def overlap(self, tensor: Tensor) -> bool:
-        """Whether a tensor has memory in common with them; of subclasses, whether it is one of them."""
+        """Return True if a tensor has memory in common with them; of subclasses, whether it is one of them."""
         start, end = _span(tensor)
         return any(first < end and start < last for first, last in self._spans)
 

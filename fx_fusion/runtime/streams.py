@@ -20,7 +20,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Inside, work goes to ``stream``, in whose order operands are written to and freed, behind what the reader's own stream
+    """Send work inside to ``stream``, in whose order operands are written to and freed, behind what the reader's own stream
     has done (copies of operands), which waits for it then."""
     here = None if stream is None else stream_of(stream.device)
     if stream is None or here is None or here == stream:

@@ -1,4 +1,4 @@
-"""What can be asked of a tensor without reading it, and what only renames, casts or slices it."""
+"""List what can be asked of a tensor without reading it, and what only renames, casts or slices it."""
 
 import torch
 

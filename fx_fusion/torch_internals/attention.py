@@ -1,4 +1,4 @@
-"""Which kernel answers a call of ``scaled_dot_product_attention``: torch's own selection."""
+"""Tell which kernel answers a call of ``scaled_dot_product_attention``: torch's own selection."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def takes_grouped_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
     dtype: torch.dtype,
 ) -> bool:  # fmt: skip
-    """Whether a fused kernel takes fewer heads of keys and values than of queries, with this mask, on the operands' device,
-    once they are cast to ``dtype``. They may be fake ones of a GPU. Gone, or no such device here: False."""
+    """Return True if a fused kernel takes fewer heads of keys and values than of queries, with this mask, on the operands'
+    device, once they are cast to ``dtype``. They may be fake ones of a GPU. Gone, or no such device here: False."""
     choose = getattr(torch, "_fused_sdp_choice", None)
     if choose is None:
         return False

@@ -16,7 +16,7 @@ def make_known() -> None:
 
 
 def is_switched_off(describe: Callable[[], str]) -> bool:
-    """Whether it wants the next replacement left out; ``describe`` says which one it is. Gone: it never does."""
+    """Return True if it wants the next replacement left out; ``describe`` says which one it is. Gone: it never does."""
     known = getattr(_bisector(), "CompilerBisector", None)
     return bool(known is not None and known.disable_subsystem(_BACKEND, _SUBSYSTEM, describe))
 

@@ -1,4 +1,4 @@
-"""What the ranks of a process group do together: gathering, adding up, and waiting for each other."""
+"""Gather, add up and wait among the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def add_up(tensor: Tensor, group: str) -> None:
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """What ``gather`` returned, or a tensor whose parts ``add_up`` was given, once it is there. Gone: as ``gather``."""
+    """Return what ``gather`` returned, or a tensor whose parts ``add_up`` was given, once it is there. Gone: as
+    ``gather``."""
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
@@ -32,8 +33,8 @@ _over: dict[str, str] = {}  # by the name of a group, the key of the last occasi
 
 
 def present_within(seconds: float, group: Any, occasion: str) -> int:
-    """How many ranks of a group are here on the same ``occasion`` until all are or the time is up. Once all were, nobody has
-    to wait on it again. Gone: all of them."""
+    """Return how many ranks of a group are here on the same ``occasion`` until all are or the time is up. Once all were,
+    nobody has to wait on it again. Gone: all of them."""
     store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     if store_of is None or dist.get_backend(group) == "fake":
         return dist.get_world_size(group)

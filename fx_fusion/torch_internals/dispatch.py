@@ -27,8 +27,8 @@ def autograd_inside_an_op() -> Iterator[None]:
 
 
 def is_freed_after_this_backward(saved: Tensor) -> bool:
-    """Whether a tensor that a forward saved is a plain one with values, nobody traces, and the backward that runs frees its
-    graph (no ``retain_graph=True``). Gone: False."""
+    """Return True if a tensor that a forward saved is a plain one with values, nobody traces, and the backward that runs
+    frees its graph (no ``retain_graph=True``). Gone: False."""
     if torch.compiler.is_compiling():  # by compiled autograd, which would end its graph at the question below
         return False
     is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -40,7 +40,8 @@ def is_freed_after_this_backward(saved: Tensor) -> bool:
 
 @contextlib.contextmanager
 def calls_of(namespace: str) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
-    """Inside, the ops of ``namespace`` that are called, with copies of their arguments. Gone: this can't be imported."""
+    """Record the ops of ``namespace`` that are called inside, with copies of their arguments. Gone: this can't be
+    imported."""
     calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     class Remember(TorchDispatchMode):
@@ -55,7 +56,7 @@ def calls_of(namespace: str) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
 
 @dataclass
 class Phase:
-    """Of a step: whether its backward runs."""
+    """A phase of a step: whether its backward runs."""
 
     backward: bool = False
 
@@ -64,7 +65,7 @@ class Phase:
 def products_with_parameters(
     parameters: Mapping[str, Tensor], tell: Callable[[str, str, Tensor, Tensor], None]
 ) -> Iterator[Phase]:
-    """Inside, ``tell(when, name, a, b)`` is called for every product a @ b in which b is a parameter, or a view or a cast of
+    """Call ``tell(when, name, a, b)`` inside for every product a @ b in which b is a parameter, or a view or a cast of
     one, and with an empty name for every other one of a backward. ``when``: "forward", "again" (a forward that is
     checkpointed, in the backward), or "backward". Gone: this can't be imported."""
     aten = torch.ops.aten
@@ -98,13 +99,13 @@ def products_with_parameters(
 
 
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
-    """Whether something waits for the gradient of one of the parameters to be there, to make a step with it, perhaps.
+    """Return True if something waits for the gradient of one of the parameters to be there, to make a step with it, perhaps.
     Gone: nothing does."""
     return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another."""
+    """Return True if autograd takes a tensor for a view of another."""
     return tensor._is_view()
 
 
@@ -143,7 +144,7 @@ def foreach(name: str) -> Any:
 
 
 def saved_tensor_hooks_are_enabled() -> bool:
-    """Whether hooks on saved tensors may be set. Gone: True."""
+    """Return True if hooks on saved tensors may be set. Gone: True."""
     enabled = getattr(getattr(torch._C, "_autograd", None), "_saved_tensors_hooks_is_enabled", None)
     return True if enabled is None else enabled()
 
@@ -157,7 +158,7 @@ def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks are set on what autograd saves, as ``checkpoint`` sets them. Gone: True."""
+    """Return True if hooks are set on what autograd saves, as ``checkpoint`` sets them. Gone: True."""
     top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return True if top is None else top(False) is not None
 
@@ -209,14 +210,14 @@ def throw_on_data_ptr(tensor: Tensor) -> None:
 
 
 def history_of(value: Tensor) -> Any:
-    """What changes when a value is changed in place while gradients are recorded: its grad_fn; that of its base, if it is a
-    view, because a view's own is made anew whenever the base is written to, under ``no_grad`` too."""
+    """Return what changes when a value is changed in place while gradients are recorded: its grad_fn; that of its base, if
+    it is a view, because a view's own is made anew whenever the base is written to, under ``no_grad`` too."""
     base = value._base if is_view(value) else None
     return (value if base is None else base).grad_fn
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to in place; -1 for an inference tensor, which does not count."""
+    """Return how often a tensor was written to in place; -1 for an inference tensor, which does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -228,5 +229,5 @@ def preserved_version(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def has_backward_hooks(tensor: Tensor) -> bool:
-    """Whether the user registered hooks on a tensor's gradient."""
+    """Return True if the user registered hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks)

@@ -56,7 +56,7 @@ _BETWEEN_COMPILATIONS = ("enable_compiler_collectives", "caching_precompile")
 
 
 def compiling_alone() -> contextlib.AbstractContextManager[Any]:
-    """Inside, Dynamo compiles for this process alone: it does not talk to other ranks, which need not compile, and keeps
+    """Let Dynamo compile inside for this process alone: it does not talk to other ranks, which need not compile, and keeps
     nothing for another process, which would have to know the graph around. Gone: nothing."""
     config = torch._dynamo.config
     on = {name: False for name in _BETWEEN_COMPILATIONS if getattr(config, name, False)}
@@ -67,15 +67,15 @@ _resets = 0
 
 
 def when_dynamo_is_reset() -> None:
-    """What ``torch._dynamo.reset()`` calls of a backend: Inductor's part of it, and the ids of code begin anew. Gone, or not
-    called: a report that is recorded over a reset may lose graphs."""
+    """Do what ``torch._dynamo.reset()`` asks of a backend: Inductor's part of it, and the ids of code begin anew. Gone, or
+    not called: a report that is recorded over a reset may lose graphs."""
     global _resets
     _resets += 1
     inductor.reset()
 
 
 def is_compiling() -> bool:
-    """Whether Dynamo or a backend is at work in this thread. Gone: only where Dynamo is."""
+    """Return True if Dynamo or a backend is at work in this thread. Gone: only where Dynamo is."""
     if torch.compiler.is_dynamo_compiling():
         return True
     context = getattr(getattr(torch, "_guards", None), "CompileContext", None)
@@ -83,8 +83,8 @@ def is_compiling() -> bool:
 
 
 def sets_hooks_behind() -> bool:
-    """Whether the function that is being captured sets hooks on tensors, which Dynamo does behind the call of its graph.
-    Gone: False, and hooks on deferred logits that a compiled loss sets itself are not called."""
+    """Return True if the function that is being captured sets hooks on tensors, which Dynamo does behind the call of its
+    graph. Gone: False, and hooks on deferred logits that a compiled loss sets itself are not called."""
     translator: Any = getattr(getattr(torch._dynamo, "symbolic_convert", None), "InstructionTranslator", None)
     try:
         return bool(translator.current_tx().output.side_effects.tensor_hooks)
@@ -93,7 +93,7 @@ def sets_hooks_behind() -> bool:
 
 
 def is_asking() -> bool:
-    """Whether Dynamo or its guards called the function that calls this one, not AOTAutograd.
+    """Return True if Dynamo or its guards called the function that calls this one, not AOTAutograd.
     Gone: False, and a graph that deferred logits go into is not captured: PyTorch raises."""
     caller = str(sys._getframe(2).f_globals.get("__name__", ""))
     return caller.startswith(("torch._dynamo.", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.meta_utils"))

@@ -29,8 +29,8 @@ APART = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signatur
 
 @contextlib.contextmanager
 def leaving_no_trace() -> Iterator[None]:
-    """What is compiled inside is forgotten afterwards, and no limit of recompilations holds inside. A function that was
-    compiled before keeps its versions; only where forgotten ones fill the cache are they dropped too, and compiled again
+    """Yield what is compiled inside is forgotten afterwards, and no limit of recompilations holds inside. A function that
+    was compiled before keeps its versions; only where forgotten ones fill the cache are they dropped too, and compiled again
     at the next call."""
     known: dict[CodeType, set[int]] = {}  # the versions that a function had before
 

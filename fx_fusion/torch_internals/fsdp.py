@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose a whole parameter is: the module that gathers it (weakly), this rank's part, and the process group."""
+    """The owner of a whole parameter: the module that gathers it (weakly), this rank's part, and the process group."""
 
     module: weakref.ref[Any]
     sharded: Tensor
@@ -27,7 +27,7 @@ _OWNERS: Any = WeakTensorKeyDictionary()  # of the parameters that were asked fo
 
 
 def owner_of(parameter: Any) -> Owner | None:
-    """Who gathers a whole parameter; None for any other tensor. Gone: None, and a read behind a reshard raises."""
+    """Return who gathers a whole parameter; None for any other tensor. Gone: None, and a read behind a reshard raises."""
     if "torch.distributed.fsdp" not in sys.modules or not isinstance(parameter, nn.Parameter):
         return None
     if parameter not in _OWNERS:
@@ -51,21 +51,22 @@ def _owners() -> Iterator[tuple[Tensor, Owner]]:
 
 
 def is_freed(tensor: Any) -> bool:
-    """Whether a tensor's memory was given back, as FSDP2 does behind a module; of a DTensor, this rank's part."""
+    """Return True if a tensor's memory was given back, as FSDP2 does behind a module; of a DTensor, this rank's part."""
     own = getattr(tensor, "_local_tensor", tensor)
     return isinstance(own, Tensor) and own.numel() > 0 and own.untyped_storage().size() == 0
 
 
 def is_gathered_for_its_module_alone(tensor: Any) -> bool:
-    """Whether a parameter's memory is given back, and gathered again, by somebody whom nobody can ask for it: FSDP1, whose
-    parameters are views of a flat one, or DeepSpeed. Gone: False, and a read behind the backward raises."""
+    """Return True if a parameter's memory is given back, and gathered again, by somebody whom nobody can ask for it: FSDP1,
+    whose parameters are views of a flat one, or DeepSpeed. Gone: False, and a read behind the backward raises."""
     flat = isinstance(tensor, Tensor) and getattr(tensor._base, "_is_flat_param", False)
     return flat or hasattr(tensor, "ds_id")
 
 
 def is_its_hook(function: Any) -> bool:
-    """Whether a hook on a gradient is FSDP's own, which it puts on each output of a module to gather parameters before the
-    backward. Gone: False, and a model that FSDP wraps and that computes its loss behind a compiled head raises."""
+    """Return True if a hook on a gradient is FSDP's own, which it puts on each output of a module to gather parameters
+    before the backward. Gone: False, and a model that FSDP wraps and that computes its loss behind a compiled head
+    raises."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp.")

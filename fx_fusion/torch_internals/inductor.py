@@ -62,8 +62,8 @@ def option_names() -> frozenset[str]:
 
 
 def configuration(mode: str | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What Inductor's own wrapper makes of a mode and options, their types checked. Gone: the options as they are, and the
-    mode is Inductor's to read."""
+    """Return what Inductor's own wrapper makes of a mode and options, their types checked. Gone: the options as they are,
+    and the mode is Inductor's to read."""
     wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
     return dict(options) if wrapper is None else wrapper(mode, dict(options), None).config
 
@@ -80,7 +80,7 @@ def fuses_epilogues() -> bool:
 
 
 def captures_cuda_graphs(options: Mapping[str, Any]) -> bool:
-    """Whether Inductor will capture CUDA graphs under these options."""
+    """Return True if Inductor will capture CUDA graphs under these options."""
     return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
@@ -137,9 +137,9 @@ class UsersPassAndKey(CustomGraphPass):
 
 
 def _donated() -> tuple[int, ...]:
-    """Which of its arguments the backward that is compiled may overwrite. Inductor's key does not have them: code that does
-    would be found for a backward that runs twice (``retain_graph``), and its second gradients were wrong. Gone: none, and so
-    is what Inductor does with them."""
+    """Return which of its arguments the backward that is compiled may overwrite. Inductor's key does not have them: code
+    that does would be found for a backward that runs twice (``retain_graph``), and its second gradients were wrong. Gone:
+    none, and so is what Inductor does with them."""
     context = torch._guards.TracingContext.try_get()
     return tuple(getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None) or ())
 
@@ -164,12 +164,13 @@ def with_key(options: Mapping[str, Any], key: str, functions: Mapping[str, str])
 
 # -- layouts -------------------------------------------------------------------------------------------------------------
 def optimizes_layouts() -> bool:
-    """Whether Inductor may lay out convolutions channels last. Gone: False, and norms between them stay channels first."""
+    """Return True if Inductor may lay out convolutions channels last. Gone: False, and norms between them stay channels
+    first."""
     return bool(getattr(config, "layout_optimization", False))
 
 
 def forces_layouts() -> bool:
-    """Whether Inductor lays out every convolution channels last. Gone: False."""
+    """Return True if Inductor lays out every convolution channels last. Gone: False."""
     return bool(getattr(config, "force_layout_optimization", False))
 
 
@@ -205,7 +206,8 @@ def with_joint_pass(options: Mapping[str, Any], run: Callable[[fx.Graph], None],
 
 
 def bytes_per_second(device: torch.device) -> float:
-    """How fast a device reads and writes its memory, as large copies do: 0.85 of its peak. Gone, or not known: an H200's."""
+    """Return how fast a device reads and writes its memory, as large copies do: 0.85 of its peak. Gone, or not known: an
+    H200's."""
     if device.type == "cpu":
         return _BYTES_OF_A_CPU
     known = getattr(torch._inductor.utils, "get_gpu_dram_gbps", None) if device.type == "cuda" else None
@@ -216,7 +218,7 @@ def bytes_per_second(device: torch.device) -> float:
 
 
 def cache_folder() -> str | None:
-    """Where Inductor keeps what it compiled. Gone: None."""
+    """Return where Inductor keeps what it compiled. Gone: None."""
     try:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
     except ImportError:
@@ -225,7 +227,7 @@ def cache_folder() -> str | None:
 
 
 def triton_compiles() -> bool:
-    """Whether Triton can compile for the GPU that is here. Gone: yes, as far as anybody knows."""
+    """Return True if Triton can compile for the GPU that is here. Gone: yes, as far as anybody knows."""
     try:
         from torch.utils._triton import has_triton
     except ImportError:

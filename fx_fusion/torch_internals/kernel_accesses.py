@@ -1,4 +1,4 @@
-"""Which arguments a kernel writes to, found once for each kernel instead of once for each launch and pass.
+"""Tell which arguments a kernel writes to, found once for each kernel instead of once for each launch and pass.
 
 PyTorch asks that of every traced launch, several times while it compiles (functionalisation, re-inplacing, lowering),
 and each time has Triton translate the kernel anew: some 20 ms, 20 s for the launches of a 16-layer Llama. The answer

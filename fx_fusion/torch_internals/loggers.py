@@ -39,7 +39,7 @@ def warn_while_compiling() -> None:
 
 
 def _variables() -> tuple[Any, Any]:
-    """What stands for a logger and for a constant while Dynamo traces."""
+    """Return what stands for a logger and for a constant while Dynamo traces."""
     try:
         from torch._dynamo.variables import ConstantVariable, misc
     except ImportError:
@@ -53,7 +53,7 @@ def _is_ignored(method: Any) -> bool:
 
 
 def _is_ours(compiler: Any) -> bool:
-    """Whether a backend, through what torch and tests wrap it in, is this one."""
+    """Return True if a backend, through what torch and tests wrap it in, is this one."""
     for _ in range(8):
         if compiler == _OURS or str(getattr(compiler, "__module__", "")).split(".")[0] == _OURS:
             return True

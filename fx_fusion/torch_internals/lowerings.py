@@ -1,4 +1,4 @@
-"""How Inductor lowers ops of ours: as calls, or from its IR."""
+"""Tell Inductor how to lower ops of ours: as calls, or from its IR."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _is_donated(x: Any) -> bool:
 
 
 def _is_not_computed_with() -> bool:
-    """Whether the node that is lowered is returned, or written to by a kernel, and nothing else."""
+    """Return True if the node that is lowered is returned, or written to by a kernel, and nothing else."""
     from torch._inductor.virtualized import V
 
     kernels = torch.ops.higher_order.triton_kernel_wrapper_mutation
@@ -107,7 +107,7 @@ def _is_not_computed_with() -> bool:
 
 
 def on_gpu(x: Any) -> bool:
-    """Whether a value of Inductor's IR lies on a GPU."""
+    """Return True if a value of Inductor's IR lies on a GPU."""
     return bool(x.get_device().type == "cuda")
 
 

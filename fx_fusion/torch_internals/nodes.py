@@ -29,15 +29,15 @@ _HOOKS = frozenset({"register_hook", "_register_hook_trampoline"})  # the second
 
 
 def sets_a_hook(node: fx.Node) -> bool:
-    """Whether a node sets a hook on its first operand. What the hook returns takes the place of the gradient, and no rewrite
-    may step over that: it is a write. Gone: Dynamo writes another node, which is not seen as one."""
+    """Return True if a node sets a hook on its first operand. What the hook returns takes the place of the gradient, and no
+    rewrite may step over that: it is a write. Gone: Dynamo writes another node, which is not seen as one."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op in ("call_method", "call_function") and name in _HOOKS
 
 
 def is_an_attribute(node: fx.Node) -> bool:
-    """Whether a number is an attribute of an object, a module's eps, and no argument of the function. Gone: False, and such
-    a number that is another one in another module is taken for one that changes."""
+    """Return True if a number is an attribute of an object, a module's eps, and no argument of the function. Gone: False,
+    and such a number that is another one in another module is taken for one that changes."""
     while node.op == "call_method" and node.target == "item" and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     source = getattr(node.meta.get("grapharg"), "source", None)
@@ -46,7 +46,7 @@ def is_an_attribute(node: fx.Node) -> bool:
 
 
 def is_erased(node: fx.Node) -> bool:
-    """Whether a node was erased from its graph. Gone: looked for in the graph, which is slower."""
+    """Return True if a node was erased from its graph. Gone: looked for in the graph, which is slower."""
     erased = getattr(node, "_erased", None)
     return erased if erased is not None else node not in node.graph.nodes
 
@@ -104,12 +104,12 @@ def written_parameters(schema: Any) -> Iterator[tuple[int, str]]:
 
 
 def is_operator(target: Any) -> bool:
-    """Whether a node calls an operator of the dispatcher (``torch.ops...``)."""
+    """Return True if a node calls an operator of the dispatcher (``torch.ops...``)."""
     return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether a node calls a higher-order operator, which takes graphs as operands."""
+    """Return True if a node calls a higher-order operator, which takes graphs as operands."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
@@ -123,7 +123,7 @@ _WRITE_BY_BODY_ONLY = frozenset((
 
 
 def may_write_to_operands(target: Any) -> bool:
-    """Whether a higher-order operator may write to its operands itself, not through the graphs that it is given."""
+    """Return True if a higher-order operator may write to its operands itself, not through the graphs that it is given."""
     return target.name() not in _WRITE_BY_BODY_ONLY
 
 
@@ -158,7 +158,8 @@ SET_GRAD, ENTER_AUTOCAST, ENTER_OTHER, EXIT = "set grad", "enter autocast", "ent
 
 
 def region_change(node: fx.Node) -> str | None:
-    """How a node changes grad mode, autocast, inference mode or functorch's level: one of the constants above, or None.
+    """Return how a node changes grad mode, autocast, inference mode or functorch's level: one of the constants above, or
+    None.
 
     Dynamo writes these as calls of private functions, told apart by their names. Gone: what enters or exits something else
     is a region of its own, in which nothing is fused; another name that speaks of grad mode or autocast raises

@@ -21,7 +21,7 @@ def _kinds() -> Any:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a node of a joint graph is the gradient of an output."""
+    """Return True if a node of a joint graph is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
@@ -36,13 +36,13 @@ def input_number(node: fx.Node) -> int | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node is a view of its first argument."""
+    """Return True if a node is a view of its first argument."""
     return node.op == "call_function" and (_kinds().is_view(node) or node.target is torch.ops.aten._unsafe_view.default)
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether a node has the memory of its first argument: more ops than ``is_view`` knows (a diagonal, the parts of a
-    split), by what their schemas say of their results."""
+    """Return True if a node has the memory of its first argument: more ops than ``is_view`` knows (a diagonal, the parts of
+    a split), by what their schemas say of their results."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_alias(node.args[0])
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
@@ -50,14 +50,14 @@ def is_alias(node: fx.Node) -> bool:
 
 
 def is_reshape(node: fx.Node) -> bool:
-    """Whether a node is its first argument in another shape, element by element in the same order."""
+    """Return True if a node is its first argument in another shape, element by element in the same order."""
     aten = torch.ops.aten
     views = aten.view, aten.reshape, aten._unsafe_view, aten.squeeze, aten.unsqueeze
     return getattr(node.target, "overloadpacket", None) in views and node.target is not aten.view.dtype
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a node is its first argument in another dtype."""
+    """Return True if a node is its first argument in another dtype."""
     return node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -71,18 +71,18 @@ def cast_to(node: fx.Node) -> torch.dtype | None:
 
 
 def is_empty(node: fx.Node) -> bool:
-    """Whether a node is memory that something else fills."""
+    """Return True if a node is memory that something else fills."""
     aten = torch.ops.aten
     return getattr(node.target, "overloadpacket", None) in (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided)
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor can compute what a node reads in the node's own kernel: no product, convolution, attention."""
+    """Return True if Inductor can compute what a node reads in the node's own kernel: no product, convolution, attention."""
     return node.op == "call_function" and _kinds().is_fusible(node)
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether a node is an elementwise op, a reduction, a view or a copy, which the partitioner may compute twice."""
+    """Return True if a node is an elementwise op, a reduction, a view or a copy, which the partitioner may compute twice."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     return _kinds().is_recomputable(node) and not _kinds().is_random(node)
@@ -100,18 +100,18 @@ def save(node: fx.Node) -> None:
 
 
 def is_decided(node: fx.Node) -> bool:
-    """Whether it is said of a node already: by activation checkpointing, or here."""
+    """Return True if it is said of a node already: by activation checkpointing, or here."""
     return node.meta.get(_MARK) is not None
 
 
 def is_computed_again(node: fx.Node) -> bool:
-    """Whether activation checkpointing, or we, had a node computed again."""
+    """Return True if activation checkpointing, or we, had a node computed again."""
     policy = torch.utils.checkpoint.CheckpointPolicy
     return node.meta.get(_MARK) in (policy.MUST_RECOMPUTE, policy.PREFER_RECOMPUTE)
 
 
 def checkpoint_of(node: fx.Node) -> tuple[Any, Any] | None:
-    """What activation checkpointing says of a node, and in which region; None outside of regions."""
+    """Return what activation checkpointing says of a node, and in which region; None outside of regions."""
     return (node.meta[_MARK], node.meta.get(_REGION)) if is_decided(node) else None
 
 
@@ -125,8 +125,8 @@ def set_checkpoint(node: fx.Node, said: tuple[Any, Any]) -> None:
 
 
 def has_a_budget(graph: fx.Graph) -> bool:
-    """Whether the user gave the partitioner a budget of memory, for all graphs or for a region that this one is of, under
-    which it computes again what it deems cheap. Gone: False."""
+    """Return True if the user gave the partitioner a budget of memory, for all graphs or for a region that this one is of,
+    under which it computes again what it deems cheap. Gone: False."""
     import torch._functorch.config as config
     import torch.fx.traceback as traceback
 

@@ -1,4 +1,4 @@
-"""Which blocks of a mask are visited: for each row of blocks how many, and their columns, as FlexAttention reads it.
+"""List the blocks of a mask that are visited: for each row of blocks how many, and their columns, as FlexAttention reads it.
 
     count[b, 0, i]      = Σ_j set[b, 0, i, j]
     columns[b, 0, i, :] = the j that are set, in order, then the others, in order

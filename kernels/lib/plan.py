@@ -1,4 +1,4 @@
-"""How a kernel is launched, as a value: block sizes, warps and pipeline stages, chosen by shape, dtype and device.
+"""Describe how a kernel is launched, as a value: block sizes, warps and pipeline stages, chosen by shape, dtype and device.
 
 A *planner* is a function from what is known of a launch to a ``Plan``::
 
@@ -43,7 +43,7 @@ class Plan:
         return Plan(**{**dict(self._numbers), **changes})
 
     def meta(self) -> dict[str, int]:
-        """What a launch takes by keyword: the constants of the kernel, ``num_warps`` and ``num_stages``."""
+        """Return what a launch takes by keyword: the constants of the kernel, ``num_warps`` and ``num_stages``."""
         return {n: v for n, v in self._numbers if n.isupper() or n in ("num_warps", "num_stages")}
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""What all ranks found in their columns of a row of logits -> its loss and its entropy: formulas in ``class_part``.
+"""Combine what all ranks found in their columns of a row of logits -> its loss and its entropy: formulas in ``class_part``.
 
 Shapes     found: (ranks, k, m): of each rank top_r, total_r, z_r, with smoothing y_r, and with an entropy H_r of its own
            columns; target: (m); weight: (V), all classes; loss, entropy: (m); stats: (2, m), top and total.

@@ -83,8 +83,8 @@ def _rows_of_a_chunk(m: int, row: int, itemsize: int, device: str, sum_bytes: in
 
 
 def again_takes_longer(h: float, dtype: torch.dtype, device: str) -> bool:
-    """Whether to make logits of x (m, ``h``) again in a backward, a fourth product of m·h·v beside three, takes longer than
-    their passes through memory: on an H200 from some 1000 columns on; without tensor cores, which multiply 15 times as
+    """Return True if making logits of x (m, ``h``) again in a backward, a fourth product of m·h·v beside three, takes longer
+    than their passes through memory: on an H200 from some 1000 columns on; without tensor cores, which multiply 15 times as
     fast, from some 150 to 200."""
     return device == "cuda" and h > (1024 if on_tensor_cores(dtype) else 128)
 
@@ -130,7 +130,7 @@ def rows_to_keep(counts, v: int):
 
 
 def _is_read(counts, v: int) -> bool:
-    """Whether it pays to read back which rows count, and whether that is possible."""
+    """Return True if it pays to read back which rows count, and whether that is possible."""
     return counts.numel() * v >= _WORTH_COUNTING and not (counts.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

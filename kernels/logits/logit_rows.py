@@ -223,8 +223,8 @@ def _cross_entropy_rows_kernel(
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What the rows of one rank have to know of all ``classes``, of which it has those from ``first`` on: ``w_sum``, the sum
-    of all class weights."""
+    """The values that the rows of one rank have to know of all ``classes``, of which it has those from ``first`` on:
+    ``w_sum``, the sum of all class weights."""
 
     classes: int
     first: int

@@ -73,12 +73,12 @@ class RowProgram:
 
     @functools.cached_property
     def _placeholders(self) -> list[fx.Node]:
-        """Those of the inputs, in order."""
+        """Return those of the inputs, in order."""
         return self.body.graph.find_nodes(op="placeholder")[1:]
 
     @functools.cached_property
     def seams_of_inputs(self) -> list[set[int]]:
-        """Which seams each input is read for."""
+        """Return which seams each input is read for."""
         read: dict[fx.Node, set[int]] = {p: set() for p in self._placeholders}
         for i, seam in enumerate(self.body.graph.output_node().args[0]):
             waiting, seen = [seam], set()

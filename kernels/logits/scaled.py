@@ -66,8 +66,8 @@ def scaled_gradients(dx, dw, db, dx_factor, dw_factor):
 
 
 def factor_behind(dlosses, weights):
-    """What ``dlosses``, vectors that are proportional to ``weights``, are the weights times of: 1 where a loss is called
-    backward at once. Weights of 0 and those that are not finite say nothing; 0 where none says anything."""
+    """Return what ``dlosses``, vectors that are proportional to ``weights``, are the weights times of: 1 where a loss is
+    called backward at once. Weights of 0 and those that are not finite say nothing; 0 where none says anything."""
     above = below = torch.zeros((), dtype=torch.float64, device=weights[0].device)
     for d, w in zip(dlosses, weights, strict=True):
         known = w.isfinite() & (w != 0)

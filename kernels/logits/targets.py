@@ -1,4 +1,4 @@
-"""What the reduction of a loss has to know of its targets, before the first logit is computed.
+"""Compute what the reduction of a loss has to know of its targets, before the first logit is computed.
 
     counts_i = target_i != ignore_index
     number   = Σ counts_i

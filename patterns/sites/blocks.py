@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def too_few_scores(query: Tensor, key: Tensor, fewest: int) -> str | None:
-    """Why Inductor is as good without blocks: for queries (b, h, s, d) and keys (b, g, t, d), or None."""
+    """Return why Inductor is as good without blocks: for queries (b, h, s, d) and keys (b, g, t, d), or None."""
     if query.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the kernels of FlexAttention are made for compute capability 8.0 and up"
     b, h, s, _ = query.shape
@@ -45,8 +45,8 @@ def read_when_it_runs(structure: Structure) -> list[fx.Node]:
 
 
 class Read(NamedTuple):
-    """What the kernels are given of a mask: blocks, labels, keys, queries and bounds; and its hidden rows, if they are not
-    zeros."""
+    """Return what the kernels are given of a mask: blocks, labels, keys, queries and bounds; and its hidden rows, if they
+    are not zeros."""
 
     mask: tuple[fx.Node | tuple[fx.Node, ...] | int | None, ...]
     hidden: fx.Node | None
@@ -98,7 +98,8 @@ def _by_position(editor: Editor, positions: fx.Node, label: Label, root: fx.Node
 
 
 def _shown_by(editor: Editor, positions: fx.Node, label: Label, root: fx.Node) -> fx.Node:
-    """Which keys a mask (batch or 1, 1, queries, keys) shows to any query: (batch, keys), or (keys) for one row of it."""
+    """Return which keys a mask (batch or 1, 1, queries, keys) shows to any query: (batch, keys), or (keys) for one row of
+    it."""
     (masks, _, _, length), (b, _, s, _) = example(label.node).shape, example(positions).shape
     row = 0 if statically_known_true(masks == 1) else label.row
     if not statically_known_true(length == s) or (row is None and not statically_known_true(masks == b)):

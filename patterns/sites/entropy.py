@@ -30,7 +30,7 @@ class EntropySite:
 
 
 def first_root(editor: Editor, match: Match) -> fx.Node:
-    """Where one call for both results has to stand."""
+    """Return where one call for both results has to stand."""
     order = editor.view.order
     first = min(match.outputs, key=lambda n: order[n])
     for node in match.inputs.values():
@@ -90,7 +90,7 @@ def _at(view: View, node: fx.Node, logits: fx.Node) -> EntropySite | None:
 
 
 def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
-    """Whether a node reduces the last dim of its input, without keeping it or changing the dtype."""
+    """Return True if a node reduces the last dim of its input, without keeping it or changing the dtype."""
     bound = view.arguments_of(node, name)
     if bound is None or not is_tensor(bound["input"]) or bound["keepdim"] or bound.get("dtype") is not None:
         return False
@@ -98,8 +98,8 @@ def _is_over_classes(view: View, node: fx.Node, name: str) -> bool:
 
 
 def _sum_of_products(view: View, node: fx.Node, logits: fx.Node) -> tuple[set[str], set[fx.Node]] | None:
-    """What two factors are summed over classes, ``p``, ``log_p``, ``-log_p`` or ``logits``, and the nodes that make the
-    products."""
+    """Return what two factors are summed over classes, ``p``, ``log_p``, ``-log_p`` or ``logits``, and the nodes that make
+    the products."""
     nodes: set[fx.Node] = set()
     if (inner := view.arguments_of(node, "einsum")) is not None:
         factors = multiplied_and_summed(inner)
@@ -151,8 +151,8 @@ def _kind(view: View, factor: fx.Node, logits: fx.Node, nodes: set[fx.Node]) -> 
 
 
 def _above_the_lowest(view: View, node: fx.Node) -> fx.Node | None:
-    """Below ``clamp(log p, min=lowest number)``: torch.distributions has p · log p = 0 where a logit is -inf, as the kernels
-    do."""
+    """Return what is below ``clamp(log p, min=lowest number)``: torch.distributions has p · log p = 0 where a logit is -inf,
+    as the kernels do."""
     bound = view.arguments_of(node, "clamp", "clamp_min")
     if bound is None or bound.get("max") is not None or not is_tensor(bound["input"]):
         return None
@@ -160,8 +160,8 @@ def _above_the_lowest(view: View, node: fx.Node) -> fx.Node | None:
 
 
 def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -> bool:
-    """Whether two nodes are the same logits: also written twice (``logits / t``), or with other leading dims. ``nodes``
-    gets those that make ``a`` from what both have in common."""
+    """Return True if two nodes are the same logits: also written twice (``logits / t``), or with other leading dims.
+    ``nodes`` gets those that make ``a`` from what both have in common."""
     if a is None:
         return False
     above: set[fx.Node] = set()
@@ -174,7 +174,7 @@ def _same_rows(view: View, a: fx.Node | None, b: fx.Node, nodes: set[fx.Node]) -
 
 
 def _below_views(view: View, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
-    """What a node is a view of whose last dim is the same: row after row they hold the same."""
+    """Return what a node is a view of whose last dim is the same: row after row they hold the same."""
     while view.name(node) in ("view", "reshape", "flatten"):
         source = source_of(node)
         if source is None or example(source).dim() * example(node).dim() == 0:

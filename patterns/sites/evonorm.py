@@ -1,4 +1,4 @@
-"""Where a graph computes an EvoNorm, and what it is made of: shared by the fusions of S0 and B0.
+"""Find where a graph computes an EvoNorm, and what it is made of: shared by the fusions of S0 and B0.
 
 Group statistics are written with a reshape to groups whose shape no traced function can pin down, so both are read
 from the graph: from the node that is only in an EvoNorm (the sigmoid of S0, the maximum of B0) up to the affine end,
@@ -115,7 +115,7 @@ def per_channel(view: View, node: fx.Node, channels: Any, dtype: torch.dtype, no
 
 
 def _same_numbers(view: View, node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a cast of, or a view of that adds or drops dims of size 1 only."""
+    """Return what ``node`` is a cast of, or a view of that adds or drops dims of size 1 only."""
     below = view.transparent(node)
     if below is None and view.name(node) in _SHAPES and node.args and isinstance(node.args[0], fx.Node):
         plain = is_tensor(node.args[0]) and not view.hides_gradient(node)
@@ -127,7 +127,7 @@ def _same_numbers(view: View, node: fx.Node) -> fx.Node | None:
 
 
 def _squeezed_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the shapes differ by dims of size 1 only: then the order of the elements is the same."""
+    """Return True if the shapes differ by dims of size 1 only: then the order of the elements is the same."""
     one, other = ([n for n in example(t).shape if not statically_known_true(n == 1)] for t in (a, b))
     return same_sizes(one, other)
 

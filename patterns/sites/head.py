@@ -46,19 +46,19 @@ class Head:
         return [] if self.shards is None else made_of(self.x)[1]
 
     def is_made_of_a_dtensor(self) -> bool:
-        """Whether the input is a DTensor that the graph makes of another one: no source that a graph could return, since
-        nobody would hand it a gradient that is a DTensor too."""
+        """Return True if the input is a DTensor that the graph makes of another one: no source that a graph could return,
+        since nobody would hand it a gradient that is a DTensor too."""
         source = made_of(self.x)[0]
         return self.shards is not None and source.op != "placeholder" and placed(source) is not None
 
     @property
     def sources(self) -> list[fx.Node]:
-        """What the logits can be made of later: as ``inputs``, with a plain tensor for x."""
+        """Return what the logits can be made of later: as ``inputs``, with a plain tensor for x."""
         return [made_of(n)[0] if n is self.x and self.shards is not None else n for n in self.inputs.values()]
 
     @property
     def inputs(self) -> dict[str, fx.Node]:
-        """What a linear layer needs, without what it has not."""
+        """Return what a linear layer needs, without what it has not."""
         given = {"x": self.x, "lm_head": self.lm_head, "bias": self.bias}
         return {name: node for name, node in given.items() if node is not None}
 
@@ -93,7 +93,7 @@ def _instead_of_linear(view: View, node: fx.Node) -> str:
 
 
 def why_small(x: torch.Tensor, lm_head: torch.Tensor, rows: float) -> str | None:
-    """Why so many rows of logits need not be made in chunks, or None."""
+    """Return why so many rows of logits need not be made in chunks, or None."""
     classes = expected(lm_head.shape[0])
     if classes < 4096:
         return f"{lm_head.shape[0]} classes: the logits are no larger than their input"
@@ -108,7 +108,7 @@ def why_small(x: torch.Tensor, lm_head: torch.Tensor, rows: float) -> str | None
 
 
 def why_again(x: torch.Tensor, lm_head: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """Why the logits had better stay: with a gradient of its own for each row the backward has to make them again."""
+    """Return why the logits had better stay: with a gradient of its own for each row the backward has to make them again."""
     if not trained(x, lm_head, bias) or not again_takes_longer(expected(x.shape[-1]), computed_in(x), device_type(x)):
         return None
     return "a gradient for each row: its backward would make the logits again, which takes longer than keeping them"
@@ -170,8 +170,9 @@ def linear_operands(editor: Editor, head: Head) -> tuple[Any, Any, Any]:
 
 
 def sources_of_logits(editor: Editor, head: Head, match: Match) -> list[fx.Node]:
-    """What the deferred logits can be made of later, with a plain tensor for x. Where x is a DTensor that the graph makes of
-    another one, the linear layer, which makes nothing else now, reads a DTensor that is made of the plain tensor."""
+    """Return what the deferred logits can be made of later, with a plain tensor for x. Where x is a DTensor that the
+    graph makes of another one, the linear layer, which makes nothing else now, reads a DTensor that is made of the plain
+    tensor."""
     if not match.deferred or head.shards is None or not head.is_made_of_a_dtensor():
         return head.sources
     linear, x, weight = head.shards.linear, editor.now(head.x), editor.now(head.lm_head)

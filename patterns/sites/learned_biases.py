@@ -65,7 +65,7 @@ def read_bias(search: Search, node: Any, proofs: list[MaskProof]) -> None:
 
 
 def _calculated(view: View, node: fx.Node) -> fx.Node | None:
-    """What a node interpolates, or is a number times or divided by."""
+    """Return what a node interpolates, or is a number times or divided by."""
     if called(node) == "interpolate" and node.args and is_tensor(node.args[0]):
         return node.args[0]  # type: ignore[return-value]
     if view.name(node) not in ("mul", "div"):
@@ -78,7 +78,7 @@ def _calculated(view: View, node: fx.Node) -> fx.Node | None:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a node is a parameter: what another graph computed may be a mask."""
+    """Return True if a node is a parameter: what another graph computed may be a mask."""
     return node.op in ("placeholder", "get_attr") and example(node).is_leaf
 
 
@@ -118,7 +118,7 @@ def without_masks(
 
 
 def _shown(search: Search, hiding: MaskProof, node: fx.Node, dtype: torch.dtype) -> Structure:
-    """What shows of a bias that ``node`` hides some of."""
+    """Return what shows of a bias that ``node`` hides some of."""
     if shows_every_row(hiding, node):
         return CAUSAL if hiding.kind == "causal" else hiding.structure or Structure()
     structure = hiding.structure_in(dtype)
@@ -142,7 +142,8 @@ def _hides_by(view: View, node: fx.Node) -> tuple[Any, Any]:
 
 
 def _step(search: Search, node: fx.Node) -> tuple[fx.Node | None, MaskProof | None]:
-    """What is below a node that casts or hides some of it, and the proof of what it hides; None where it does neither."""
+    """Return what is below a node that casts or hides some of it, and the proof of what it hides; None where it does
+    neither."""
     view = search.view
     below = view.transparent(node)
     if below is not None:

@@ -56,7 +56,7 @@ def logits_of(view: View, log_probs: Any) -> tuple[fx.Node, set[fx.Node]] | None
 
 
 def below_views(view: View, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
-    """What a node is a view of whose last dim is the same (row after row they hold the same), and the views."""
+    """Return what a node is a view of whose last dim is the same (row after row they hold the same), and the views."""
     nodes: set[fx.Node] = set()
     while True:
         name, source = view.name(node), None
@@ -83,7 +83,7 @@ def _broadcast(view: View, node: fx.Node) -> fx.Node | None:
 
 # -- the class of each row -------------------------------------------------------------------------------------------
 def picked(view: View, node: fx.Node) -> Picked | None:
-    """What ``node`` picks, if it picks one class of each row."""
+    """Return what ``node`` picks, if it picks one class of each row."""
     name = view.name(node)
     if name in ("gather", "take_along_dim"):
         return _gathered(view, node)
@@ -127,7 +127,8 @@ def _one_class_a_row(view: View, index: fx.Node, source: fx.Node) -> tuple[fx.No
 
 
 def _first_column(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Below ``broadcast_tensors(index, ..)[0][..., :1]``, which ``Categorical.log_prob`` makes of an index, that index."""
+    """Return what is below ``broadcast_tensors(index, ..)[0][..., :1]``, which ``Categorical.log_prob`` makes of an index,
+    that index."""
     below = node.args[0] if view.name(node) == "getitem" else None
     if not is_tensor(below) or view.name(below) != "getitem" or view.name(below.args[0]) != "broadcast_tensors":  # type: ignore[union-attr]
         return node, []
@@ -142,7 +143,7 @@ def _first_column(view: View, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def is_indexed(view: View, node: fx.Node) -> bool:
-    """Whether ``node`` is ``log p[rows, classes]``, whatever the rows are."""
+    """Return True if ``node`` is ``log p[rows, classes]``, whatever the rows are."""
     return _pairs(view, node) is not None and logits_of(view, node.args[0]) is not None
 
 
@@ -169,7 +170,7 @@ def _indexed(view: View, node: fx.Node) -> Picked | None:
 
 
 def _counts_to(view: View, node: fx.Node, count: Any) -> bool:
-    """Whether a node is ``arange(count)``, of integers."""
+    """Return True if a node is ``arange(count)``, of integers."""
     bound = view.arguments_of(node, "arange")
     if bound is None or example(node).dtype not in (torch.int64, torch.int32) or example(node).dim() != 1:
         return False

@@ -1,4 +1,4 @@
-"""Where a graph computes a cross-entropy, and what its logits are made of.
+"""Find where a graph computes a cross-entropy, and what its logits are made of.
 
 A loss has too many independent options (bias, scale, softcap, cast, shift, reduction, smoothing, weights, three
 spellings) for one function an option set, so it is read from the loss down: first the loss itself, then, one step at
@@ -49,7 +49,7 @@ class LossSite:
 
 @dataclass
 class Logits:
-    """What the logits of a site are: steps from the loss downwards, as far as they are understood."""
+    """The steps to the logits of a site: steps from the loss downwards, as far as they are understood."""
 
     source: fx.Node  # the node that the steps end at
     nodes: list[fx.Node] = field(default_factory=list)  # the steps, from the loss down
@@ -205,7 +205,7 @@ def read_logits(view: View, site: LossSite, *, to_linear: bool) -> Logits:
 
 
 def slice_below(view: View, seen: Logits) -> str | None:
-    """Whether logits that stay are a slice: Inductor reads it where it lies, a kernel would need a copy of it."""
+    """Return True if logits that stay are a slice: Inductor reads it where it lies, a kernel would need a copy of it."""
     if view.name(seen.source) != "getitem" or not is_tensor(seen.source.args[0]) or not seen.nodes:
         return None
     return f"{seen.source.name} is a slice of larger logits"

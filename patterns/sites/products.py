@@ -56,7 +56,8 @@ def product_of(view: View, node: Any) -> Product | None:
 
 
 def _einsum(equation: Any, operands: Sequence[Any]) -> Product | None:
-    """Of two operands with one letter that both have and the result has not, each a letter of its own, all others shared."""
+    """Return, of two operands with one letter that both have and the result has not, each a letter of its own, all others
+    shared."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = operands[0]
     if not isinstance(equation, str) or len(operands) != 2 or not all(map(is_tensor, operands)):

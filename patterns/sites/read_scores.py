@@ -85,7 +85,7 @@ def read_scores(search: Search, node: Any, scores: Scores) -> None:
 
 
 def regrouped(view: View, node: fx.Node) -> fx.Node | None:
-    """What a view groups anew in batch and heads, (b * h, s, t) as (b, h, s, t), and leaves in its last two dims."""
+    """Return what a view groups anew in batch and heads, (b * h, s, t) as (b, h, s, t), and leaves in its last two dims."""
     bound = view.arguments_of(node, "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
     below = None if bound is None else bound["input"]
     if not is_tensor(below) or not is_tensor(node):
@@ -97,7 +97,7 @@ def regrouped(view: View, node: fx.Node) -> fx.Node | None:
 
 
 def _capped(view: View, node: fx.Node, scores: Scores) -> Any:
-    """Below the tanh of softcap · tanh(scores / softcap)."""
+    """Return what is below the tanh of softcap · tanh(scores / softcap)."""
     if scores.softcap is not None or scores.factors or scores.biases:
         raise NotThis(node, f"{node.name} caps the scores, and what is done to them after that is more than a mask")
     scores.softcap, scores.scale = scores.scale, 1.0
@@ -121,7 +121,7 @@ def _with_sink(view: View, node: fx.Node, scores: Scores) -> Any:
 
 
 def without_sink(view: View, node: fx.Node, probabilities: fx.Node) -> bool:
-    """Whether ``node`` is the probabilities without the last column."""
+    """Return True if ``node`` is the probabilities without the last column."""
     bound = view.arguments_of(node, "getitem")
     if bound is None or bound["input"] is not probabilities:
         return False
@@ -135,7 +135,8 @@ def without_sink(view: View, node: fx.Node, probabilities: fx.Node) -> bool:
 
 
 def _above_the_lowest(view: View, node: fx.Node) -> fx.Node | None:
-    """Below ``torch.max(scores, lowest number)``: the scores, which are nowhere lower but where they are -inf."""
+    """Return what is below ``torch.max(scores, lowest number)``: the scores, which are nowhere lower but where they are
+    -inf."""
     bound = view.arguments(node)
     if bound is None or bound.get("max") is not None:
         return None
@@ -161,7 +162,7 @@ def _scaled(view: View, node: fx.Node, name: str, scores: Scores) -> fx.Node:
 
 
 def _scaled_by_a_tensor(view: View, node: fx.Node, name: str, scores: Scores) -> fx.Node:
-    """By one number for all keys, which may be learned: the queries are multiplied by it instead."""
+    """Read a product by one number for all keys, which may be learned: the queries are multiplied by it instead."""
     inside, factor = binary(view, node)
     if name == "mul" and has_product(view, factor) and not has_product(view, inside):
         inside, factor = factor, inside
@@ -183,7 +184,7 @@ def _scaled_queries(node: fx.Node, name: str, inside: fx.Node, factor: fx.Node, 
 
 
 def _without_maximum(view: View, node: fx.Node, scores: Scores) -> fx.Node:
-    """Below ``scores - max(scores)``, which a softmax is the same without."""
+    """Return what is below ``scores - max(scores)``, which a softmax is the same without."""
     term = view.term(node)
     inside, largest = term.operands if term.op == "sub" and len(term.operands) == 2 else (None, None)
     found = _maximum(view, largest) if is_tensor(inside) else None
@@ -197,14 +198,14 @@ def _without_maximum(view: View, node: fx.Node, scores: Scores) -> fx.Node:
 
 
 def is_shifted(view: View, node: Any) -> bool:
-    """Whether a node is ``x - max(x)``, the maximum being over the last dim."""
+    """Return True if a node is ``x - max(x)``, the maximum being over the last dim."""
     term = view.term(node)
     found = _maximum(view, term.operands[1]) if term.op == "sub" and len(term.operands) == 2 else None
     return found is not None and found[0] is term.operands[0]
 
 
 def _maximum(view: View, node: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """What a node is the maximum of, over keys, and the nodes that make it."""
+    """Return what a node is the maximum of, over keys, and the nodes that make it."""
     nodes = [node]
     if isinstance(node, fx.Node) and view.name(node) == "detach":
         node = node.args[0]

@@ -13,8 +13,8 @@ from fx_fusion.graph.walk import source_of
 
 
 def below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
-    """What a node takes some rows of, or all in another order, with the classes as they are: the same can be done with the
-    input of the linear layer. None for anything else."""
+    """Return what a node takes some rows of, or all in another order, with the classes as they are: the same can be done
+    with the input of the linear layer. None for anything else."""
     bound = view.arguments_of(node, "getitem", "narrow", "transpose", "permute", "squeeze")
     below = None if bound is None else bound["input"]
     if bound is None or not is_tensor(below) or "input" in node.kwargs or (node.op == "call_method" and node.kwargs):
@@ -36,7 +36,7 @@ def below_a_choice_of_rows(view: View, node: fx.Node) -> fx.Node | None:
 
 
 def below_a_slice_of_classes(view: View, node: fx.Node) -> tuple[fx.Node, int] | None:
-    """What ``node`` takes the first classes of, ``logits[..., :n]``, and how many: a vocabulary that was padded."""
+    """Return what ``node`` takes the first classes of, ``logits[..., :n]``, and how many: a vocabulary that was padded."""
     bound = view.arguments_of(node, "getitem")
     below = None if bound is None else bound["input"]
     if bound is None or not is_tensor(below):
@@ -51,12 +51,13 @@ def below_a_slice_of_classes(view: View, node: fx.Node) -> tuple[fx.Node, int] |
 
 
 def _picks_rows(item: object) -> bool:
-    """Whether an item of an index is a tensor of row numbers; a mask of booleans has a result of unknown size."""
+    """Return True if an item of an index is a tensor of row numbers; a mask of booleans has a result of unknown size."""
     return is_tensor(item) and example(item).dtype in (torch.int64, torch.int32)  # type: ignore[arg-type]
 
 
 def with_one_class(view: View, node: fx.Node) -> fx.Node:
-    """Below ``squeeze(-1)``, ``[..., 0]`` or ``view(-1)`` of a trailing dim of 1: what has it; else the node itself."""
+    """Return what is below ``squeeze(-1)``, ``[..., 0]`` or ``view(-1)`` of a trailing dim of 1: what has it; else the node
+    itself."""
     name, below = view.name(node), source_of(node)
     if name == "getitem":
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

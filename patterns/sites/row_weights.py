@@ -59,7 +59,8 @@ def weighted_sum(view: View, rows: fx.Node) -> WeightedSum | None:
 
 
 def is_written(view: View, rows: fx.Node, root: fx.Node, others: Sequence[fx.Node]) -> bool:
-    """Whether something writes to one of ``others`` while a number is made of losses: the steps are made again behind it."""
+    """Return True if something writes to one of ``others`` while a number is made of losses: the steps are made again behind
+    it."""
     return view.effects.writes_between(view.order[rows], view.order[root], others) is not None
 
 
@@ -79,8 +80,9 @@ def made_again(editor: Editor, total: WeightedSum, value: fx.Node, start: int = 
 
 
 def over_classes(editor: Editor, total: WeightedSum, rows: fx.Node, like: fx.Node) -> tuple[fx.Node, int]:
-    """What the steps up to that which adds up the classes make of numbers of a row and a class, from their sums ``rows``
-    (m), float32; and the number of the next step. Raises Mismatch where other steps than products come before it."""
+    """Return what the steps up to that which adds up the classes make of numbers of a row and a class, from their sums
+    ``rows`` (m), float32; and the number of the next step. Raises Mismatch where other steps than products come before
+    it."""
     weights = _Weights(editor, like, rows)
     shape = example(total.rows).shape
     last = next((n for n, node in enumerate(total.nodes) if not same_sizes(example(node).shape, shape)), None)
@@ -189,7 +191,7 @@ class _Weights:
 
 
 def _step(view: View, node: fx.Node, below: fx.Node, others: list[fx.Node]) -> _Back | None:
-    """How weights go through ``node`` back to ``below``; None where it is not linear, or copies losses."""
+    """Return how weights go through ``node`` back to ``below``; None where it is not linear, or copies losses."""
     name, bound = view.name(node), view.arguments(node)
     if bound is None:
         return None
@@ -264,7 +266,7 @@ def _product(view: View, node: fx.Node, below: fx.Node, others: list[fx.Node], n
 
 
 def _choice(view: View, node: fx.Node, below: fx.Node, bound: Any, others: list[fx.Node]) -> _Back | None:
-    """Where a mask puts 0 in the place of losses."""
+    """Return where a mask puts 0 in the place of losses."""
     if "mask" in bound:
         condition, zero, hides = bound["mask"], bound["value"], True
     else:
@@ -283,7 +285,8 @@ def _choice(view: View, node: fx.Node, below: fx.Node, bound: Any, others: list[
 
 
 def _is_constant(other: Any, below: fx.Node, others: list[fx.Node]) -> bool:
-    """Whether no gradient goes to what the losses ``below`` are multiplied with; a tensor is noted among the others."""
+    """Return True if no gradient goes to what the losses ``below`` are multiplied with; a tensor is noted among the
+    others."""
     if not isinstance(other, fx.Node):
         return isinstance(other, (int, float))
     if not is_tensor(other):

@@ -26,7 +26,7 @@ _SCALARS = (torch.tensor, torch.scalar_tensor)
 
 @dataclass
 class Scores:
-    """What lies between the first product and the softmax."""
+    """The ops between the first product and the softmax."""
 
     q: Any = None
     keys: Any = None  # (.., d, keys) but for ``product.right_order``
@@ -51,17 +51,17 @@ class Scores:
 
     @property
     def causal(self) -> bool:
-        """Whether one of the masks hides exactly the keys behind the query."""
+        """Return True if one of the masks hides exactly the keys behind the query."""
         return any(proof.kind == "causal" for proof in self.proofs)
 
     @property
     def plain(self) -> bool:
-        """Whether scaled_dot_product_attention computes it."""
+        """Return True if scaled_dot_product_attention computes it."""
         return self.softcap is None and self.sink is None and self.structure is None and self.lse is None
 
 
 def has_product(view: View, node: fx.Node, depth: int = 8) -> bool:
-    """Whether a matrix product is within a few steps: what tells attention from any other softmax."""
+    """Return True if a matrix product is within a few steps: what tells attention from any other softmax."""
     if view.name(node) in PRODUCTS:
         return True
     return depth > 0 and any(is_tensor(n) and has_product(view, n, depth - 1) for n in node.all_input_nodes)
@@ -83,7 +83,7 @@ def with_mask(search: Search, node: fx.Node, scores: Scores) -> fx.Node:
 
 
 def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> None:
-    """What ``node`` adds to the scores: a mask that is proved, or a bias that is learned or finite everywhere."""
+    """Record what ``node`` adds to the scores: a mask that is proved, or a bias that is learned or finite everywhere."""
     if scores.factors:
         raise NotThis(node, f"the mask or bias of {node.name} is scaled with the scores, by {scores.factors[-1][1].name}")
     if scores.softcap is not None:
@@ -107,8 +107,8 @@ def add_bias(search: Search, node: fx.Node, mask: fx.Node, scores: Scores) -> No
 
 
 def _is_small(view: View, bias: fx.Node) -> bool:
-    """Whether a bias hides nothing: it is finite, far above what hides a score, and small enough for the logarithm of a sum
-    of exponentials that is next to it in float32: the backward takes the probabilities from it."""
+    """Return True if a bias hides nothing: it is finite, far above what hides a score, and small enough for the logarithm of
+    a sum of exponentials that is next to it in float32: the backward takes the probabilities from it."""
     bounds = bounds_of(view, bias)
     most = min(_SMALL, torch.finfo(example(bias).dtype).max / 16)
     return bounds is not None and max(map(abs, bounds)) <= most and not view.effects.returned(bias)

@@ -23,7 +23,7 @@ class Shards:
     scattered: bool = False
 
     def why_not(self, linear: Linear) -> str | None:
-        """Why its operands do not lie as a column-parallel layer's, or None."""
+        """Return why its operands do not lie as a column-parallel layer's, or None."""
         operands = (("input", linear.x, "replicated"), ("weight", linear.weight, 0), ("bias", linear.bias, 0))
         for name, node, wanted in operands:
             if node is not None and placed(node) != wanted:
@@ -35,7 +35,7 @@ class Shards:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the columns lie on."""
+        """Return how many ranks the columns lie on."""
         return self._mesh.size()
 
     @property
@@ -51,8 +51,8 @@ class Shards:
 
 
 def shards_below(node: fx.Node) -> Shards | None:
-    """What hands out a column-parallel layer's result: as a plain tensor, ``to_local`` of one that was gathered; or as a
-    DTensor, its columns where they are."""
+    """Return what hands out a column-parallel layer's result: as a plain tensor, ``to_local`` of one that was gathered; or
+    as a DTensor, its columns where they are."""
     if is_tensor(node) and placed(node) == example(node).dim() - 1:
         return _scattered_below(node)
     if not is_call(node, "to_local") or not _takes_nothing_else(node):
@@ -74,7 +74,7 @@ def _scattered_below(node: fx.Node) -> Shards:
 
 
 def _as_it_lies(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What is below calls that lay a DTensor out as it lies, and the calls."""
+    """Return what is below calls that lay a DTensor out as it lies, and the calls."""
     nodes: list[fx.Node] = []
     while is_redistributed(node) and isinstance(node.args[0], fx.Node) and placed(node.args[0]) == placed(node):
         nodes.insert(0, node)
@@ -93,7 +93,7 @@ def made_of(x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def placed(node: Any) -> str | int | None:
-    """How a DTensor lies over a mesh of one dim: ``"replicated"``, or the dim that is sharded; else None."""
+    """Return how a DTensor lies over a mesh of one dim: ``"replicated"``, or the dim that is sharded; else None."""
     placements: Any = getattr(example(node), "placements", ()) if is_tensor(node) else ()
     if len(placements) != 1:
         return None
@@ -113,23 +113,24 @@ def _said(wanted: str | int) -> str:
 
 
 def is_call(node: fx.Node, name: str) -> bool:
-    """Whether a node is a call of a DTensor's method or function; up to torch 2.12 Dynamo makes a function of it."""
+    """Return True if a node is a call of a DTensor's method or function; up to torch 2.12 Dynamo makes a function of it."""
     return (node.op == "call_method" and node.target == name) or (
         node.op == "call_function" and getattr(node.target, "__name__", "") in (f"prim_{name}", f"prim {name}", name)
     )
 
 
 def is_redistributed(node: fx.Node) -> bool:
-    """Whether a node is a DTensor laid out otherwise, its values and its gradient not rounded to another dtype."""
+    """Return True if a node is a DTensor laid out otherwise, its values and its gradient not rounded to another dtype."""
     return is_call(node, "redistribute") and not any(isinstance(given, torch.dtype) for given in _given(node))
 
 
 def _takes_nothing_else(node: fx.Node) -> bool:
-    """Whether a call has no arguments besides the tensor."""
+    """Return True if a call has no arguments besides the tensor."""
     return not any(_given(node))
 
 
 def _given(node: fx.Node) -> list[Any]:
-    """What a call is given besides the tensor; up to torch 2.12 Dynamo has some of it in the closure of a function."""
+    """Return what a call is given besides the tensor; up to torch 2.12 Dynamo has some of it in the closure of a
+    function."""
     cells = [cell.cell_contents for cell in getattr(node.target, "__closure__", None) or ()]
     return tree_leaves((node.args[1:], dict(node.kwargs), cells))

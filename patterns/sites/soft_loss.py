@@ -1,4 +1,4 @@
-"""Where a graph compares log-probabilities with distributions that have no gradient: distillation, soft targets.
+"""Find where a graph compares log-probabilities with distributions that have no gradient: distillation, soft targets.
 
     F.kl_div(log_softmax(z / t), softmax(teacher / t), reduction="batchmean")        -(q * log_softmax(z)).sum(-1).mean()
     F.cross_entropy(z, probabilities)                  (q * (log_q - log_softmax(z))).sum(-1), masked, and a mean of it
@@ -54,7 +54,7 @@ class SoftSite:
 
     @property
     def root(self) -> fx.Node:
-        """What gets replaced."""
+        """Return what gets replaced."""
         return self.terms if self.total is None else self.total.root
 
     def as_loss(self) -> LossSite:
@@ -173,7 +173,7 @@ def _trained_logits(view: View, log_probs: Any) -> tuple[fx.Node, set[fx.Node]] 
 
 
 def _is_constant(q: Any, beside: fx.Node) -> bool:
-    """Whether q may be a distribution for each row: floats without a gradient, one for each class."""
+    """Return True if q may be a distribution for each row: floats without a gradient, one for each class."""
     if not is_tensor(q) or example(q).requires_grad or not same_shape(example(q), example(beside)):
         return False
     return example(q).dtype in (torch.float32, torch.bfloat16, torch.float16) and example(q).device == example(beside).device

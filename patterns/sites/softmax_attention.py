@@ -166,7 +166,7 @@ def _lse_of(view: View, scores: fx.Node, root: fx.Node) -> fx.Node | None:
 
 
 def _before_it_was_widened(view: View, node: Any, dtype: torch.dtype, casts: set[fx.Node]) -> Any:
-    """What a node is a cast of, in a narrower dtype; None where it is none. ``casts`` gets what is between."""
+    """Return what a node is a cast of, in a narrower dtype; None where it is none. ``casts`` gets what is between."""
     while is_tensor(node) and example(node).dtype != dtype:
         below = view.transparent(node)
         if below is None or not keeps_values(example(below).dtype, example(node).dtype):
@@ -193,7 +193,7 @@ def _common_heads(scores: Scores) -> Any:
 
 
 def _broadcasts(sizes: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether batch and heads are those of the queries, or 1."""
+    """Return True if batch and heads are those of the queries, or 1."""
     return len(sizes) == len(wanted) and all(
         statically_known_true(a == b) or statically_known_true(a == 1) for a, b in zip(sizes, wanted, strict=True)
     )

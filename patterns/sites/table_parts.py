@@ -14,7 +14,7 @@ from fx_fusion.patterns.sites.shards import is_call
 
 @dataclass(frozen=True)
 class TableParts:
-    """What a rank looks up in its part of a table.
+    """The lookup of a rank in its part of a table.
 
     Attributes:
         gradients: how the gradients of ``ids`` (none) and of ``weight`` lie over the mesh.
@@ -33,8 +33,8 @@ class TableParts:
 
 
 def table_parts(node: fx.Node, ids: fx.Node, weight: fx.Node) -> TableParts | None:
-    """Of an embedding ``node``; None where both are plain tensors. Raises NotThis where a rank's part of the operands does
-    not give its part of the result."""
+    """Return the lookup of an embedding ``node``; None where both are plain tensors. Raises NotThis where a rank's part of
+    the operands does not give its part of the result."""
     table, indices = example(weight), example(ids)
     if not hasattr(table, "placements") and not hasattr(indices, "placements"):
         return None

@@ -38,7 +38,7 @@ class ZLoss:
 
 @dataclass
 class _Steps:
-    """What was read from the sum down to the squares."""
+    """The steps from the sum down to the squares."""
 
     factor: float = 1.0
     reduction: str = "none"
@@ -50,7 +50,7 @@ class _Steps:
     targets: set[fx.Node] = field(default_factory=set)  # what they are made of
 
     def over(self, reduction: str) -> str | None:
-        """Which rows these are, beside losses of this reduction; None where the two don't go together."""
+        """Return which rows these are, beside losses of this reduction; None where the two don't go together."""
         if reduction == "mean" and self.counted:
             return "count" if self.masked and self.reduction == "sum" else None
         if self.counted or reduction != self.reduction:
@@ -143,7 +143,7 @@ def _below(view: View, site: LossSite, term: Term, steps: _Steps) -> Any:
 
 
 def _counts(view: View, site: LossSite, node: Any, steps: _Steps) -> bool:
-    """Whether a node is the number of rows whose target counts, or 1 if none does."""
+    """Return True if a node is the number of rows whose target counts, or 1 if none does."""
     edge = view.edge(node)
     base, crossed = edge.base, [*edge.crossed]
     clamp = view.arguments_of(base, "clamp", "clamp_min")
@@ -158,7 +158,7 @@ def _counts(view: View, site: LossSite, node: Any, steps: _Steps) -> bool:
 
 
 def _is_mask(view: View, site: LossSite, node: Any, steps: _Steps) -> bool:
-    """Whether a node is ``target != ignore_index``, as a bool or a number, of any shape."""
+    """Return True if a node is ``target != ignore_index``, as a bool or a number, of any shape."""
     crossed = []
     while (isinstance(node, fx.Node) and view.name(node) in _CASTS) or _below_view(view, node) is not None:
         crossed.append(node)
@@ -175,7 +175,7 @@ def _is_mask(view: View, site: LossSite, node: Any, steps: _Steps) -> bool:
 
 
 def _without_views(view: View, node: Any) -> tuple[Any, list[fx.Node]]:
-    """What a node is a view or a copy of, row after row, and the nodes from it to there."""
+    """Return what a node is a view or a copy of, row after row, and the nodes from it to there."""
     crossed = []
     while (below := _below_view(view, node)) is not None:
         crossed.append(node)
@@ -184,7 +184,7 @@ def _without_views(view: View, node: Any) -> tuple[Any, list[fx.Node]]:
 
 
 def _below_view(view: View, node: Any) -> fx.Node | None:
-    """What a node lays out anew, in the same order and dtype."""
+    """Return what a node lays out anew, in the same order and dtype."""
     if not isinstance(node, fx.Node) or view.name(node) not in _VIEWS:
         return None
     below = source_of(node)
@@ -192,7 +192,7 @@ def _below_view(view: View, node: Any) -> fx.Node | None:
 
 
 def _is_of_its_logits(view: View, lse: fx.Node, site: LossSite, steps: _Steps) -> bool:
-    """Whether a node is the logsumexp of each row of the site's logits, cast and laid out in any way."""
+    """Return True if a node is the logsumexp of each row of the site's logits, cast and laid out in any way."""
     bound = view.arguments_of(lse, "logsumexp")
     if bound is None or not is_tensor(bound["input"]) or not over_last_dim(bound["dim"], bound["input"]):
         return False
@@ -207,7 +207,7 @@ def _is_of_its_logits(view: View, lse: fx.Node, site: LossSite, steps: _Steps) -
 
 
 def _uncast_rows(view: View, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
-    """What a node is a view or a wider cast of, row after row, and the nodes between."""
+    """Return what a node is a view or a wider cast of, row after row, and the nodes between."""
     crossed: set[fx.Node] = set()
     while True:
         base, views = below_views(view, node)

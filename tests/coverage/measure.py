@@ -57,7 +57,7 @@ _GATED = ({"gate_proj", "up_proj"}, {"w1", "w3"}, {"wi_0", "wi_1"}, {"gate_up_pr
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """What a module is, by its type or by what its class is called: nothing that the matcher looks at."""
+    """Return what a module is, by its type or by what its class is called: nothing that the matcher looks at."""
     name = type(module).__name__
     if isinstance(module, torch.nn.LayerNorm):
         return "layer_norm"
@@ -273,8 +273,8 @@ def _tensors(site: Any) -> int:
 
 
 def became(kind: str, fusions: tuple[str, ...], graph: Captured, rows: list[Any]) -> collections.Counter[str]:
-    """What became of each place of one kind in one run of a graph: ``fused`` if it is gone and so many fusions say so,
-    what a row at this place says if it is still there, and else ``missing``."""
+    """Return what became of each place of one kind in one run of a graph: ``fused`` if it is gone and so many fusions say
+    so, what a row at this place says if it is still there, and else ``missing``."""
     found: collections.Counter[str] = collections.Counter()
     fused = sum(row.status == "fused" and row.fusion in fusions for row in rows)
     left = [place for place in graph.left if place.kind == kind]
@@ -337,8 +337,9 @@ def compare(
     model: torch.nn.Module, inputs: dict[str, torch.Tensor], eager: dict[str, torch.Tensor],
     found: dict[str, torch.Tensor], dtype: torch.dtype,
 ) -> tuple[float, str]:  # fmt: skip
-    """How much of the allowed error is used, and by what: twice the error of eager against float64, plus two epsilons.
-    Where a float32 run agrees with eager to 1e-5 no float64 run is needed; where there is none, eager is the truth."""
+    """Return how much of the allowed error is used, and by what: twice the error of eager against float64, plus two
+    epsilons. Where a float32 run agrees with eager to 1e-5 no float64 run is needed; where there is none, eager is the
+    truth."""
     if eager.keys() != found.keys():
         return float("inf"), f"not the same results: {sorted(eager.keys() ^ found.keys())[:3]}"
     if dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""What is not transformers: timm's and diffusers' models, small, with the call and the loss that trains them."""
+"""Define what is not transformers: timm's and diffusers' models, small, with the call and the loss that trains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to find in a graph, node by node, as it was captured: read without the matcher.
+"""Define what there is to find in a graph, node by node, as it was captured: read without the matcher.
 
 A node is a place of a kind (``rms_norm``, ``attention`` ...) because of what is called and of what it is called with. The
 same is read from the graph as it was left: a place that is not there any more was replaced, one that still is needs a row
@@ -103,8 +103,8 @@ def written_out_norm(class_name: str) -> str | None:
 
 
 def called(node: fx.Node) -> str:
-    """What is called, whatever its spelling: ``F.silu``, ``Tensor.mul_``, ``operator.matmul``, ``aten.bmm``. Ops of other
-    libraries (ours among them) are none of these."""
+    """Return what is called, whatever its spelling: ``F.silu``, ``Tensor.mul_``, ``operator.matmul``, ``aten.bmm``. Ops of
+    other libraries (ours among them) are none of these."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         target = target._schema.name.removeprefix("aten::")
@@ -123,7 +123,7 @@ def _class_of(node: fx.Node) -> str:
 
 
 def _is_swish(node: fx.Node) -> bool:
-    """Whether one factor is the sigmoid of the other."""
+    """Return True if one factor is the sigmoid of the other."""
     factors = [a for a in node.args if isinstance(a, fx.Node)]
     return len(factors) == 2 and any(
         called(a) == "sigmoid" and a.all_input_nodes[:1] == [b] for a, b in (factors, reversed(factors))
@@ -131,7 +131,7 @@ def _is_swish(node: fx.Node) -> bool:
 
 
 def _between_products(softmax: fx.Node) -> bool:
-    """Whether a softmax is of scores, a product of two activations, and its result a factor of another product."""
+    """Return True if a softmax is of scores, a product of two activations, and its result a factor of another product."""
     scored = any(called(n) in PRODUCTS and not _with_weights(n) for n in _reached(softmax, _above))
     return scored and any(called(n) in PRODUCTS for n in _reached(softmax, _below))
 
@@ -156,7 +156,7 @@ def _below(node: fx.Node) -> list[fx.Node]:
 
 
 def _with_weights(product: fx.Node) -> bool:
-    """Whether a factor is a parameter: then the product is a linear layer, and its softmax a router's."""
+    """Return True if a factor is a parameter: then the product is a linear layer, and its softmax a router's."""
     return any(_is_parameter(n) for n in product.all_input_nodes)
 
 
@@ -185,7 +185,7 @@ def _has_strided_rows(bias: Any) -> bool:
 
 
 def _is_repeated(node: Any) -> bool:
-    """Whether keys are a copy that holds each head several times."""
+    """Return True if keys are a copy that holds each head several times."""
     copied = False
     end = value(node)
     while isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor) and node.all_input_nodes:
@@ -202,5 +202,5 @@ def _is_repeated(node: Any) -> bool:
 
 
 def value(node: Any) -> Any:
-    """What a node stands for: Dynamo's fake tensor."""
+    """Return what a node stands for: Dynamo's fake tensor."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node

@@ -61,7 +61,7 @@ def one(name: str, kind: str, dtype: str) -> dict:
 
 
 def slim(row: dict) -> dict:
-    """What is written of a row: no zeros, three digits of the worst error."""
+    """Return what is written of a row: no zeros, three digits of the worst error."""
     written = dict(row)
     if "kinds" in row:
         written["kinds"] = {kind: {name: n for name, n in found.items() if n} for kind, found in row["kinds"].items()}

@@ -140,7 +140,7 @@ def _note(row: Row) -> str:
 
 
 def plot(rows: list[Row], scheme: Scheme) -> Figure:
-    """What became of the sites of each kind, in percent, and how many there are."""
+    """Return what became of the sites of each kind, in percent, and how many there are."""
     found = {kind: n for kind, n in totals(rows).items() if n["in_graphs"]}
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(found) + 1))
     left = [0.0] * len(found)

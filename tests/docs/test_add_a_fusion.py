@@ -72,7 +72,7 @@ def checkout(tmp_path):
 
 
 def python(checkout, *arguments):
-    """What a process prints in the copy, and how it ended."""
+    """Return what a process prints in the copy, and how it ended."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False

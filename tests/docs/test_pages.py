@@ -28,7 +28,7 @@ OF_OTHERS = (*OF_ACCELERATE, "Invalid backend: 'fx_fusion'", "Either mode or opt
 
 @pytest.fixture
 def examples(monkeypatch, tmp_path):
-    """Where the code of the pages runs: beside examples/small.py, in an empty folder."""
+    """Yield where the code of the pages runs: beside examples/small.py, in an empty folder."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(tmp_path)
     yield
@@ -57,7 +57,8 @@ def test_code_compiles_and_what_it_imports_exists(name, examples):
 
 
 def resolved(node, known):
-    """What a dotted name stands for, None if its first name is not imported; an AttributeError where it has no such name."""
+    """Return what a dotted name stands for, None if its first name is not imported; an AttributeError where it has no such
+    name."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if not isinstance(node, ast.Attribute):

@@ -56,7 +56,7 @@ class Captured:
 
     @property
     def term(self):
-        """What its first result means."""
+        """Return what its first result means."""
         return self.view.term(self.result)
 
     @property
@@ -111,7 +111,7 @@ def method(x, name, *args, **kwargs):
 
 @contextlib.contextmanager
 def no_grad(proxy):
-    """What Dynamo makes of ``with torch.no_grad():``."""
+    """Yield what Dynamo makes of ``with torch.no_grad():``."""
     beside(proxy, torch._C._set_grad_enabled, False)
     yield
     beside(proxy, torch._C._set_grad_enabled, True)
@@ -119,7 +119,7 @@ def no_grad(proxy):
 
 @contextlib.contextmanager
 def autocast(proxy, dtype=BF16):
-    """What Dynamo makes of ``with torch.autocast("cpu", dtype):``."""
+    """Yield what Dynamo makes of ``with torch.autocast("cpu", dtype):``."""
     entered = beside(proxy, torch.amp.autocast_mode._enter_autocast, "cpu", dtype, True, True)
     yield
     beside(proxy, torch.amp.autocast_mode._exit_autocast, entered)

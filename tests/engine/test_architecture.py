@@ -75,6 +75,23 @@ def test_rooms_import_those_above_them():
     assert not upside_down, "\n".join(upside_down)
 
 
+HIDE_THE_VERB = {
+    "what", "whether", "who", "whose", "which", "how", "why", "where", "those", "inside", "below", "of", "by", "in", "behind",
+}  # fmt: skip
+
+
+def test_docstrings_begin_with_a_verb_or_an_article():
+    """A word like What or Of in front hides what a function does."""
+    found = [
+        f"{name}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if (text := ast.get_docstring(node)) and text.split()[0].strip(",.:;").lower() in HIDE_THE_VERB
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_circles():
     graph = {name: {i for i in imports_of(name) if i in MODULES and i != name} for name in MODULES}
     done, path = set(), []

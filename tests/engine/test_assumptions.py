@@ -1,4 +1,4 @@
-"""What rewrites take for granted about the inputs of a graph."""
+"""Test what rewrites take for granted about the inputs of a graph."""
 
 import pytest
 import torch

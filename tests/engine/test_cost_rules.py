@@ -47,7 +47,7 @@ def test_auto_keeps_what_is_too_small_for_an_op():
 
 
 def of_the_host(name, **given):
-    """Why a site is kept under ``select="measure"`` whatever its kernels take."""
+    """Return why a site is kept under ``select="measure"`` whatever its kernels take."""
     graph, fusion = torch.fx.Graph(), fusion_named(name)
     inputs = {n: graph.placeholder(n) for n in given}
     for n, node in inputs.items():

@@ -1,4 +1,4 @@
-"""What a deferred tensor does: logits that nobody reads are never computed, and reading them is exact."""
+"""Test what a deferred tensor does: logits that nobody reads are never computed, and reading them is exact."""
 
 import copy
 import io

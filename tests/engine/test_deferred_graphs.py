@@ -1,4 +1,4 @@
-"""Which results of a graph are deferred, and which are not."""
+"""Test which results of a graph are deferred, and which are not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a site takes and saves, as the report says it."""
+"""Test what a site takes and saves, as the report says it."""
 
 import dataclasses
 import functools

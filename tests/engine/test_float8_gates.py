@@ -183,7 +183,7 @@ def traced_launches(*arguments):
 
 
 def launches(memory, *fusions):
-    """What a Llama of one layer launches where AOTAutograd traces its kernels, by recipe."""
+    """Return what a Llama of one layer launches where AOTAutograd traces its kernels, by recipe."""
     found = traced_launches(memory, *fusions)
     assert not any(of["trouble"] or of["ops"] for of in found.values())
     return found

@@ -1,4 +1,4 @@
-"""Which linears are taken for float8 where a weight, a bias, a hook or a size is none of the usual ones."""
+"""Test which linears are taken for float8 where a weight, a bias, a hook or a size is none of the usual ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What an index does to each dim."""
+"""Test what an index does to each dim."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def gradients(model, loss, *more):
 
 
 def of_graphs(report):
-    """How often the lm_head's graph was called, read, and taken apart."""
+    """Return how often the lm_head's graph was called, read, and taken apart."""
     reads = next(graph for graph in report.graphs if graph.broke or graph.reads.calls_taken or graph.deferred).reads
     return reads.calls, reads.calls_read, reads.calls_taken
 

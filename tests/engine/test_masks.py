@@ -1,4 +1,4 @@
-"""What is proved of masks: their structure, across bodies, sizes, ints and dtypes."""
+"""Test what is proved of masks: their structure, across bodies, sizes, ints and dtypes."""
 
 import pytest
 import torch

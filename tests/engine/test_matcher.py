@@ -1,4 +1,4 @@
-"""Where a graph contains a pattern, and how near it comes where it does not."""
+"""Test where a graph contains a pattern, and how near it comes where it does not."""
 
 import dataclasses
 

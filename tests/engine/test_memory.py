@@ -1,4 +1,4 @@
-"""What the backward computes again: how much is saved then, that nothing else changes, and what is said of it."""
+"""Test what the backward computes again: how much is saved then, that nothing else changes, and what is said of it."""
 
 import dataclasses
 import json
@@ -100,7 +100,7 @@ def test_rows_of_experts_are_made_again_rather_than_the_norm_that_they_are_of():
 
 
 def traced(what):
-    """What tests.traced_launches prints, in a process without Triton's interpreter."""
+    """Return what tests.traced_launches prints, in a process without Triton's interpreter."""
     return printed_without_interpreter("tests.traced_launches", what, flags=("-W", "error:Raw SymInt"))
 
 

@@ -45,7 +45,7 @@ def norm_of(report):
 
 
 def passes(report):
-    """How often neighbours read and write a tensor."""
+    """Return how often neighbours read and write a tensor."""
     microseconds = norm_of(report).estimate.get("beside", 0)
     return round(microseconds * 4e12 / 1e6 / (2 * 16384 * N))
 

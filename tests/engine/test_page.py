@@ -50,7 +50,7 @@ def html_of(report):
 
 
 def unpacked(page, element="data"):
-    """What an element of the page holds."""
+    """Return what an element of the page holds."""
     found = re.findall(rf'<script type="application/gzip" id="{element}">(.*?)</script>', page, re.S)
     assert len(found) == 1
     return gzip.decompress(base64.b64decode(found[0])).decode()

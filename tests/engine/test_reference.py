@@ -1,4 +1,4 @@
-"""Which line of a fusion's reference stands beside a near miss."""
+"""Test which line of a fusion's reference stands beside a near miss."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a rewritten graph keeps: writes, views, grad modes, results apart."""
+"""Test what a rewritten graph keeps: writes, views, grad modes, results apart."""
 
 import torch
 import torch.nn.functional as F

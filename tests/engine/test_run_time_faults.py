@@ -1,4 +1,4 @@
-"""What raises while a compiled model runs, out of memory above all: the error is the user's, nothing stays behind, and the
+"""Test what raises while a compiled model runs, out of memory above all: the error is the user's, nothing stays behind, and the
 next call is right."""
 
 import gc
@@ -71,13 +71,13 @@ def failing_once(monkeypatch, op):
 
 
 def alive():
-    """How many tensors there are, and how many deferred outputs wait to be read."""
+    """Return how many tensors there are, and how many deferred outputs wait to be read."""
     gc.collect()
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), len(steps.waiting())
 
 
 def nothing_stayed(before):
-    """What earlier tests left may go meanwhile."""
+    """Return what earlier tests left may go meanwhile."""
     return all(now <= then for now, then in zip(alive(), before, strict=True))
 
 

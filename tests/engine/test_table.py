@@ -48,7 +48,7 @@ def two_tables(monkeypatch):
 
 
 def kept(rows, dtype=torch.bfloat16):
-    """What is said of RMSNorm of so many rows."""
+    """Return what is said of RMSNorm of so many rows."""
     with FakeTensorMode():
         given = {"x": torch.empty(rows, 2048, dtype=dtype, device="cuda"), "weight": torch.empty(2048, device="cuda")}
     return tables.why_slower_for(fusion_named("rms_norm"), given, {})
@@ -196,7 +196,7 @@ def test_the_fewest_bytes(name, sizes, forward, both):
 
 
 def kept_on_an_h200(fusion, dtype=torch.bfloat16, **shapes):
-    """Why it is kept there, trained, by the shipped table."""
+    """Return why it is kept there, trained, by the shipped table."""
     with FakeTensorMode(), planning_for("NVIDIA H200"):
         given = {name: torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True) for name, shape in shapes.items()}
         return tables.why_slower_for(fusion_named(fusion), given, {"round_first": False})

@@ -25,7 +25,7 @@ def often_interrupted():
 
 
 def at_once(work, count=THREADS):
-    """What ``work(n)`` returns in each of several threads, which start together."""
+    """Return what ``work(n)`` returns in each of several threads, which start together."""
     start = threading.Barrier(count)
 
     def run(n):

@@ -1,4 +1,4 @@
-"""What ``torch_internals`` relies on, on the torch that is installed; and what each function does when its name is gone."""
+"""Test what ``torch_internals`` relies on, on the torch that is installed; and what each function does when its name is gone."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""What nodes mean: the spellings of one thing are one term, and what is another value is another."""
+"""Test what nodes mean: the spellings of one thing are one term, and what is another value is another."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""What every fusion declares."""
+"""Test what every fusion declares."""
 
 from fx_fusion.fusion.registry import all_fusions
 

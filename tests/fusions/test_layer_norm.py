@@ -1,4 +1,4 @@
-"""What is a LayerNorm and what only looks like one."""
+"""Test what is a LayerNorm and what only looks like one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is an RMSNorm and what only looks like one: one difference a test, and the reason that the report gives."""
+"""Test what is an RMSNorm and what only looks like one: one difference a test, and the reason that the report gives."""
 
 import pytest
 import torch

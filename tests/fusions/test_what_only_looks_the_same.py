@@ -18,7 +18,7 @@ def normed(h, of, w):
 
 
 def twins(first, second=None):
-    """What ``first`` makes, with its gradient and without."""
+    """Return what ``first`` makes, with its gradient and without."""
     with torch.no_grad():
         without = (second or first)()
     return first(), without

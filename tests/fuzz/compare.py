@@ -1,4 +1,4 @@
-"""What two runs of a program have in common: values by the 2x rule against float64, everything else exactly."""
+"""Define what two runs of a program have in common: values by the 2x rule against float64, everything else exactly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Verdict:
 
 
 def parted(name: str, found: Tensor, usual: Tensor, exact: Tensor | None, dtype: torch.dtype) -> tuple[float, bool]:
-    """How much of what is allowed the difference uses (more than 1 is a failure), and whether float64 said nothing."""
+    """Return how much of what is allowed the difference uses (more than 1 is a failure), and whether float64 said
+    nothing."""
     if not usual.is_floating_point():
         return (0.0 if torch.equal(found, usual) else float("inf")), False
     found, usual = found.double(), usual.double()

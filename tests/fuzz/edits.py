@@ -42,7 +42,7 @@ def states(program: Program) -> list[dict[str, Seen]] | None:
 
 
 def works(program: Program) -> bool:
-    """Whether eager runs its first call, without gradients."""
+    """Return True if eager runs its first call, without gradients."""
     try:
         with torch.no_grad():
             functions(program.source())["program"](**program.made(0))
@@ -56,7 +56,7 @@ def _offset(text: str, line: int, column: int) -> int:
 
 
 def spans(text: str, name: str) -> list[tuple[int, int]]:
-    """Where a statement reads a name."""
+    """Return where a statement reads a name."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):

@@ -148,7 +148,7 @@ def _record(call: Call, results: list[Any], given: dict[str, Any], leaves: dict[
 
 
 def _direction(t: Tensor) -> Tensor:
-    """What an output is differentiated by; made of integers, which are the same in float64."""
+    """Return what an output is differentiated by; made of integers, which are the same in float64."""
     return (torch.randint(-128, 129, t.shape, generator=torch.Generator().manual_seed(7)).double() / 64).to(t.dtype)
 
 
@@ -207,7 +207,7 @@ def _once_more(program: Program, found: list[Call], usual: list[Call], exact: li
 
 
 def _without_the_rewrite(program: Program, rest: str, usual: list[Call], exact: list[Call], verdict: Verdict) -> None:
-    """What fails without the rewrite too is not ours: then nothing was judged."""
+    """Return what fails without the rewrite too is not ours: then nothing was judged."""
     graphs: list[int] = []
     backend = plain(rest)
 

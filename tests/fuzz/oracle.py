@@ -64,7 +64,7 @@ class _IntegersToDouble(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double(dtype: torch.dtype) -> Iterator[None]:
-    """What runs inside runs in float64; ``dtype`` is what the program has without."""
+    """Yield what runs inside runs in float64; ``dtype`` is what the program has without."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,4 +1,4 @@
-"""What a fuzzed program is: source text of a function, of its inputs, and of what is done with its results."""
+"""Define what a fuzzed program is: source text of a function, of its inputs, and of what is done with its results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Program:
         return torch.float32
 
     def writes(self) -> bool:
-        """Whether anything is changed in place."""
+        """Return True if anything is changed in place."""
         return bool(re.search(r"\w_\(|\] = |[\w\]] [-+*/]= |out=|_foreach", self.source()))
 
 

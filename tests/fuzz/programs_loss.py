@@ -9,7 +9,7 @@ V, H = 13, 8
 
 
 def scaled(m: Maker, z: str) -> str:
-    """What models do to logits: a cast, a scale that is constant or an argument, a softcap."""
+    """Return what models do to logits: a cast, a scale that is constant or an argument, a softcap."""
     if m.chance(0.4):
         z = m.let("z", f"{z}.{m.pick('float()', 'to(torch.float32)')}")
     if m.chance(0.25):

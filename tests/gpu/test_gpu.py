@@ -1,4 +1,4 @@
-"""What only a GPU can show: offsets beyond 2^31, the device guard, CUDA graphs, real sizes."""
+"""Test what only a GPU can show: offsets beyond 2^31, the device guard, CUDA graphs, real sizes."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What the backward computes again, on a GPU: traced launches, less memory, the same gradients."""
+"""Test what the backward computes again, on a GPU: traced launches, less memory, the same gradients."""
 
 import copy
 

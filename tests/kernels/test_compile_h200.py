@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def compiled(kind):
-    """What was compiled, by group of launches: kernels and the narrow accesses of each."""
+    """Return what was compiled, by group of launches: kernels and the narrow accesses of each."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_h200", kind], cwd=ROOT, env=environment, capture_output=True, text=True, check=False,

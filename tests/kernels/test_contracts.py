@@ -1,4 +1,4 @@
-"""What every op promises to torch.library: its schema, its gradient, and what the fake says of its results."""
+"""Test what every op promises to torch.library: its schema, its gradient, and what the fake says of its results."""
 
 import sys
 

@@ -27,7 +27,7 @@ def deterministic_algorithms():
 
 
 def bits(op, args):
-    """What a call returns and what it wrote to, as bytes. Its arguments are copies."""
+    """Return what a call returns and what it wrote to, as bytes. Its arguments are copies."""
     args = tree_map_only(Tensor, lambda t: t.detach().clone(), args)
     made = [t for t in tree_leaves((op(*args), args)) if isinstance(t, Tensor)]
     return [t.contiguous().flatten().view(torch.uint8) for t in made]

@@ -23,7 +23,7 @@ def values(m, n, dtype):
 
 
 def apart_in(q, wanted):
-    """How many of the numbers differ that are no subnormals."""
+    """Return how many of the numbers differ that are no subnormals."""
     return ((q.float() != wanted.float()) & (wanted.float().abs() >= 2**-6)).sum()
 
 

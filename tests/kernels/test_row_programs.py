@@ -1,4 +1,4 @@
-"""How the part of a loss that treats rows one by one is traced for Inductor: nothing of the numbers changes."""
+"""Test how the part of a loss that treats rows one by one is traced for Inductor: nothing of the numbers changes."""
 
 import pytest
 import torch

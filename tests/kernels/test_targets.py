@@ -1,4 +1,4 @@
-"""What a reduction has to know of its targets, in one launch: against formulas in float64."""
+"""Test what a reduction has to know of its targets, in one launch: against formulas in float64."""
 
 import pytest
 import torch

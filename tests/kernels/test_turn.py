@@ -1,4 +1,4 @@
-"""What the gradient of a weight multiplies: a matrix in e4m3 by columns. Triton's interpreter rounds two numbers in a hundred to
+"""Test what the gradient of a weight multiplies: a matrix in e4m3 by columns. Triton's interpreter rounds two numbers in a hundred to
 e4m3 wrongly, where the mantissa carries: what it stores is compared closely on a GPU only."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""What .ci/run sets up before the tests, with commands that only say how they were called."""
+"""Test what .ci/run sets up before the tests, with commands that only say how they were called."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What default options make of a model on an H200, beside what Inductor makes of it: kernels launched and bytes moved.
+"""Test what default options make of a model on an H200, beside what Inductor makes of it: kernels launched and bytes moved.
 
 It stands for the GPU that CI does not have. Two blocks of a model at its real width; Inductor's own code for a GPU, up to
 the launches. Bytes are those of everything but products, convolutions, attention and ops that are calls.

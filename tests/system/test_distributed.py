@@ -200,7 +200,7 @@ def gradients(model):
 
 @functools.cache  # one for all set-ups of a process
 def alone(rank, name):
-    """What ``train`` returns first, of one process that has the batches of all ranks, without the backend."""
+    """Return what ``train`` returns first, of one process that has the batches of all ranks, without the backend."""
     model = made(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads = [], []
@@ -386,7 +386,7 @@ def test_fsdp1_frees_what_nobody_else_can_gather():
 
 
 def padded_on_one_rank(rank):
-    """How many collectives Dynamo runs; a version that one rank alone compiles has none to wait for."""
+    """Return how many collectives Dynamo runs; a version that one rank alone compiles has none to wait for."""
     from torch._dynamo import exc, output_graph, symbolic_convert
 
     from fx_fusion.testing import rewriting_backend
@@ -466,8 +466,8 @@ def test_four_ranks(name, found_by_four):
 
 # -- to be stopped, and to go on ------------------------------------------------------------------------------------------
 def interrupted(rank, folder):
-    """How far the parameters after four steps without a stop are from those of a model and an optimizer that are new and go on
-    from a checkpoint of the second step; and the names in the checkpoint."""
+    """Return how far the parameters after four steps without a stop are from those of a model and an optimizer that are new
+    and go on from a checkpoint of the second step; and the names in the checkpoint."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -139,7 +139,7 @@ def test_rotations_and_embeddings_of_dtensors(setup, backend, found):
 
 
 def ids_and_table_by_rows(rank):
-    """What is not legal says why."""
+    """Return what is not legal says why."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

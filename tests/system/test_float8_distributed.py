@@ -89,7 +89,7 @@ class Classes(torch.nn.Module):
 
 
 def classes_on_two_ranks(rank):
-    """What the report says of a vocabulary of which each rank has a half, fewer than are taken for one."""
+    """Return what the report says of a vocabulary of which each rank has a half, fewer than are taken for one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -25,7 +25,7 @@ for ours, eagers in zip(torch.autograd.grad(y.sum(), (x, gate)), torch.autograd.
 
 
 def call(*command, cwd, path=ROOT, code=0, **environment):
-    """What a process prints, which must end with this exit code."""
+    """Return what a process prints, which must end with this exit code."""
     environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1", **environment}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]

@@ -46,7 +46,7 @@ def install(package, entry="relu2_glu = my_fusions.relu2_glu:FUSION"):
 
 
 def python(package, code, **environment):
-    """What a process prints that can import the package, and how it ended."""
+    """Return what a process prints that can import the package, and how it ended."""
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1", **environment}
     script = package / "script.py"
     script.write_text(textwrap.dedent(code))

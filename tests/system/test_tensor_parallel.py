@@ -366,8 +366,8 @@ def run(name, rank, compiled, parallel=True, dtype=None):
 
 
 def read_alone(rank):
-    """What rank 0 is told that reads logits which rank 1 does not read, or other ones; and the errors of what all ranks read
-    after that."""
+    """Return what rank 0 is told that reads logits which rank 1 does not read, or other ones; and the errors of what all
+    ranks read after that."""
     from fx_fusion.runtime import recipe
     from fx_fusion.testing import rewriting_backend
 
@@ -462,7 +462,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(checkpoints):
-    """What both processes found, by rank."""
+    """Return what both processes found, by rank."""
     return on_ranks(worker, checkpoints)
 
 

@@ -1,4 +1,4 @@
-"""What real training adds to a forward and a backward, on several families: the same sites fire, the same numbers."""
+"""Test what real training adds to a forward and a backward, on several families: the same sites fire, the same numbers."""
 
 import contextlib
 import copy

@@ -48,7 +48,7 @@ def test_a_wrong_replacement_is_named(monkeypatch, change):
 
 
 def bisected():
-    """What torch's bisector finds where a swiglu is wrong."""
+    """Return what torch's bisector finds where a swiglu is wrong."""
     from torch._inductor.compiler_bisector import CompilerBisector
 
     monkeypatch = pytest.MonkeyPatch()

@@ -1,4 +1,4 @@
-"""What ``ChunkGatedDeltaRuleFunction`` of fla 0.6 takes, saves and returns, computed token by token."""
+"""Define what ``ChunkGatedDeltaRuleFunction`` of fla 0.6 takes, saves and returns, computed token by token."""
 
 import torch
 
