@@ -94,12 +94,12 @@ def train(variant: str, kind: str, epochs: int, device: str) -> dict:
 
 
 def plot(rows: list[dict], scheme: Scheme) -> Figure:
-    """Training loss and test accuracy: a colour a norm, a style a backend."""
+    """Training loss and test accuracy: a color a norm, a style a backend."""
     figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    colours = dict(zip(dict.fromkeys(row["norm"] for row in rows), (scheme.ours, scheme.inductor), strict=False))
+    colors = dict(zip(dict.fromkeys(row["norm"] for row in rows), (scheme.ours, scheme.inductor), strict=False))
     for row in rows:
         style = {"eager": "-", "inductor": "--", "fx_fusion": ":"}[row["variant"]]
-        look = {"linestyle": style, "color": colours[row["norm"]], "linewidth": 1.2}
+        look = {"linestyle": style, "color": colors[row["norm"]], "linewidth": 1.2}
         losses.plot(row["losses"], **look)
         accuracies.plot(row["accuracies"], label=f"{row['norm']} {row['variant']}", **look)
     losses.set(xlabel="step", ylabel="training loss", yscale="log")

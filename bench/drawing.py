@@ -1,4 +1,4 @@
-"""Define how every plot looks: colours for a light and for a dark page, text that stays text, the same bytes for the same
+"""Define how every plot looks: colors for a light and for a dark page, text that stays text, the same bytes for the same
 data."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 @dataclass(frozen=True)
 class Scheme:
-    """The colours of one page: ``suffix`` of the file, page, text, what is less important, and what is measured. Blue and
+    """The colors of one page: ``suffix`` of the file, page, text, what is less important, and what is measured. Blue and
     orange, which nobody takes for each other."""
 
     suffix: str

@@ -2,7 +2,7 @@
 
     python -m bench.float8_curves
 
-Runs from one initialisation: bfloat16, bfloat16 with the batches in another order (the noise that a recipe has to stay
+Runs from one initialization: bfloat16, bfloat16 with the batches in another order (the noise that a recipe has to stay
 within), each recipe. Weights in float32 under autocast, AdamW (betas 0.9, 0.95; decay 0.1), a peak rate of 6e-4 after 100
 steps that falls to a tenth by a cosine, gradients clipped to a norm of 1. A row a run: loss and gradient norm of every step,
 the loss of held-out text at the end. Nothing is timed, so several runs may share a GPU. ``--plot`` draws the rows of
@@ -106,13 +106,13 @@ def plot(rows: list[Row], scheme: Scheme) -> Figure:
         return [statistics.mean(values[i : i + 20]) for i in range(0, len(values) - 19, 20)]
 
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=(2, 1), layout="constrained")
-    colours = scheme.text, scheme.liger, scheme.ours, scheme.inductor
+    colors = scheme.text, scheme.liger, scheme.ours, scheme.inductor
     first = means(rows[0]["losses"])
     at = [20 * i + 10 for i in range(len(first))]
-    for row, colour in zip(rows, colours, strict=False):
+    for row, color in zip(rows, colors, strict=False):
         losses = means(row["losses"])
-        above.plot(at, losses, label=row["run"], linewidth=1.2, color=colour)
-        below.plot(at, [a - b for a, b in zip(losses, first, strict=True)], linewidth=1.2, color=colour)
+        above.plot(at, losses, label=row["run"], linewidth=1.2, color=color)
+        below.plot(at, [a - b for a, b in zip(losses, first, strict=True)], linewidth=1.2, color=color)
     above.set(ylabel="loss (nats a byte)", yscale="log")
     above.set_yticks([0.4, 0.5, 0.7, 1, 2, 4], ["0.4", "0.5", "0.7", "1", "2", "4"], minor=False)
     above.set_yticks([], minor=True)

@@ -1,11 +1,11 @@
-"""FP8 matrix products and what quantises for them, beside bfloat16, on one GPU: the figures an fp8 recipe is chosen by.
+"""FP8 matrix products and what quantizes for them, beside bfloat16, on one GPU: the figures an fp8 recipe is chosen by.
 
     python -m bench.float8_products
 
 For every linear of five models: the product of its forward, the gradient of its input (dgrad) and of its weight (wgrad)
-with operands that are quantised already, tensorwise, rowwise and in blocks (1 x 128 of activations and gradients, 128 x
+with operands that are quantized already, tensorwise, rowwise and in blocks (1 x 128 of activations and gradients, 128 x
 128 of weights), against bfloat16. Then kernels that make such operands: RMSNorm and SwiGLU with a scale a row, SwiGLU
-with blocks of both directions in one pass, a quantisation by itself.
+with blocks of both directions in one pass, a quantization by itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
 }
 
 
-def quantised(x: Tensor, rows: int | None, columns: int | None) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, rows: int | None, columns: int | None) -> tuple[Tensor, Tensor]:
     """x in e4m3 with a scale for each tile of ``rows`` x ``columns`` (None: all of them), and what to multiply it by."""
     m, n = x.shape
     rows, columns = rows or m, columns or n
@@ -51,18 +51,18 @@ def quantised(x: Tensor, rows: int | None, columns: int | None) -> tuple[Tensor,
 
 
 def product_by(recipe: str, a: Tensor, b: Tensor, fast: bool, b_is_weight: bool) -> Callable[[], Tensor]:
-    """A call that computes a @ b.T in bfloat16; a (M, K) and b (N, K), quantised before."""
+    """A call that computes a @ b.T in bfloat16; a (M, K) and b (N, K), quantized before."""
     if recipe == "bfloat16":
         return lambda: a @ b.t()
     if recipe == "tensorwise":
-        (qa, sa), (qb, sb) = quantised(a, None, None), quantised(b, None, None)
+        (qa, sa), (qb, sb) = quantized(a, None, None), quantized(b, None, None)
         sa, sb = sa.reshape(()), sb.reshape(())
     elif recipe == "rowwise":
-        (qa, sa), (qb, sb) = quantised(a, 1, None), quantised(b, 1, None)
+        (qa, sa), (qb, sb) = quantized(a, 1, None), quantized(b, 1, None)
         sb = sb.reshape(1, -1)
     else:
         kind = torch.nn.functional.ScalingType
-        (qa, sa), (qb, sb) = quantised(a, 1, BLOCK), quantised(b, BLOCK if b_is_weight else 1, BLOCK)
+        (qa, sa), (qb, sb) = quantized(a, 1, BLOCK), quantized(b, BLOCK if b_is_weight else 1, BLOCK)
         sa = sa.t().contiguous().t()  # the rows of one block of K lie together
         if b_is_weight:  # as (K / 128, N / 128) with K's blocks beside each other, their number a multiple of four
             sb = torch.nn.functional.pad(sb, (0, -sb.shape[1] % 4)).t()
@@ -153,7 +153,7 @@ def _swiglu_block_scaled_kernel(gate, up, y, y_t, scale, scale_t, m, n, BLOCK: t
 
 
 @triton.jit
-def _quantise_block_kernel(x, y, y_t, scale, scale_t, m, n, BLOCK: tl.constexpr):
+def _quantize_block_kernel(x, y, y_t, scale, scale_t, m, n, BLOCK: tl.constexpr):
     """A tile of 128 x 128 of x, as the kernel above writes its own."""
     i, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
@@ -169,7 +169,7 @@ def _quantise_block_kernel(x, y, y_t, scale, scale_t, m, n, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _quantise_row_kernel(x, y, scale, n, WIDTH: tl.constexpr):
+def _quantize_row_kernel(x, y, scale, n, WIDTH: tl.constexpr):
     """One row in e4m3 with its scale."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
@@ -202,11 +202,11 @@ def producers_at(m: int, n: int, kinds: tuple[str, ...]) -> list[dict[str, Any]]
             timed(f"norm, {dtype}", 2 + size, _rms_norm_row_scaled_kernel[(m,)], x, w, y, scale, n, 1e-5, FP8=fp8, **row)
         if "swiglu" in kinds:
             timed(f"swiglu, {dtype}", 4 + size, _swiglu_row_scaled_kernel[(m,)], x, up, y, scale, n, FP8=fp8, **row)
-    timed("quantise a row", 3, _quantise_row_kernel[(m,)], x, y8, scale, n, **row)
+    timed("quantize a row", 3, _quantize_row_kernel[(m,)], x, y8, scale, n, **row)
     tiles = (m // BLOCK, n // BLOCK)
     for count in (4, 8):
         said = f"blocks of both directions, {count} warps"
-        timed(f"quantise, {said}", 4, _quantise_block_kernel[tiles], x, *both, BLOCK=BLOCK, num_warps=count)
+        timed(f"quantize, {said}", 4, _quantize_block_kernel[tiles], x, *both, BLOCK=BLOCK, num_warps=count)
         if "swiglu" in kinds:
             timed(f"swiglu, {said}", 6, _swiglu_block_scaled_kernel[tiles], x, up, *both, BLOCK=BLOCK, num_warps=count)
     return rows

@@ -103,7 +103,7 @@ def chart(found: Sequence[Bar], title: str, scheme: Scheme) -> Figure:
     speed.set_yticks(range(len(found)), [f"{bar.name}, {bar.detail}" for bar in found])
     speed.invert_yaxis()
     named = (("fx_fusion", scheme.ours), ("Liger-Kernel, where measured", scheme.liger), ("Inductor", scheme.inductor))
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour, label=label) for label, colour in named]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in named]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     return figure
 
@@ -116,11 +116,11 @@ def _place(variant: str, beside: dict[str, float]) -> tuple[float, float]:
 
 
 def _bars(axes: Axes, lengths: Sequence[dict[str, float]], scheme: Scheme) -> None:
-    for variant, colour in (("fx_fusion", scheme.ours), ("liger", scheme.liger)):
+    for variant, color in (("fx_fusion", scheme.ours), ("liger", scheme.liger)):
         for at, length in enumerate(lengths):
             if variant in length:
                 shift, height = _place(variant, length)
-                axes.barh(at + shift, length[variant], height, color=colour)
+                axes.barh(at + shift, length[variant], height, color=color)
     axes.axvline(1, color=scheme.inductor, linewidth=1.5)
     axes.tick_params(labelsize=8)
     bare(axes)

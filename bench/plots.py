@@ -101,22 +101,22 @@ def rates(cells: Sequence[Cell], title: str, ceiling: float | None, scheme: Sche
     return figure
 
 
-def _points(colour: str, inside: str) -> dict[str, Any]:
-    """Return how sizes are drawn: a ring where the inside is the page's colour."""
+def _points(color: str, inside: str) -> dict[str, Any]:
+    """Return how sizes are drawn: a ring where the inside is the page's color."""
     look = {"marker": "o", "markersize": 2.5, "markeredgewidth": 0.8, "linestyle": "none"}
-    return {"color": colour, "markerfacecolor": inside, **look}
+    return {"color": color, "markerfacecolor": inside, **look}
 
 
 def _lines(axes: Axes, rows: dict[str, list[Cell]], ceiling: float | None, scheme: Scheme) -> None:
     """A point a size, and a line a kind of inputs and backend: the first kind drawn through, another one dashed."""
     products = next(iter(rows.values()))[0].flops is not None
     for of_row, dashes in zip(rows.values(), ("-", "--", ":"), strict=False):
-        for colour, rate in ((scheme.inductor, _inductors), (scheme.ours, _ours)):
-            for apart, inside in ((True, scheme.page), (False, colour)):
+        for color, rate in ((scheme.inductor, _inductors), (scheme.ours, _ours)):
+            for apart, inside in ((True, scheme.page), (False, color)):
                 found = [(_work(c), rate(c)) for c in of_row if c.apart == apart]
-                axes.plot(*zip(*found, strict=True) if found else ([], []), **_points(colour, inside))
+                axes.plot(*zip(*found, strict=True) if found else ([], []), **_points(color, inside))
                 if not apart:
-                    axes.plot(*_means(found), dashes, color=colour, linewidth=1.3)
+                    axes.plot(*_means(found), dashes, color=color, linewidth=1.3)
     limit = ceiling if products else 100
     if limit is not None:
         axes.axhline(limit, color=scheme.muted, linestyle=":", linewidth=1)

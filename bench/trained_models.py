@@ -86,7 +86,7 @@ def llama_with_cache(layers: int) -> nn.Module:
 
 
 def bert(dropout: float) -> Callable[[int], nn.Module]:
-    """BERT base for masked language modelling."""
+    """BERT base for masked language modeling."""
 
     def build(layers: int) -> nn.Module:
         from transformers import BertConfig, BertForMaskedLM

@@ -1,4 +1,4 @@
-"""fx_fusion: a torch.compile backend that recognises what a model means and trains it with fused kernels.
+"""fx_fusion: a torch.compile backend that recognizes what a model means and trains it with fused kernels.
 
 model = torch.compile(model, backend="fx_fusion")
 with fx_fusion.recording() as report:

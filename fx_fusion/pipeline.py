@@ -162,7 +162,7 @@ def _is_half(near: NearMiss) -> bool:
 
 # -- join ----------------------------------------------------------------------------------------------------------
 def join(candidates: Iterable[Candidate], view: View) -> list[Candidate]:
-    """The candidates with legal neighbours of a fusion made one where it says how, and the result is legal; those that are
+    """The candidates with legal neighbors of a fusion made one where it says how, and the result is legal; those that are
     legal before the others of their fusion."""
     joined: list[Candidate] = []
     by_fusion: dict[Fusion, list[Candidate]] = {}

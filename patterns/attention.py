@@ -27,7 +27,7 @@ from fx_fusion.graph.view import View
 from fx_fusion.patterns.sites.products import permuted, rows_of_keys
 from fx_fusion.patterns.sites.read_scores import is_shifted
 from fx_fusion.patterns.sites.scores import has_product
-from fx_fusion.patterns.sites.softmax_attention import normalised_exponentials, times, written_out
+from fx_fusion.patterns.sites.softmax_attention import normalized_exponentials, times, written_out
 from fx_fusion.rewrite.editor import Editor, Mismatch
 
 
@@ -47,7 +47,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
 def unread(view: View) -> Iterator[NearMiss]:
     """A softmax of scores in other words."""
     for node in view.graph.nodes:
-        found = normalised_exponentials(view, node)
+        found = normalized_exponentials(view, node)
         if found is None or is_shifted(view, found[0]) or not has_product(view, found[0]):
             continue
         yield NearMiss("attention", node, node, "exp(x) / sum(exp(x)) overflows where softmax(x) does not; write softmax")

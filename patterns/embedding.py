@@ -1,6 +1,6 @@
 """``F.embedding`` whose table is trained -> kernels/embedding.py: the gather stays Inductor's, the gradient is ours.
 
-A scale behind it (Gemma's sqrt of the width) stays in the graph, where its neighbours absorb it.
+A scale behind it (Gemma's sqrt of the width) stays in the graph, where its neighbors absorb it.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from fx_fusion.fusion.match import NearMiss
 from fx_fusion.graph.size_hints import too_small
 from fx_fusion.graph.view import View
 from fx_fusion.kernels.layer_norm import layer_norm
-from fx_fusion.patterns.sites.lengths import is_centred, over_length_plus_eps
+from fx_fusion.patterns.sites.lengths import is_centered, over_length_plus_eps
 
-# round_first: the normalised value is cast to x's dtype before the weight (DeBERTa); otherwise one cast at the end.
+# round_first: the normalized value is cast to x's dtype before the weight (DeBERTa); otherwise one cast at the end.
 VARIANTS = (
     {"round_first": False},
     {"round_first": False, "bias": None},
@@ -27,7 +27,7 @@ def in_float32(x, weight, bias, eps, round_first):
     """OLMo, and models that keep their norms in float32: casts around the call. What is computed on a CPU, too, where
     PyTorch sums the gradients of weight and bias in 16 bits if x has 16."""
     if round_first:
-        return affine(centred(x) * rstd_of(x, eps), x, weight, bias, round_first)
+        return affine(centered(x) * rstd_of(x, eps), x, weight, bias, round_first)
     w, b = (None if t is None else t.float() for t in (weight, bias))
     return F.layer_norm(x.float(), (x.shape[-1],), w, b, eps).to(x.dtype)
 
@@ -36,12 +36,12 @@ def torch_layer_norm(x, weight, bias, eps, round_first):
     return NotImplemented if round_first else F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def centred(x):
+def centered(x):
     return x.float() - x.float().mean(-1, keepdim=True)
 
 
 def rstd_of(x, eps):
-    return torch.rsqrt(centred(x).pow(2).mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(centered(x).pow(2).mean(-1, keepdim=True) + eps)
 
 
 def affine(normed, x, weight, bias, round_first):
@@ -56,12 +56,12 @@ def affine(normed, x, weight, bias, round_first):
 def mean_of_squares(x, weight, bias, eps, round_first):
     if round_first:
         return NotImplemented
-    return affine(centred(x) * rstd_of(x, eps), x, weight, bias, round_first)
+    return affine(centered(x) * rstd_of(x, eps), x, weight, bias, round_first)
 
 
 def variance(x, weight, bias, eps, round_first):
     rstd = torch.rsqrt(x.float().var(-1, unbiased=False, keepdim=True) + eps)
-    return affine(centred(x) * rstd, x, weight, bias, round_first)
+    return affine(centered(x) * rstd, x, weight, bias, round_first)
 
 
 def unread(view: View) -> Iterator[NearMiss]:
@@ -72,7 +72,7 @@ def unread(view: View) -> Iterator[NearMiss]:
             dims = len(bound["normalized_shape"])
             yield NearMiss("layer_norm", node, node, f"it is over the last {dims} dims; the kernel is over one")
         found = over_length_plus_eps(view, node)
-        if found is not None and is_centred(view, found.x):
+        if found is not None and is_centered(view, found.x):
             reason = "eps is added to the deviation: LayerNorm adds it to the variance, under the root; write F.layer_norm"
             yield NearMiss("layer_norm", node, found.divisor, reason)
 

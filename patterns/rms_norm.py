@@ -13,13 +13,13 @@ from fx_fusion.graph.view import View
 from fx_fusion.kernels.rms_norm import rms_norm
 from fx_fusion.patterns.sites.lengths import (
     HINTS,
-    is_centred,
+    is_centered,
     is_of_the_mean,
     is_scaled_by_its_width,
     over_length_plus_eps,
 )
 
-# round_first: the normalised value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
+# round_first: the normalized value is cast to x's dtype, then multiplied (Llama); otherwise everything is float32 until
 # the last cast (Gemma with offset 1, OLMo-2 with offset 0).
 CAST_ORDERS = (
     {"offset": 0.0, "round_first": True},
@@ -75,7 +75,7 @@ def unread(view: View) -> Iterator[NearMiss]:
             reason = "F.normalize divides by max(length, eps): RMSNorm adds eps under the root; write F.rms_norm"
             yield NearMiss("rms_norm", node, node, reason)
         found = over_length_plus_eps(view, node)
-        if found is None or is_centred(view, found.x):
+        if found is None or is_centered(view, found.x):
             continue
         if is_of_the_mean(view, found.length) or is_scaled_by_its_width(view, node):
             reason = "eps is added outside of the root: RMSNorm adds it under the root; write F.rms_norm"

@@ -124,7 +124,7 @@ def why_keep(q, cos, sin, style, out, upcast):
 
 
 def join(view: View, q: Match, k: Match) -> Match | None:
-    """Neighbours that share cos, sin and variant as one match with both inputs, if nothing needs the first result before the
+    """Neighbors that share cos, sin and variant as one match with both inputs, if nothing needs the first result before the
     second input exists."""
     if q.others or q.statics != k.statics or k.inputs["q"] is q.root:
         return None
@@ -216,7 +216,7 @@ def of_variant(inputs: dict[str, Any], statics: Mapping[str, Any]) -> dict[str, 
 
 
 _OUT = 5  # where the op takes ``out``
-# Cohere, GLM and GPT-J rotate neighbours.
+# Cohere, GLM and GPT-J rotate neighbors.
 _PAIRS = {"style": "rotate_every_two", "out": "input", "upcast": False}
 
 FUSION = Fusion(

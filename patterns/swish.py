@@ -16,7 +16,7 @@ def guard(x):
 
 
 def why_keep(x):
-    return "one pointwise function: Inductor fuses it with its neighbours, an op would keep them apart"
+    return "one pointwise function: Inductor fuses it with its neighbors, an op would keep them apart"
 
 
 FUSION = Fusion(

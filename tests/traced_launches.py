@@ -12,7 +12,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fx_fusion.kernels import rope
-from fx_fusion.kernels.float8 import glu, quantise, together, turn
+from fx_fusion.kernels.float8 import glu, quantize, together, turn
 from fx_fusion.kernels.norms import row_norm
 from fx_fusion.memory import candidates
 from fx_fusion.ops import library
@@ -28,7 +28,7 @@ def writes(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata):
     """Return what PyTorch finds out with Triton's compiler for a GPU."""
     names = WRITTEN | {"h_ptr"} if kwargs.get("HAS_RES") else WRITTEN
     of_gates = {"scale_ptr", "gate_scale_ptr", "dgate_ptr", "up_ptr", "largest_ptr", "bits_ptr"}
-    names = OF_GATES if kwargs.keys() & of_gates and "stats_ptr" not in kwargs else names  # a norm's, which may quantise too
+    names = OF_GATES if kwargs.keys() & of_gates and "stats_ptr" not in kwargs else names  # a norm's, which may quantize too
     for name in ("Y", "DGATE", "DUP"):
         names = names if kwargs.get(f"STORE_{name}", True) else names - {f"{name.lower()}_ptr"}
     return [n for n, value in kwargs.items() if n in names and isinstance(value, torch.Tensor)]
@@ -118,7 +118,7 @@ class Later(torch.autograd.Function):
 
 def in_float8_later():
     """The launches of forward and backward where only the backward multiplies y in float8."""
-    quantise.interpreting = lambda: True
+    quantize.interpreting = lambda: True
     torch.set_default_dtype(torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = {"x": torch.empty(64, 64, requires_grad=True)}
@@ -128,7 +128,7 @@ def in_float8_later():
 
 def in_float8(memory, fusions):
     """The launches of forward and backward in a Llama of one layer, by recipe; ``inference``: those without a gradient."""
-    for module in (quantise, turn, glu, together):
+    for module in (quantize, turn, glu, together):
         module.interpreting = lambda: True
     with torch.device("meta"):
         model = tiny_llama(num_hidden_layers=1).bfloat16()

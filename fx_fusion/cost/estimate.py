@@ -13,7 +13,7 @@ import torch
 
 from fx_fusion.cost import measure, table
 from fx_fusion.cost.gpus import rate_of
-from fx_fusion.cost.neighbours import Beside
+from fx_fusion.cost.neighbors import Beside
 from fx_fusion.fusion.declaration import Fusion
 from fx_fusion.fusion.match import Match
 from fx_fusion.graph.devices import device_type, gpu_name, planned_gpu
@@ -34,9 +34,9 @@ class Estimate:
         speed: Inductor's time over ours.
         ours: our microseconds, where they are known, and those of ``beside``.
         inductor: Inductor's, where they are known.
-        bytes: what our kernels move, and pointwise neighbours between them, where the fusion has a formula for it.
+        bytes: what our kernels move, and pointwise neighbors between them, where the fusion has a formula for it.
         inductor_bytes: what Inductor's move.
-        beside: the microseconds that reading and writing pointwise neighbours takes, which are none of Inductor's.
+        beside: the microseconds that reading and writing pointwise neighbors takes, which are none of Inductor's.
     """
 
     source: str
@@ -47,12 +47,12 @@ class Estimate:
     inductor_bytes: float | None = None
     beside: float | None = None
 
-    def with_neighbours(self, neighbours: Beside) -> Estimate:
-        """The same with what pointwise neighbours cost, where times are known."""
-        if not neighbours.bytes or self.ours is None or self.inductor is None:
+    def with_neighbors(self, neighbors: Beside) -> Estimate:
+        """The same with what pointwise neighbors cost, where times are known."""
+        if not neighbors.bytes or self.ours is None or self.inductor is None:
             return self
-        more = neighbours.bytes / _bytes_a_microsecond(neighbours.device)
-        moved = None if self.bytes is None else self.bytes + neighbours.bytes
+        more = neighbors.bytes / _bytes_a_microsecond(neighbors.device)
+        moved = None if self.bytes is None else self.bytes + neighbors.bytes
         return replace(self, speed=self.inductor / (self.ours + more), ours=self.ours + more, bytes=moved, beside=more)
 
     def facts(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fusion.cost import measure, table
 from fx_fusion.cost.estimate import Estimate, estimate, short
-from fx_fusion.cost.neighbours import beside
+from fx_fusion.cost.neighbors import beside
 from fx_fusion.float8.choice import without_support
 from fx_fusion.fusion.declaration import Fusion, Reason
 from fx_fusion.fusion.legality import asked
@@ -51,8 +51,8 @@ def choose(fusion: Fusion, match: Match, view: View, options: Options, claimed: 
     keep, note = _by_cost(fusion, match, view, options) if asked_for else (None, "")  # it measures, then all is known
     found, ops = estimate(fusion, match, options), ""
     if found is not None:
-        neighbours = beside(match, view, claimed)
-        found, ops = found.with_neighbours(neighbours), neighbours.ops
+        neighbors = beside(match, view, claimed)
+        found, ops = found.with_neighbors(neighbors), neighbors.ops
     if fusion.name not in options.fusions:
         return Choice("switched off by options", estimate=found)
     if not asked_for:

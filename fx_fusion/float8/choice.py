@@ -1,7 +1,7 @@
 """Choose the products that run in float8: where a scale a row is exact enough to be asked for, and its time is won back.
 
 The product itself gains what the table of ``bench.float8_products`` says at least (H200, linears of six models); making its
-operands costs their traffic. Products of one activation (q, k and v; gate and up) share what it costs to quantise it.
+operands costs their traffic. Products of one activation (q, k and v; gate and up) share what it costs to quantize it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _without_gain(
 
 
 def _shared(found: Iterable[T], shares: Callable[[T], Hashable]) -> Iterable[list[T]]:
-    """Return those that share what it costs to quantise an activation."""
+    """Return those that share what it costs to quantize an activation."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for product in found:
         groups[shares(product)].append(product)

@@ -13,31 +13,31 @@ from typing import Any
 
 from torch import fx
 
-from fx_fusion.kernels.float8.quantise import quantise_rows_kernel
+from fx_fusion.kernels.float8.quantize import quantize_rows_kernel
 from fx_fusion.kernels.norms.row_norm_kernels import row_norm_bwd_kernel, row_norm_fwd_kernel
 from fx_fusion.memory.joint_graph import JointGraph, erase_unread, users
 from fx_fusion.ops.launch import qualified_name
 from fx_fusion.torch_internals.partitioner import checkpoint_of, is_empty, is_view
 from fx_fusion.torch_internals.traced_kernels import change_launch, launched, writes_to
 
-_ROWS, _FORWARD = qualified_name(quantise_rows_kernel), qualified_name(row_norm_fwd_kernel)
+_ROWS, _FORWARD = qualified_name(quantize_rows_kernel), qualified_name(row_norm_fwd_kernel)
 _RESULTS = {_FORWARD: "y_ptr", qualified_name(row_norm_bwd_kernel): "dx_ptr"}
 
 
-def quantise_in_norms(graph: fx.Graph) -> int:
-    """Let norms write in float8 what a kernel behind them would quantise; returns how many. After it is decided what the
+def quantize_in_norms(graph: fx.Graph) -> int:
+    """Let norms write in float8 what a kernel behind them would quantize; returns how many. After it is decided what the
     backward computes again: it may have y from elsewhere then."""
     count = 0
     joint = JointGraph(graph)
     for node in list(graph.nodes):
         found = launched(node)
         if found is not None and qualified_name(found[0]) == _ROWS:
-            count += _quantise_in_norm(joint, node, found[1])
+            count += _quantize_in_norm(joint, node, found[1])
     return count
 
 
-def _quantise_in_norm(joint: JointGraph, rows: fx.Node, given: Mapping[str, Any]) -> bool:
-    """Let the norm that makes what ``rows`` quantises do so, if one makes it."""
+def _quantize_in_norm(joint: JointGraph, rows: fx.Node, given: Mapping[str, Any]) -> bool:
+    """Let the norm that makes what ``rows`` quantizes do so, if one makes it."""
     result = _as_it_lies(given["x_ptr"])
     norm = result.args[0] if result.target is operator.getitem else None
     found = launched(norm) if isinstance(norm, fx.Node) else None
@@ -89,8 +89,8 @@ def _as_it_lies(node: fx.Node) -> fx.Node:
 
 
 def _fits(joint: JointGraph, result: fx.Node, norm: Any, rows: fx.Node) -> bool:
-    """Return True if a norm can quantise its result in the place of ``rows``: whole rows of it, as they lie, where it
-    quantises nothing yet, in the same half of the graph, and activation checkpointing says the same of both."""
+    """Return True if a norm can quantize its result in the place of ``rows``: whole rows of it, as they lie, where it
+    quantizes nothing yet, in the same half of the graph, and activation checkpointing says the same of both."""
     given, of = launched(norm)[1], launched(rows)[1]  # type: ignore[index]
     x, value = of["x_ptr"].meta["val"], result.meta["val"]
     static = all(isinstance(size, int) for size in (*x.shape, *value.shape))

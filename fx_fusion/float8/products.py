@@ -54,7 +54,7 @@ class Product:
 
     @property
     def is_turned(self) -> bool:
-        """Return True if b has to be transposed to be quantised by what is summed."""
+        """Return True if b has to be transposed to be quantized by what is summed."""
         return self.b.meta["val"].stride(0) != 1
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fx_fusion.float8.choice import gained, pays_together, slower, slower_gradients, why_not, without_support
-from fx_fusion.float8.gates import quantise_in_gates
+from fx_fusion.float8.gates import quantize_in_gates
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT, Linears
 from fx_fusion.float8.products import (
@@ -92,4 +92,4 @@ def to_float8(graph: fx.Graph, keep: Sequence[str], select: str, inputs: Decisio
     if linears.recipe == "rowwise":
         alone = "its input has no gradient, which would be made of the same rows"
         linears.products += [(places[p], OF_WEIGHT, alone, 0.0) for p in unpaired(joint, found, gradients)]
-    quantise_in_gates(inserter, writer)
+    quantize_in_gates(inserter, writer)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fx_fusion.float8.linears import FORWARD, OF_INPUT, OF_WEIGHT
 from fx_fusion.float8.writer import into_dy
-from fx_fusion.kernels.float8.quantise import quantise_rows_inline
+from fx_fusion.kernels.float8.quantize import quantize_rows_inline
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.torch_internals.dispatch import products_with_parameters, steps_in_backward
 
@@ -116,15 +116,15 @@ def float8_stats(model: nn.Module, *args: Any, **kwargs: Any) -> Float8Table:
 
 def _with_weight(name: str, backward: bool, a: Tensor, b: Tensor) -> Float8Stats:
     rows = a[_some(len(a), a.device)]
-    q, scale = quantise_rows_inline(rows)
+    q, scale = quantize_rows_inline(rows)
     turned = backward and b.stride(0) != 1  # such a weight has one scale
-    qb, scale_b = quantise_rows_inline(b.t(), b.abs().max().float() if turned else None)
+    qb, scale_b = quantize_rows_inline(b.t(), b.abs().max().float() if turned else None)
     small = (q.double() * scale) @ (qb.double() * scale_b).t()
     return _compared(name, OF_INPUT if backward else FORWARD, a, rows, q, rows.double() @ b.double(), small)
 
 
 def _of_weight(name: str, x: Tensor, dy: Tensor) -> Float8Stats:
-    (q, of_dy), (_, of_x) = (quantise_rows_inline(t, power_of_two=True) for t in (dy, x))
+    (q, of_dy), (_, of_x) = (quantize_rows_inline(t, power_of_two=True) for t in (dy, x))
     of_rows, scale = into_dy(of_dy, of_x)
     outputs = _some(dy.shape[1], dy.device)
     q = turn_rows(q, of_rows)[outputs]

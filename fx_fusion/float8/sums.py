@@ -25,7 +25,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 def sums(found: Iterable[Product], owning: Collection[Product] = ()) -> Iterator[tuple[Product, ...]]:
     """Yield those of ``found``, in the order of the graph, whose sum one product makes: gradients of one size that follow
-    one another, so that nothing waits long for the others, of weights that a forward before them has quantised by rows. In
+    one another, so that nothing waits long for the others, of weights that a forward before them has quantized by rows. In
     the order of their forwards, which is the opposite one. Both halves of a gate are by themselves: its kernel writes them
     beside each other (``float8.gates``), but not again for those that ask for rows of their own, ``owning``."""
     products = list(found)

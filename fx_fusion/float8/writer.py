@@ -1,8 +1,8 @@
 """Products in float8: what the forward and the gradients of inputs multiply has a scale a row.
 
-``rowwise_gw_hp`` (torchao's ``rowwise_with_gw_hp``): both operands of these two products are quantised along the dim that is
+``rowwise_gw_hp`` (torchao's ``rowwise_with_gw_hp``): both operands of these two products are quantized along the dim that is
 summed, by their current values, so there is no state; gradients of weights stay products in bfloat16. Nothing is saved for
-the backward that is not without float8: it quantises the weight again, the other way.
+the backward that is not without float8: it quantizes the weight again, the other way.
 
 ``rowwise``: gradients of weights too, dw = dy.T @ x. They sum over the rows i, whose scales s_i and t_i of x and dy are
 powers of two here and go into dy's copy by columns: with c_i = s_i t_i and c = max_i c_i
@@ -27,8 +27,8 @@ from torch import Tensor, fx
 from fx_fusion.float8.inserter import Inserter
 from fx_fusion.float8.products import Product, WeightGradient
 from fx_fusion.float8.sums import leave_out
-from fx_fusion.kernels.float8.quantise import LARGEST, quantise_columns, quantise_rows, quantise_rows_inline
-from fx_fusion.kernels.float8.together import MOST, quantise_columns_together, quantise_rows_together
+from fx_fusion.kernels.float8.quantize import LARGEST, quantize_columns, quantize_rows, quantize_rows_inline
+from fx_fusion.kernels.float8.together import MOST, quantize_columns_together, quantize_rows_together
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.memory.joint_graph import base
 from fx_fusion.torch_internals.partitioner import compute_again, is_fusible
@@ -38,7 +38,7 @@ _LEAST = 2.0**-120  # a power of two, and above float32's subnormals
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """The nodes of rows in float8 and of their scales, and all that were put in for them."""
 
     q: fx.Node
@@ -47,19 +47,19 @@ class Quantised:
 
 
 class Writer:
-    """Writes products of one graph anew, those of a group (``sums``) as one. What several read is quantised once.
+    """Writes products of one graph anew, those of a group (``sums``) as one. What several read is quantized once.
 
     Attributes:
         power_of_two: whether the scales of activations and of their gradients are powers of two.
-        rows: what was quantised, by ``Product.activation``.
+        rows: what was quantized, by ``Product.activation``.
         together: the same of products that are one, by their group.
     """
 
     def __init__(self, inserter: Inserter, emulate: bool, power_of_two: bool, groups: Iterable[tuple[Product, ...]] = ()):
         self._inserter, self._emulate, self.power_of_two = inserter, emulate, power_of_two
         self._group = {product: group for group in groups for product in group}
-        self.rows: dict[tuple[fx.Node, Any], Quantised] = {}
-        self.together: dict[tuple[Product, ...], Quantised] = {}
+        self.rows: dict[tuple[fx.Node, Any], Quantized] = {}
+        self.together: dict[tuple[Product, ...], Quantized] = {}
         self._turned: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._largest: dict[fx.Node, fx.Node] = {}  # of weights, from the scales of their rows in the forward
         self._instead: dict[fx.Node, fx.Node] = {}  # of nodes that were replaced, what others read now
@@ -93,7 +93,7 @@ class Writer:
         """The gradient of the input of several linears, in the place of the last one."""
         a = [self._now(p.a) for p in group]
         made = self._insert(product.node, _ROWS_TOGETHER[self.power_of_two], a, a[-1])
-        self.together[group] = rows = Quantised(made[-2], made[-1], tuple(made))
+        self.together[group] = rows = Quantized(made[-2], made[-1], tuple(made))
         operands = [*(p.b for p in group), *(self._largest[p.part] for p in group)]
         weights = self._insert(product.node, _columns_together, operands, product.node.prev)
         for member in weights:
@@ -116,13 +116,13 @@ class Writer:
         multiply = _emulated_over_rows if self._emulate else _multiplied_over_rows
         return self._insert(node, multiply, [*operands, scale], node.prev)[-1]
 
-    def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> Quantised:
+    def _rows_of(self, product: Product, node: fx.Node, a: fx.Node) -> Quantized:
         """Return what the product multiplies with its weight, in float8, and its scales, made where ``node`` is the first to
         read it, as ``a``."""
         key, a = product.activation, self._now(a)
         if key not in self.rows:
             made = self._insert(node, _ROWS[_is_inductors(a), self.power_of_two], [a], a)
-            self.rows[key] = Quantised(made[-2], made[-1], tuple(made))
+            self.rows[key] = Quantized(made[-2], made[-1], tuple(made))
         return self.rows[key]
 
     def _weight(self, product: Product) -> list[fx.Node]:
@@ -130,9 +130,9 @@ class Writer:
         node, b, largest = product.node, product.b, self._largest.get(product.part)
         turned = product.is_turned
         if turned and largest is not None and product.backward:
-            made = self._insert(node, quantise_columns, [b, largest], node.prev)
+            made = self._insert(node, quantize_columns, [b, largest], node.prev)
         elif turned:
-            made = self._insert(node, quantise_columns, [b], node.prev)
+            made = self._insert(node, quantize_columns, [b], node.prev)
         else:
             rows = _rows_of_transposed_inline if _is_inductors(b) else _rows_of_transposed
             made = self._insert(node, rows, [b], node.prev)
@@ -156,7 +156,7 @@ class Writer:
 
 
 def _is_inductors(node: fx.Node) -> bool:
-    """Return True if a kernel of Inductor's makes a node: it can quantise it then. Of several results, who makes them."""
+    """Return True if a kernel of Inductor's makes a node: it can quantize it then. Of several results, who makes them."""
     node = base(node)
     while node.target is operator.getitem:
         node = base(node.all_input_nodes[0])
@@ -164,28 +164,28 @@ def _is_inductors(node: fx.Node) -> bool:
 
 
 def _rows_by_powers(x: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise_rows(x, True)
+    return quantize_rows(x, True)
 
 
 def _rows_by_powers_inline(x: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise_rows_inline(x, power_of_two=True)
+    return quantize_rows_inline(x, power_of_two=True)
 
 
 # Whether Inductor makes the activation, and whether its scales are powers of two.
 _ROWS = {
-    (False, False): quantise_rows, (True, False): quantise_rows_inline,
+    (False, False): quantize_rows, (True, False): quantize_rows_inline,
     (False, True): _rows_by_powers, (True, True): _rows_by_powers_inline,
 }  # fmt: skip
 
 
 def _rows_together(*xs: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return quantise_rows_together(*_three(xs), power_of_two)
+    return quantize_rows_together(*_three(xs), power_of_two)
 
 
 def _columns_together(*given: Tensor) -> tuple[Tensor, Tensor]:
     """Return the columns of weights, and their maxima."""
     count = len(given) // 2
-    return quantise_columns_together(*_three(given[:count]), *_three(given[count:]))
+    return quantize_columns_together(*_three(given[:count]), *_three(given[count:]))
 
 
 def _three(given: Sequence[Tensor]) -> list[Tensor | None]:
@@ -196,11 +196,11 @@ _ROWS_TOGETHER = {power: functools.partial(_rows_together, power_of_two=power) f
 
 
 def _rows_of_transposed(b: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise_rows(b.permute(1, 0))
+    return quantize_rows(b.permute(1, 0))
 
 
 def _rows_of_transposed_inline(b: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise_rows_inline(b.permute(1, 0))
+    return quantize_rows_inline(b.permute(1, 0))
 
 
 def _largest(scale: Tensor) -> Tensor:

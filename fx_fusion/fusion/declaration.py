@@ -78,7 +78,7 @@ class Fusion:
         read: reads what a traced function can't say off a match (a number of groups), and compares the shapes of its views;
             returns the completed match, or None if it is none.
         unread: finds what does the same and is not read, near misses: the report has them where no site names their root.
-        join: combines two neighbouring matches that share inputs (q and k of RoPE) into one, or returns None.
+        join: combines two neighboring matches that share inputs (q and k of RoPE) into one, or returns None.
 
         guard: same parameters, given example values: why the kernel can't take them, or None.
         why_keep: same parameters: why Inductor is as good here, or None. A sentence keeps the site.

@@ -44,7 +44,7 @@ def built_in() -> tuple[Fusion, ...]:
 def register(fusion: Fusion) -> None:
     """Add a fusion to those that are tried in every graph that is compiled from now on.
 
-    Raises DeclarationError for a name that is taken and for a ``before`` that can't be honoured. Nothing happens when the
+    Raises DeclarationError for a name that is taken and for a ``before`` that can't be honored. Nothing happens when the
     same fusion is registered again."""
     installed()  # they come first: their names are taken
     _add(fusion)

@@ -1,4 +1,4 @@
-"""GELU written out by hand, recognised by what it computes."""
+"""GELU written out by hand, recognized by what it computes."""
 
 from __future__ import annotations
 

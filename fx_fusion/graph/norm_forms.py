@@ -1,4 +1,4 @@
-"""Normal forms of normalisations that are called by name."""
+"""Normal forms of normalizations that are called by name."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fx_fusion.float8.linears import Linears
-from fx_fusion.float8.norms import quantise_in_norms
+from fx_fusion.float8.norms import quantize_in_norms
 from fx_fusion.float8.rewrite import to_float8
 from fx_fusion.inductor.cache_key import config_patches, key_of
 from fx_fusion.inductor.layers_once import Layers, compile_layers_once
@@ -105,7 +105,7 @@ def joint_pass(decisions: Decisions, linears: Linears, options: Options) -> Call
         by_inductor = "gradients of tied embeddings are added by Inductor"
         decisions.added += attempt(lambda: add_embeddings_to_others(graph), by_inductor) or 0
         if linears.any:
-            attempt(lambda: quantise_in_norms(graph), "kernels of their own quantise the results of norms")
+            attempt(lambda: quantize_in_norms(graph), "kernels of their own quantize the results of norms")
 
     return run
 

@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass
 class Block:
-    """Neighbouring pairs of one layer, or of what is between layers. ``like``: the block before it that is the same but for
+    """Neighboring pairs of one layer, or of what is between layers. ``like``: the block before it that is the same but for
     numbers in names."""
 
     title: str

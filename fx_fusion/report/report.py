@@ -128,7 +128,7 @@ class Report:
             raise ValueError(f"No node comes from `{place}`. {instead}")
         said = [_because(site) for site in sites]
         said += [
-            f"not recognised{' in ' * bool(found.module)}{found.module}: {found}"
+            f"not recognized{' in ' * bool(found.module)}{found.module}: {found}"
             for graph in self.graphs
             for found in self._unsaid(graph)
             if there(found.module, found.location)
@@ -148,7 +148,7 @@ class Report:
         made = f"{counted(len(self.graphs), 'graph')}, {nodes[0]} -> {nodes[1]} nodes"
         head = f"fx_fusion  {made}, {counted(fused, 'site')} fused"
         notes = list(_said_once((note, g.index) for g in self.graphs for note in g.notes()))
-        notes += _said_once((f"not recognised: {what}", g.index) for g in self.graphs for what in self._grouped_unsaid(g))
+        notes += _said_once((f"not recognized: {what}", g.index) for g in self.graphs for what in self._grouped_unsaid(g))
         step = sum(g.memory.step for g in self.graphs if not g.version)
         gain = total((s.estimate for s in self.sites if s.status == "fused"), 1e3 * step)
         notes += [f"estimated: {gain}"] if gain else []

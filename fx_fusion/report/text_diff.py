@@ -16,7 +16,7 @@ _CONTEXT = 1  # rows around a change
 
 @dataclass
 class _Hunk:
-    """Neighbouring rows with a change, the fused sites there, and later hunks that are the same but for numbers in names."""
+    """Neighboring rows with a change, the fused sites there, and later hunks that are the same but for numbers in names."""
 
     pairs: list[Pair]
     ranges: str
@@ -88,7 +88,7 @@ def _range(first: int, count: int) -> str:
 
 
 def _changes(hunk: Sequence[Pair], order: dict[str, int]) -> Iterator[str]:
-    """Its lines; of neighbours that changed, first all that are gone, then all that are new."""
+    """Its lines; of neighbors that changed, first all that are gone, then all that are new."""
     gone: list[Row] = []
     new: list[Row] = []
     for pair in (*hunk, None):

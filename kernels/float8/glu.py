@@ -1,10 +1,10 @@
 """Gated linear units whose results are rows in e4m3, as float8 products multiply them.
 
-    q, s             = rows(y)                        y = round(a(g)) · up,  g = gate          quantise_glu
-    q_g, s_g, q_u, s_u = rows(dgate), rows(dup)                                                quantise_glu_bwd
+    q, s             = rows(y)                        y = round(a(g)) · up,  g = gate          quantize_glu
+    q_g, s_g, q_u, s_u = rows(dgate), rows(dup)                                                quantize_glu_bwd
     q, s             = rows([dgate dup])                                                       the same, together
 
-with a, y, dgate and dup as in ``lib/glu`` and rows() as in ``quantise``, whose kernels would give the same bits from what is
+with a, y, dgate and dup as in ``lib/glu`` and rows() as in ``quantize``, whose kernels would give the same bits from what is
 rounded to the dtype of gate here, without storing it. It can be stored besides: y, dgate and dup where something else
 multiplies them in 16 bits, y by the backward, which reads gate and up anyway.
 
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.float8.quantise import E4M3, quantise_rows_inline
+from fx_fusion.kernels.float8.quantize import E4M3, quantize_rows_inline
 from fx_fusion.kernels.geglu import geglu
 from fx_fusion.kernels.lib.divisibility import multiple, unit_of
 from fx_fusion.kernels.lib.e4m3 import row_scale
@@ -59,13 +59,13 @@ def _magnitude(x):
 
 
 @triton.jit
-def _quantised(x, factor, q_ptr):
+def _quantized(x, factor, q_ptr):
     """Returns numbers in e4m3: no larger than 448 but by a rounding, which goes back to it."""
     return (x.to(tl.float32) * factor).to(q_ptr.dtype.element_ty)
 
 
 @triton.jit
-def quantise_glu_kernel(
+def quantize_glu_kernel(
     gate_ptr, up_ptr, q_ptr, scale_ptr, y_ptr, n, gate_stride, up_stride,
     KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, STORE_Y: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -91,16 +91,16 @@ def quantise_glu_kernel(
                 tl.store(y_ptr + more, x, more < n)
     scale, factor = row_scale(tl.max(largest, 0), POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
-    tl.store(q_ptr + cols, _quantised(y, factor, q_ptr), cols < n)
+    tl.store(q_ptr + cols, _quantized(y, factor, q_ptr), cols < n)
     if WIDE:
         for start in range(BLOCK, n, BLOCK):
             more = start + cols
             x = _forward(gate_ptr, up_ptr, more, more < n, KIND)
-            tl.store(q_ptr + more, _quantised(x, factor, q_ptr), more < n)
+            tl.store(q_ptr + more, _quantized(x, factor, q_ptr), more < n)
 
 
 @triton.jit
-def quantise_glu_bwd_kernel(
+def quantize_glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, qg_ptr, gate_scale_ptr, qu_ptr, up_scale_ptr, dgate_ptr, dup_ptr, y_ptr,
     n, dy_stride, gate_stride, up_stride,
     KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, TOGETHER: tl.constexpr, STORE_DGATE: tl.constexpr,
@@ -151,14 +151,14 @@ def quantise_glu_bwd_kernel(
         scale_u, factor_u = row_scale(tl.max(largest_u, 0), POWER_OF_TWO)
         tl.store(up_scale_ptr + row, scale_u)
     tl.store(gate_scale_ptr + row, scale_g)
-    tl.store(qg_ptr + cols, _quantised(dgate, factor_g, qg_ptr), cols < n)
-    tl.store(qu_ptr + cols, _quantised(dup, factor_u, qu_ptr), cols < n)
+    tl.store(qg_ptr + cols, _quantized(dgate, factor_g, qg_ptr), cols < n)
+    tl.store(qu_ptr + cols, _quantized(dup, factor_u, qu_ptr), cols < n)
     if WIDE:
         for start in range(BLOCK, n, BLOCK):
             more = start + cols
             g, u, _ = _backward(dy_ptr, gate_ptr, up_ptr, more, more < n, KIND)
-            tl.store(qg_ptr + more, _quantised(g, factor_g, qg_ptr), more < n)
-            tl.store(qu_ptr + more, _quantised(u, factor_u, qu_ptr), more < n)
+            tl.store(qg_ptr + more, _quantized(g, factor_g, qg_ptr), more < n)
+            tl.store(qu_ptr + more, _quantized(u, factor_u, qu_ptr), more < n)
 
 
 @planner
@@ -190,12 +190,12 @@ def _forward_rows(gate, up, kind, power_of_two, store):
     if gate.device.type == "cpu" and not interpreting():
         forward, _, more = _without_float8(kind)
         y = forward(gates, ups, *more)
-        return *quantise_rows_inline(y, power_of_two=power_of_two), y if store else y.new_empty(0)
+        return *quantize_rows_inline(y, power_of_two=power_of_two), y if store else y.new_empty(0)
     results = _forward_results(gate, up, kind, power_of_two, store)
     (m, n), strides = gates.shape, (gates.stride(0), ups.stride(0))
     plan = forward_plan(n)
     launch(
-        quantise_glu_kernel, (m,), gates, ups, *results, n, *strides, KIND=ACTIVATIONS[kind].value,
+        quantize_glu_kernel, (m,), gates, ups, *results, n, *strides, KIND=ACTIVATIONS[kind].value,
         POWER_OF_TWO=power_of_two, STORE_Y=store, WIDE=n > plan.BLOCK, UNIT=unit_of(n, *strides), **plan.meta(),
     )  # fmt: skip
     return results
@@ -207,7 +207,7 @@ def _backward_rows(dy, gate, up, kind, power_of_two, store, together=False):
     if gate.device.type == "cpu" and not interpreting():
         forward, backward, more = _without_float8(kind)
         both = backward(dys, gates, ups, *more, [True, True])
-        made = [quantise_rows_inline(x, power_of_two=power_of_two) for x in ([torch.cat(both, 1)] if together else both)]
+        made = [quantize_rows_inline(x, power_of_two=power_of_two) for x in ([torch.cat(both, 1)] if together else both)]
         rows = *made[0], *(_rows_of(up, 0) if together else made[1])
         stored = zip((*both, forward(gates, ups, *more)), store, strict=True)
         return *rows, *(t if kept else t.new_empty(0) for t, kept in stored)
@@ -215,7 +215,7 @@ def _backward_rows(dy, gate, up, kind, power_of_two, store, together=False):
     (m, n), strides = gates.shape, (dys.stride(0), gates.stride(0), ups.stride(0))
     plan = backward_plan(n)
     launch(
-        quantise_glu_bwd_kernel, (m,), dys, gates, ups, *results, n, *strides, KIND=ACTIVATIONS[kind].value,
+        quantize_glu_bwd_kernel, (m,), dys, gates, ups, *results, n, *strides, KIND=ACTIVATIONS[kind].value,
         POWER_OF_TWO=power_of_two, TOGETHER=together, STORE_DGATE=store[0], STORE_DUP=store[1], STORE_Y=store[2],
         WIDE=n > plan.BLOCK, UNIT=unit_of(n, *strides), **plan.meta(),
     )  # fmt: skip
@@ -242,18 +242,18 @@ def _backward_results(dy, gate, up, kind, power_of_two, store, together=False):
     return *rows, *(_stored(gate, kept) for kept in store)
 
 
-quantise_glu = plain_op(
-    "quantise_glu",
+quantize_glu = plain_op(
+    "quantize_glu",
     "(Tensor gate, Tensor up, str kind, bool power_of_two, bool store) -> (Tensor q, Tensor scale, Tensor y)",
     _forward_rows,
     _forward_results,
 )
-quantise_glu_bwd = plain_op(
-    "quantise_glu_bwd",
+quantize_glu_bwd = plain_op(
+    "quantize_glu_bwd",
     "(Tensor dy, Tensor gate, Tensor up, str kind, bool power_of_two, bool[] store, bool together=False) -> "
     "(Tensor q_gate, Tensor scale_gate, Tensor q_up, Tensor scale_up, Tensor dgate, Tensor dup, Tensor y)",
     _backward_rows,
     _backward_results,
 )
-trace_launches(quantise_glu, _forward_rows)
-trace_launches(quantise_glu_bwd, _backward_rows)
+trace_launches(quantize_glu, _forward_rows)
+trace_launches(quantize_glu_bwd, _backward_rows)

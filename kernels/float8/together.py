@@ -4,7 +4,7 @@
     w = [w_1; w_2; w_3]        s = max(max |w|, SMALLEST) / 448, one for all   q_ji = e4m3(w_ij / s)       columns
 
 with ``dx = x @ w = x_1 @ w_1 + x_2 @ w_2 + x_3 @ w_3``: gradients of one input by several linears. A row of x has one
-scale over all of them, of which a power of two can be asked, and columns have one maximum, both as in ``quantise``.
+scale over all of them, of which a power of two can be asked, and columns have one maximum, both as in ``quantize``.
 
 Shapes     x_i: (m, n_i); rows: q (m, n), s (m, 1), n = Σ n_i. w_i: (n_i, k), their maxima one element each; columns:
            q (k, n), s (k, 1).
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.float8.quantise import E4M3, WIDEST, quantise_rows, quantise_rows_inline
+from fx_fusion.kernels.float8.quantize import E4M3, WIDEST, quantize_rows, quantize_rows_inline
 from fx_fusion.kernels.lib.e4m3 import in_e4m3, row_scale
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.ops.launch import launch
@@ -38,7 +38,7 @@ def _store(q_ptr, x, factor, n, cols):
 
 
 @triton.jit
-def quantise_rows_together_kernel(
+def quantize_rows_together_kernel(
     x1_ptr, x2_ptr, x3_ptr, q_ptr, scale_ptr, n1, n2, n3, stride1, stride2, stride3,
     BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr, THREE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _transposed(x_ptr, q_ptr, factor, m, n, width, rows, cols):
 
 
 @triton.jit
-def quantise_columns_together_kernel(
+def quantize_columns_together_kernel(
     x1_ptr, x2_ptr, x3_ptr, largest1_ptr, largest2_ptr, largest3_ptr, q_ptr, scale_ptr, m1, m2, m3, n,
     TILE: tl.constexpr, THREE: tl.constexpr,
 ):  # fmt: skip
@@ -101,11 +101,11 @@ def quantise_columns_together_kernel(
 def _rows(x1, x2, x3, power_of_two):
     xs = [x for x in (x1, x2, x3) if x is not None]
     if x1.device.type == "cpu" and not interpreting():
-        return quantise_rows_inline(torch.cat(xs, 1), power_of_two=power_of_two)
+        return quantize_rows_inline(torch.cat(xs, 1), power_of_two=power_of_two)
     widths = [x.shape[1] for x in xs]
     blocks = [next_power_of_2(n) for n in widths]
     if sum(blocks) > WIDEST:
-        return quantise_rows(torch.cat(xs, 1), power_of_two)
+        return quantize_rows(torch.cat(xs, 1), power_of_two)
     q, scale = _rows_results(x1, x2, x3, power_of_two)
     xs = [x if x.stride(1) == 1 else x.contiguous() for x in xs]
     strides, more = [x.stride(0) for x in xs], MOST - len(xs)
@@ -113,7 +113,7 @@ def _rows(x1, x2, x3, power_of_two):
     widths, strides, blocks = (given + given[:more] for given in (widths, strides, blocks))
     warps = min(max(next_power_of_2(sum(blocks)) // 1024, 4), 16)
     launch(
-        quantise_rows_together_kernel, (len(x1),), *xs, q, scale, *widths, *strides, BLOCK1=blocks[0], BLOCK2=blocks[1],
+        quantize_rows_together_kernel, (len(x1),), *xs, q, scale, *widths, *strides, BLOCK1=blocks[0], BLOCK2=blocks[1],
         BLOCK3=blocks[2], THREE=x3 is not None, POWER_OF_TWO=power_of_two, num_warps=warps,
     )  # fmt: skip
     return q, scale
@@ -125,7 +125,7 @@ def _columns(x1, x2, x3, largest1, largest2, largest3):
     q, scale = _columns_results(x1, x2, x3, *largest)
     if x1.device.type == "cpu" and not interpreting():
         most = torch.stack([one.reshape(()) for one in largest]).amax()
-        values, one = quantise_rows_inline(torch.cat(xs).t().contiguous(), most)
+        values, one = quantize_rows_inline(torch.cat(xs).t().contiguous(), most)
         return values, one.reshape(1, 1).expand_as(scale).contiguous()
     xs = [x.contiguous() for x in xs]
     heights, n, more = [x.shape[0] for x in xs], x1.shape[1], MOST - len(xs)
@@ -133,7 +133,7 @@ def _columns(x1, x2, x3, largest1, largest2, largest3):
     xs, largest = xs + [q] * more, largest + [scale] * more
     heights += heights[:more]
     launch(
-        quantise_columns_together_kernel, grid, *xs, *largest, q, scale, *heights, n, TILE=_TILE, THREE=x3 is not None
+        quantize_columns_together_kernel, grid, *xs, *largest, q, scale, *heights, n, TILE=_TILE, THREE=x3 is not None
     )  # fmt: skip
     return q, scale
 
@@ -148,17 +148,17 @@ def _columns_results(x1, x2, x3, *largest):
     return x1.new_empty((x1.shape[1], n), dtype=E4M3), x1.new_empty((x1.shape[1], 1), dtype=torch.float32)
 
 
-quantise_rows_together = plain_op(
-    "quantise_rows_together",
+quantize_rows_together = plain_op(
+    "quantize_rows_together",
     "(Tensor x1, Tensor x2, Tensor? x3, bool power_of_two) -> (Tensor q, Tensor scale)",
     _rows,
     _rows_results,
 )
-quantise_columns_together = plain_op(
-    "quantise_columns_together",
+quantize_columns_together = plain_op(
+    "quantize_columns_together",
     "(Tensor x1, Tensor x2, Tensor? x3, Tensor largest1, Tensor largest2, Tensor? largest3) -> (Tensor q, Tensor scale)",
     _columns,
     _columns_results,
 )
-trace_launches(quantise_rows_together, _rows)
-trace_launches(quantise_columns_together, _columns)
+trace_launches(quantize_rows_together, _rows)
+trace_launches(quantize_columns_together, _columns)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.float8.quantise import E4M3, LARGEST
+from fx_fusion.kernels.float8.quantize import E4M3, LARGEST
 from fx_fusion.kernels.lib.integers import cdiv
 from fx_fusion.ops.launch import launch
 from fx_fusion.ops.library import plain_op, trace_launches

@@ -1,4 +1,4 @@
-"""Divisors of sizes and strides, told to Triton. It specialises kernels for multiples of 16, not of 8 or 4 (776 columns,
+"""Divisors of sizes and strides, told to Triton. It specializes kernels for multiples of 16, not of 8 or 4 (776 columns,
 50280 classes): without this it loads their elements one by one instead of 16 bytes at once."""
 
 import math

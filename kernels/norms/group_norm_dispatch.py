@@ -1,4 +1,4 @@
-"""Normalisation of images by statistics of groups of channels: GroupNorm, GroupNorm + SiLU, EvoNorm-S0.
+"""Normalization of images by statistics of groups of channels: GroupNorm, GroupNorm + SiLU, EvoNorm-S0.
 
     L     = elements of a group: C/G channels of one image, all positions
     mean, var over a group,  rstd = 1 / sqrt(var + eps),  x̂ = (x − mean) · rstd

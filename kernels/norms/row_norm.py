@@ -1,4 +1,4 @@
-"""Normalisation of rows, forward and backward: RMSNorm and LayerNorm, optionally behind a residual add.
+"""Normalization of rows, forward and backward: RMSNorm and LayerNorm, optionally behind a residual add.
 
     h    = x                                  (with a residual: h = round(x + residual))
     c    = h − mean(h)                        LayerNorm;  c = h for RMSNorm

@@ -159,7 +159,7 @@ def row_norm_bwd_kernel(
                 g *= w
             if CENTER:
                 # The select keeps g - mean(g) from being contracted into an fma of an unrounded g: it is exactly 0 where all
-                # g are equal and their sum is exact. One reduction for both sums: the warps synchronise once.
+                # g are equal and their sum is exact. One reduction for both sums: the warps synchronize once.
                 g = tl.where(mask, g, 0.0)
                 sum_g_xhat, sum_g = tl.split(tl.sum(tl.join(g * xhat, g), 1))
                 dx = g - xhat * (sum_g_xhat / n)[:, None] - tl.div_rn(sum_g, tl.cast(n, tl.float32))[:, None]

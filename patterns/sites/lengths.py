@@ -70,7 +70,7 @@ def is_scaled_by_its_width(view: View, node: fx.Node, steps: int = 4) -> bool:
     return False
 
 
-def is_centred(view: View, x: fx.Node) -> bool:
+def is_centered(view: View, x: fx.Node) -> bool:
     """Return True if it is a difference from a mean."""
     difference = inner_term(view, x, "sub")
     means = () if difference is None else (inner_term(view, o, "mean") for o in difference.operands if is_tensor(o))

@@ -69,7 +69,7 @@ def read_scores(search: Search, node: Any, scores: Scores) -> None:
         elif name == "add":
             node = with_mask(search, node, scores)
         elif name in ("maximum", "max", "clamp") and (clamped := _above_the_lowest(view, node)) is not None:
-            scores.maximised |= name != "clamp"
+            scores.maximized |= name != "clamp"
             node = clamped
         elif name == "masked_fill":
             bound = view.arguments(node)

@@ -45,7 +45,7 @@ class Scores:
     sink: fx.Node | None = None  # (.., queries, 1): one more score of each row, without a value
     structure: Structure | None = None  # what the mask shows, where it is more than causal
     rescaled: bool = False  # whether ``scale`` is a product of numbers, be it 1
-    maximised: bool = False  # with the lowest number: of two that are the same each has half of the gradient
+    maximized: bool = False  # with the lowest number: of two that are the same each has half of the gradient
     shifted: bool = False  # by their maximum, which is left out
     lse: fx.Node | None = None  # the logarithm of the sum of their exponentials, where it is read
 
@@ -128,7 +128,7 @@ def _mask(proof: MaskProof, mask: fx.Node, scores: Scores, *, filled: bool) -> N
             structure = replace(structure, hidden_rows=FILLED)
         if structure.hidden_rows and scores.rescaled:
             raise NotThis(mask, f"{mask.name} may hide a row entirely, by a number that is scaled")
-        if structure.hidden_rows == ADDED and scores.maximised:
+        if structure.hidden_rows == ADDED and scores.maximized:
             raise NotThis(mask, f"{mask.name} may hide a row entirely, by the number that scores are the maximum with")
         if not (sees_itself or structure.hidden_rows or scores.sink is not None):
             raise NotThis(

@@ -46,11 +46,11 @@ def _softmax(view: View, node: fx.Node) -> tuple[Mapping[str, Any] | None, set[f
     bound = view.arguments_of(node, "softmax")
     if bound is not None or not is_tensor(node):
         return bound, {node}
-    found = normalised_exponentials(view, node)
+    found = normalized_exponentials(view, node)
     return ({"input": found[0], "dim": -1}, found[1]) if found and is_shifted(view, found[0]) else (None, set())
 
 
-def normalised_exponentials(view: View, node: fx.Node) -> tuple[Any, set[fx.Node]] | None:
+def normalized_exponentials(view: View, node: fx.Node) -> tuple[Any, set[fx.Node]] | None:
     """x of ``exp(x) / exp(x).sum(-1, keepdim=True)``, and the nodes that compute it of x; None for another node."""
     term = view.term(node)
     if term.op != "div" or not all(map(is_tensor, term.operands)):

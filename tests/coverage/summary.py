@@ -144,10 +144,10 @@ def plot(rows: list[Row], scheme: Scheme) -> Figure:
     found = {kind: n for kind, n in totals(rows).items() if n["in_graphs"]}
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(found) + 1))
     left = [0.0] * len(found)
-    for status, colour in zip(STATUSES, COLOURS, strict=True):
+    for status, color in zip(STATUSES, COLOURS, strict=True):
         whole = [max(1, sum(n[s] for s in STATUSES)) for n in found.values()]
         share = [100 * n[status] / w for n, w in zip(found.values(), whole, strict=True)]
-        axes.barh(list(found), share, left=left, color=colour, label=status)
+        axes.barh(list(found), share, left=left, color=color, label=status)
         left = [a + b for a, b in zip(left, share, strict=True)]
     for i, n in enumerate(found.values()):
         axes.text(101, i, f"{n['in_graphs']}", va="center", fontsize=8, color=scheme.muted)

@@ -19,7 +19,7 @@ EXPLAIN = "-m fx_fusion explain llama --gpu h200 --batch 4 --length 4096 --html"
 
 
 def main():
-    """Explain, choose the first add_rms_norm, and take the picture, in 256 colours: a third of the size."""
+    """Explain, choose the first add_rms_norm, and take the picture, in 256 colors: a third of the size."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as running:
         page = Path(folder) / "report.html"
         subprocess.run([sys.executable, *EXPLAIN.split(), str(page)], check=True, stdout=subprocess.DEVNULL)

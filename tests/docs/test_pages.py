@@ -110,7 +110,7 @@ def test_messages_exist(page):
     for table in re.findall(r"^\| (?:message|it says) \|.*?(?=^$)", TEXT[page], re.S | re.M):
         for row in table.splitlines()[2:]:
             for quoted in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
-                quoted = re.sub(r"^(fused|kept|declined|near|not recognised):", "", quoted)
+                quoted = re.sub(r"^(fused|kept|declined|near|not recognized):", "", quoted)
                 pieces = [piece.strip(" ;:.,") for piece in quoted.split("...")]
                 if not quoted.startswith(OF_OTHERS):
                     missing += [piece for piece in pieces if piece and piece not in said]

@@ -54,7 +54,7 @@ WRITES = {
     "by position": (lambda x, y: beside(x, F.hardtanh, x, -1.0, 1.0, True), "x"),
     "another True": (lambda x, y: beside(x, F.dropout, x, 0.5, True), ""),
     "dropout by position": (lambda x, y: beside(x, F.dropout, x, 0.5, True, True), "x"),
-    # running statistics, and weights that are renormalised
+    # running statistics, and weights that are renormalized
     "batch_norm": (lambda x, y: beside(x, F.batch_norm, x, y[0], y[1], training=True), "01"),
     "embedding": (lambda x, y: F.embedding((x[0] > 1).long(), y), ""),
     "batch_norm of aten": (lambda x, y: beside(x, torch.ops.aten.batch_norm.default, x, None, None, y[0], y[1], True, 0.1, 1e-5, False), "01"),

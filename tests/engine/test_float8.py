@@ -137,7 +137,7 @@ def test_a_llama(recipe):
         assert decibels(gradient, after.gradients[name]) >= 20, name
     assert after.linears.sentences()[0].startswith(f"float8 {recipe}: forward of 1 x q_proj, 1 x k_proj")
     assert after.backward["turn_rows"] == (11 if recipe == ALL_THREE else 0)  # seven dy; x of q, k, v is one, of gate, up too
-    columns = after.backward["quantise_columns"], after.backward["quantise_columns_together"]
+    columns = after.backward["quantize_columns"], after.backward["quantize_columns_together"]
     only_qkv = recipe == ALL_THREE  # q, k, v are one product, and gate, up, whose kernel writes no other rows for their weights
     assert columns == ((4, 1) if only_qkv else (2, 2)), "the weights turned, in the backward: they are not saved"
     assert before.backward["mm"] == after.backward["mm"] + (2 if only_qkv else 3), "emulated products, and gradients of weights"
@@ -187,7 +187,7 @@ def test_spellings(name, recipe):
         assert decibels(gradient, after.gradients[parameter]) >= 20, parameter
 
 
-def test_one_activation_is_quantised_once(monkeypatch):
+def test_one_activation_is_quantized_once(monkeypatch):
     """q, k, v share one; o; gate, up share one; down. In the backward seven gradients, of which q, k, v and gate, up are two."""
     ids, made = tokens(), Counter()
     insert = writer.Writer._insert
@@ -198,7 +198,7 @@ def test_one_activation_is_quantised_once(monkeypatch):
 
     monkeypatch.setattr(writer.Writer, "_insert", counted)
     found = partitioned(tiny_llama(num_hidden_layers=1).bfloat16(), {"input_ids": ids, "labels": ids}, "speed", float8=RECIPE)
-    rows = (writer.quantise_rows, writer.quantise_rows_inline, *writer._ROWS_TOGETHER.values())
+    rows = (writer.quantize_rows, writer.quantize_rows_inline, *writer._ROWS_TOGETHER.values())
     assert [sum(made[f, backward] for f in rows) for backward in (False, True)] == [4, 4]
     assert len(in_float8(found, FORWARD)) == 7
 

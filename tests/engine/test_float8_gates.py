@@ -1,4 +1,4 @@
-"""SwiGLU and GEGLU beside float8 linears: one kernel computes and quantises, the backward's hands out y as well."""
+"""SwiGLU and GEGLU beside float8 linears: one kernel computes and quantizes, the backward's hands out y as well."""
 
 import functools
 
@@ -29,10 +29,10 @@ FAMILIES = [("Llama", "swiglu", 2), *(pytest.param(*f, marks=pytest.mark.slow) f
 
 
 def both(monkeypatch, model, batch, recipe, memory="speed", **options):
-    """A step whose gates quantise, and one where a kernel behind them does."""
+    """A step whose gates quantize, and one where a kernel behind them does."""
     found = partitioned(model, batch, memory, float8=recipe, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(rewrite, "quantise_in_gates", lambda *given: None)
+        patched.setattr(rewrite, "quantize_in_gates", lambda *given: None)
         behind = partitioned(model, batch, memory, float8=recipe, **options)
     assert found.gradients.keys() == behind.gradients.keys()
     assert [n for n, gradient in found.gradients.items() if not torch.equal(gradient, behind.gradients[n])] == []
@@ -51,13 +51,13 @@ def of_a_llama():
 def test_families(monkeypatch, family, op, gates, recipe, memory):
     """The same bits; y is handed out by the backward, neither saved nor computed by a kernel of its own."""
     found, behind = both(monkeypatch, zoo.build(family).bfloat16(), zoo.batch(), recipe, memory)
-    assert found.backward["quantise_glu_bwd"] == gates
+    assert found.backward["quantize_glu_bwd"] == gates
     assert found.backward[op] == found.backward[f"{op}_bwd"] == 0
     assert behind.backward[f"{op}_bwd"] == gates
-    rows = [behind.backward[name] - found.backward[name] for name in ("quantise_rows", "quantise_rows_together")]
+    rows = [behind.backward[name] - found.backward[name] for name in ("quantize_rows", "quantize_rows_together")]
     assert rows == ([0, gates] if recipe == "rowwise_gw_hp" else [2 * gates, 0])
-    quantised = family != "T5"  # where a dropout of nothing stands in between
-    assert found.bytes < behind.bytes if quantised and memory == "speed" else found.bytes <= behind.bytes
+    quantized = family != "T5"  # where a dropout of nothing stands in between
+    assert found.bytes < behind.bytes if quantized and memory == "speed" else found.bytes <= behind.bytes
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_checkpointed_layers(monkeypatch, recipe):
     model, batch = of_a_llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     found, _ = both(monkeypatch, model, batch, recipe)
-    assert found.backward["quantise_glu_bwd"] == 2
+    assert found.backward["quantize_glu_bwd"] == 2
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_who_else_reads_them(monkeypatch, recipe):
     model, batch = of_a_llama()
     with_lora(model)
     found, _ = both(monkeypatch, model.bfloat16(), batch, recipe, float8_keep=["*.a", "*.b"])
-    assert found.backward["quantise_glu_bwd"] == 2
+    assert found.backward["quantize_glu_bwd"] == 2
     assert found.backward["swiglu"] == 0
 
 
@@ -119,14 +119,14 @@ def test_nothing_more_is_saved(monkeypatch, name, memory):
     assert found.backward["swiglu"] <= behind.backward["swiglu"]
 
 
-def test_a_backward_that_is_not_quantised(monkeypatch):
+def test_a_backward_that_is_not_quantized(monkeypatch):
     """up needs no gradient: the forward stays as it is, too, or y would be computed once more."""
     torch.manual_seed(0)
     model = Gated(lambda m, x, y: m.down(y))
     model.gates = one_up_is_frozen(model)
     x = torch.randn(32, 64).bfloat16().requires_grad_()
     found, behind = both(monkeypatch, model.bfloat16(), {"x": x}, "rowwise")
-    assert (found.backward["swiglu"], found.backward["quantise_glu_bwd"]) == (behind.backward["swiglu"], 0)
+    assert (found.backward["swiglu"], found.backward["quantize_glu_bwd"]) == (behind.backward["swiglu"], 0)
 
 
 @pytest.mark.parametrize("policy", [None, torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE])
@@ -162,13 +162,13 @@ class Returned(nn.Module):
 def test_y_is_returned_too(monkeypatch):
     torch.manual_seed(0)
     found, _ = both(monkeypatch, Returned().bfloat16(), {"x": torch.randn(2, 16, 64).bfloat16().requires_grad_()}, "rowwise")
-    assert found.backward["quantise_glu_bwd"] == 1
+    assert found.backward["quantize_glu_bwd"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "kind", "there"),
-    [("*.up_proj", OF_INPUT, {"swiglu_bwd": 2, "quantise_glu_bwd": 0}), ("*.down_proj", FORWARD, {"quantise_glu_bwd": 2})],
+    [("*.up_proj", OF_INPUT, {"swiglu_bwd": 2, "quantize_glu_bwd": 0}), ("*.down_proj", FORWARD, {"quantize_glu_bwd": 2})],
 )
 def test_one_of_them_stays_in_bfloat16(monkeypatch, keep, kind, there):
     """A backward writes both of its results in float8 or neither; its forward is another matter."""
@@ -195,25 +195,25 @@ def test_as_on_a_gpu():
     found = launches("speed", "swiglu")
     for recipe, stored in (("rowwise_gw_hp", ": dgate, dup, y"), ("rowwise", ": y")):
         of = found[recipe]
-        assert [name for name in of["forward"] if "glu" in name] == ["quantise_glu_kernel"]
-        assert [name for name in of["backward"] if "glu" in name] == [f"quantise_glu_bwd_kernel{stored}"]
-        assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
-        assert of["backward"].count("quantise_rows_together_kernel") == 1, "of q, k and v"
-        assert of["backward"].count("quantise_columns_together_kernel") == (2 if recipe == "rowwise_gw_hp" else 1)
+        assert [name for name in of["forward"] if "glu" in name] == ["quantize_glu_kernel"]
+        assert [name for name in of["backward"] if "glu" in name] == [f"quantize_glu_bwd_kernel{stored}"]
+        assert of["forward"].count("quantize_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
+        assert of["backward"].count("quantize_rows_together_kernel") == 1, "of q, k and v"
+        assert of["backward"].count("quantize_columns_together_kernel") == (2 if recipe == "rowwise_gw_hp" else 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory", "stored"), [("speed", ": q, y"), ("min", ": q")])
 def test_norms_as_on_a_gpu(memory, stored):
-    """Their kernels quantise y and dx; y is stored only where it is saved, and handed out by the backward otherwise."""
+    """Their kernels quantize y and dx; y is stored only where it is saved, and handed out by the backward otherwise."""
     for recipe, of in launches(memory, "swiglu", "rms_norm", "add_rms_norm").items():
         norms = {way: [name for name in of[way] if name.startswith("row_norm")] for way in ("forward", "backward")}
         assert norms["forward"] == [f"row_norm_fwd_kernel{stored}"] * 3
         handed_out = ", y" if memory == "min" else ""
         last = "row_norm_bwd_kernel" + (": y" if handed_out else "")
         assert norms["backward"] == [f"row_norm_bwd_kernel: q{handed_out}"] * 2 + [last], (recipe, norms["backward"])
-        assert of["forward"].count("quantise_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
-        assert of["backward"].count("quantise_rows_kernel") == 0
+        assert of["forward"].count("quantize_rows_kernel") == 9, "the weights, lm_head's too, and what attention gives"
+        assert of["backward"].count("quantize_rows_kernel") == 0
 
 
 @pytest.mark.slow
@@ -225,8 +225,8 @@ def test_norms_as_on_a_gpu_without_a_gradient():
 
 def test_what_only_the_backward_multiplies_is_not_saved_twice():
     forward, backward = traced_launches("later")
-    assert forward == ["row_norm_fwd_kernel: y", "quantise_rows_kernel"], "the weight's rows"
-    assert backward == ["quantise_rows_kernel", "row_norm_bwd_kernel"]
+    assert forward == ["row_norm_fwd_kernel: y", "quantize_rows_kernel"], "the weight's rows"
+    assert backward == ["quantize_rows_kernel", "row_norm_bwd_kernel"]
 
 
 def test_a_slice_at_a_symbolic_place_is_no_norm_of_ours():

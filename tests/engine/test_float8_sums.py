@@ -44,10 +44,10 @@ def run(monkeypatch, model, batch, recipe, **options):
         apart = partitioned(model, batch, "speed", float8=recipe, **options)
     found = partitioned(model, batch, "speed", float8=recipe, **options)
     assert not found.linears.trouble
-    assert apart.backward["quantise_columns_together"] == 0
+    assert apart.backward["quantize_columns_together"] == 0
     assert found.linears.products == apart.linears.products, "the report lists every linear"
     assert found.bytes <= apart.bytes
-    return found, apart, found.backward["quantise_columns_together"]
+    return found, apart, found.backward["quantize_columns_together"]
 
 
 def alike(found, apart, least=24):
@@ -72,8 +72,8 @@ def given(rows=(4, 8)):
 def test_as_many_as_there_are(monkeypatch, widths, sums, products, recipe):
     model = Linears(cube, widths).bfloat16()
     found, apart, made = run(monkeypatch, model, given(), recipe)
-    assert made == found.backward["quantise_rows_together"] == sums
-    assert apart.backward["quantise_columns"] - found.backward["quantise_columns"] == products
+    assert made == found.backward["quantize_rows_together"] == sums
+    assert apart.backward["quantize_columns"] - found.backward["quantize_columns"] == products
     alike(found, apart)
 
 
@@ -176,7 +176,7 @@ def test_one_weight_twice(monkeypatch):
             return h.float().square().mean()
 
     found, apart, made = run(monkeypatch, Shared(cube, (64, 64)).bfloat16(), given(), "rowwise_gw_hp")
-    assert found.backward["quantise_glu_bwd"] == 2
+    assert found.backward["quantize_glu_bwd"] == 2
     assert made == 1, "the weights are the same"
     alike(found, apart, 20)
 
@@ -206,7 +206,7 @@ def test_narrow_keys_and_values(monkeypatch):
             ids = torch.zeros(8, 2048, dtype=torch.long)
             found = partitioned(model, {"input_ids": ids, "labels": ids}, step=False, float8="rowwise_gw_hp", select="auto")
         kept = {place for place, kind, reason, _ in found.linears.products if kind == OF_INPUT and "float8 would cost" in reason}
-        return found.backward["quantise_columns_together"], {place.split(".")[-1] for place in kept}
+        return found.backward["quantize_columns_together"], {place.split(".")[-1] for place in kept}
 
     with monkeypatch.context() as patched:
         patched.setattr(rewrite, "pays_together", lambda group, slow: False)
@@ -317,7 +317,7 @@ def parallel_block(self, h):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("block", [router_first, parallel_block], ids=lambda block: block.__name__)
 def test_both_halves_of_a_gate_are_by_themselves(monkeypatch, block, recipe):
-    """Beside others of one input: the gate's backward quantises and hands y out as without them."""
+    """Beside others of one input: the gate's backward quantizes and hands y out as without them."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -331,7 +331,7 @@ def test_both_halves_of_a_gate_are_by_themselves(monkeypatch, block, recipe):
 
     torch.manual_seed(0)
     found, apart, made = run(monkeypatch, Block().bfloat16(), given(), recipe)
-    assert found.backward["quantise_glu_bwd"] == apart.backward["quantise_glu_bwd"] == 1
+    assert found.backward["quantize_glu_bwd"] == apart.backward["quantize_glu_bwd"] == 1
     assert made >= (block is parallel_block) + (recipe == "rowwise_gw_hp")
     alike(found, apart, 18)
 
@@ -388,7 +388,7 @@ def test_the_largest_of_a_weight_is_known_in_the_backward(how):
     insert = writer.Writer._insert
 
     def counted(self, product, function, operands, after):
-        asked.extend(len(operands) for _ in range(function is writer.quantise_columns))
+        asked.extend(len(operands) for _ in range(function is writer.quantize_columns))
         return insert(self, product, function, operands, after)
 
     with pytest.MonkeyPatch.context() as patched, torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):

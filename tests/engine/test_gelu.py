@@ -1,4 +1,4 @@
-"""GELU written out by hand: recognised by what it computes, and nothing near it."""
+"""GELU written out by hand: recognized by what it computes, and nothing near it."""
 
 import math
 import subprocess

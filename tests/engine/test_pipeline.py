@@ -249,21 +249,21 @@ def pair(x, y, z):
 THREE = {"x": (4, 8), "y": (4, 8), "z": (4, 8)}
 
 
-def test_neighbours_become_one(rewrite):
+def test_neighbors_become_one(rewrite):
     fusion, joined = joining()
     _, sites = rewrite(pair, fusion, **THREE)
     assert joined == [["tanh", "tanh_1"], ["tanh_2"]]
     assert [s.shapes for s in sites] == [{"x": "float32[4, 8]", "second": "float32[4, 8]"}, {"x": "float32[4, 8]"}]
 
 
-def test_neighbours_whose_union_is_not_legal_stay_two(rewrite):
+def test_neighbors_whose_union_is_not_legal_stay_two(rewrite):
     fusion, joined = joining(legal=False)
     _, sites = rewrite(pair, fusion, **THREE)
     assert joined == [["tanh"], ["tanh_1"], ["tanh_2"]]
     assert [s.status for s in sites] == ["fused"] * 3
 
 
-def test_only_legal_neighbours_are_joined(rewrite):
+def test_only_legal_neighbors_are_joined(rewrite):
     fusion, joined = joining()
 
     def function(x, y, z):

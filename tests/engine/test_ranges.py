@@ -69,7 +69,7 @@ UNKNOWN = {
     "a root of the least integer": (lambda m: (m.abs() + 1).float() ** 0.5, tensor(8, dtype=I64)),
     "integers beyond float16 times a small number": (lambda: torch.arange(100000) * torch.full((1,), 0.01, dtype=F16),),
     "a quotient of the same": (lambda: torch.arange(100000) / torch.full((1,), 10.0, dtype=F16),),
-    "uninitialised memory": (lambda: torch.empty(8),),
+    "uninitialized memory": (lambda: torch.empty(8),),
     "bits of another dtype": (lambda m: m.view(torch.float32), tensor(8, dtype=torch.int32)),
 }
 

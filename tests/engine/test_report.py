@@ -257,7 +257,7 @@ def odd():
         ("norms.clamped", ["near: ", "eps is a lower bound of the mean of squares", "write F.rms_norm("]),
         ("norms.other_dim", ["near: ", "mean is over dim -2, here it has to be over dim -1"]),
         ("norms.outside", ["near: ", "eps is added outside of the root", "write F.rms_norm"]),
-        ("norms.by_sum", ["not recognised in norms.by_sum: sqrt (test_report.py:", "nearest to rms_norm"]),
+        ("norms.by_sum", ["not recognized in norms.by_sum: sqrt (test_report.py:", "nearest to rms_norm"]),
         ("norms.l2", ["near: ", "so it is sqrt(n) times as large"]),
         ("norms.plain", ["fused: add_rms_norm in norms.plain"]),
         ("tanh", ["nothing there that a fusion is about"]),
@@ -358,7 +358,7 @@ def test_one_near_miss_a_place(odd):
 
 
 def test_what_no_site_names_is_said(odd):
-    assert re.search(r"not recognised: 1 x sqrt \(test_report.py:\d+\), nearest to rms_norm in norms.by_sum", str(odd))
+    assert re.search(r"not recognized: 1 x sqrt \(test_report.py:\d+\), nearest to rms_norm in norms.by_sum", str(odd))
 
 
 def by_lines(x, w):
@@ -407,7 +407,7 @@ class Mixed(torch.nn.Module):
 def test_a_module_with_a_site_hides_nothing():
     _, report = rewritten(Mixed(), torch.randn(4, 8))
     report.assert_fused(rms_norm=1)
-    said = Counter(re.findall(r"not recognised: 1 x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report)))
+    said = Counter(re.findall(r"not recognized: 1 x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report)))
     assert said == {
         ("a gated activation", "swiglu"): 2, ("a rotation", "rope"): 1, ("softmax", "attention"): 1,
         ("log of a sum of exponentials", "cross_entropy"): 1,
@@ -475,14 +475,14 @@ SILENT_ONCE = {
 def test_torchs_own_attention_is_named():
     model = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     _, report = rewritten(lambda x, _: model(x, x, x)[0], torch.randn(2, 4, 16), torch.randn(1))
-    assert re.search(r"not recognised: 1 x multi_head_attention_forward .*, nearest to attention", str(report)), str(report)
+    assert re.search(r"not recognized: 1 x multi_head_attention_forward .*, nearest to attention", str(report)), str(report)
 
 
 @pytest.mark.parametrize("function", SILENT_ONCE, ids=lambda function: function.__name__)
 def test_indices_and_other_ops_hide_nothing(function):
     other = torch.randn(16, 32) if "weight" in function.__code__.co_varnames else torch.randn(4, 8)
     _, report = rewritten(function, torch.randn(4, 16), other)
-    found = re.findall(r"not recognised: \d x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report))
+    found = re.findall(r"not recognized: \d x (.*) \(test_report.py:\d+\), nearest to (\w+)", str(report))
     assert set(found) == {SILENT_ONCE[function]}, str(report)
 
 
@@ -500,18 +500,18 @@ def test_report_other_sums_of_products_are_no_rotation(function):
 
 
 def test_losses_and_divisions_are_named():
-    """A softmax of which classes are picked is a loss; a division by the largest of a row (to quantise it), by a sum of itself
+    """A softmax of which classes are picked is a loss; a division by the largest of a row (to quantize it), by a sum of itself
     (a router) or by one number for all is no norm."""
     def picked(z, y):
         return z.softmax(-1)[torch.arange(4), y].log().mean()
 
     _, report = rewritten(picked, torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
-    assert ("softmax", "attention") not in re.findall(r"not recognised: 1 x (\w+) .*, nearest to (\w+)", str(report))
+    assert ("softmax", "attention") not in re.findall(r"not recognized: 1 x (\w+) .*, nearest to (\w+)", str(report))
     _, report = rewritten(lambda x: x / (x.abs().mean(-1, keepdim=True) + 1e-6), torch.randn(4, 8))
     assert "a division by a mean of magnitudes" in str(report)
     for divisor in (lambda x: x.sum(-1, keepdim=True), lambda x: x.abs().amax(-1, keepdim=True), lambda x: x.abs().mean()):
         _, report = rewritten(lambda x, divisor=divisor: x / (divisor(x) + 1e-6), torch.randn(4, 8))
-        assert "not recognised" not in str(report)
+        assert "not recognized" not in str(report)
 
 
 OPTIMIZERS = {
@@ -529,7 +529,7 @@ OPTIMIZERS = {
 def test_report_of_an_optimizer_names_no_norm(name):
     report = fx_fusion.explain(OPTIMIZERS[name], *(torch.rand(8, 16) for _ in range(4)))
     assert report.sites == []
-    assert "not recognised" not in str(report)
+    assert "not recognized" not in str(report)
 
 
 L2 = {
@@ -575,7 +575,7 @@ def test_bodies_have_names_of_their_own():
         return torch.utils.checkpoint.checkpoint(lambda h: h.view(4, 16) / w, h, use_reentrant=False)
 
     _, report = rewritten(function, torch.randn(4, 16, requires_grad=True), torch.randn(4, 16))
-    assert "not recognised" not in str(report)
+    assert "not recognized" not in str(report)
 
 
 def test_an_empty_recording_asserts_nothing():
@@ -729,10 +729,10 @@ def test_a_router_is_no_attention():
         return F.softmax(values, dim=1), experts
 
     x, w = torch.randn(6, 8), torch.randn(4, 8)
-    assert "not recognised" not in str(fx_fusion.explain(route, x, w))
-    assert "not recognised" not in str(fx_fusion.explain(of_the_largest, x, w))
+    assert "not recognized" not in str(fx_fusion.explain(route, x, w))
+    assert "not recognized" not in str(fx_fusion.explain(of_the_largest, x, w))
     mixed = str(fx_fusion.explain(lambda x, w: F.softmax(F.linear(x, w), -1).cumsum(-1) @ w, x, w))
-    assert re.search(r"not recognised: 1 x softmax .*, nearest to attention", mixed)
+    assert re.search(r"not recognized: 1 x softmax .*, nearest to attention", mixed)
 
 
 def test_an_activation_of_what_it_is_multiplied_by_is_no_gate():
@@ -740,7 +740,7 @@ def test_an_activation_of_what_it_is_multiplied_by_is_no_gate():
         h = F.linear(x, w)
         return F.linear(h * torch.sigmoid(1.702 * h), w.t())
 
-    assert "not recognised" not in str(fx_fusion.explain(quick_gelu, torch.randn(4, 8), torch.randn(16, 8)))
+    assert "not recognized" not in str(fx_fusion.explain(quick_gelu, torch.randn(4, 8), torch.randn(16, 8)))
 
 
 def test_a_root_that_a_near_miss_is_about_is_named_once():
@@ -750,7 +750,7 @@ def test_a_root_that_a_near_miss_is_about_is_named_once():
 
     said = str(fx_fusion.explain(by_its_length, torch.randn(4, 8), torch.randn(16, 8)))
     assert re.search(r"near +rms_norm", said)
-    assert "not recognised" not in said
+    assert "not recognized" not in said
 
 
 def test_a_division_by_one_number_is_no_norm():

@@ -126,7 +126,7 @@ def test_three_products(loss_of, monkeypatch):
     assert not times
     report.assert_fused(linear_rows=1)
     assert "losses of rows that it returns are computed outside of it" in str(report)
-    assert "not recognised" not in str(report)
+    assert "not recognized" not in str(report)
     assert report.graphs[0].reads.calls_taken == 2
 
 

@@ -83,7 +83,7 @@ def test_a_number_that_changes_is_left_to_inductor():
 
 
 def test_a_view_in_a_pattern_is_that_view(monkeypatch):
-    """Groups of two neighbours are not groups of four: a view matches one that makes the same shape of the same input."""
+    """Groups of two neighbors are not groups of four: a view matches one that makes the same shape of the same input."""
     from fx_fusion.fusion import registry
     from fx_fusion.fusion.declaration import Fusion, case
 

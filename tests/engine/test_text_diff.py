@@ -116,7 +116,7 @@ def test_the_ranges_are_those_of_the_graphs(five):
 
 
 def test_no_node_is_only_renamed(five):
-    """A row that goes and a row that comes with the same call would be a neighbour with another name."""
+    """A row that goes and a row that comes with the same call would be a neighbor with another name."""
     calls = {sign: {x.split(" = ", 1)[1] for x in diff_of(five) if x[0] == sign and " = " in x} for sign in "-+"}
     assert not calls["-"] & calls["+"]
 

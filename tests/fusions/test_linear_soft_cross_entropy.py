@@ -27,7 +27,7 @@ def by_hand(z, t):
 
 
 def as_trl(z, t):
-    """Generalised distillation at its forward end: log-targets, a sum over those that count."""
+    """Generalized distillation at its forward end: log-targets, a sum over those that count."""
     student, log_q = F.log_softmax(z / T, dim=-1), F.log_softmax(t / T, dim=-1)
     each = F.kl_div(student, log_q, reduction="none", log_target=True)
     counts = mask != 0

@@ -138,7 +138,7 @@ def test_a_lookalike_is_left_alone_or_its_weight_is(name):
     if fragment != "":
         assert report.count("rms_norm") == 0, str(report)
         assert (fragment or "") in reasons(report, "rms_norm")
-    else:  # what is normalised is an RMSNorm without weight; the factor is not its weight
+    else:  # what is normalized is an RMSNorm without weight; the factor is not its weight
         assert all("weight" not in s.shapes for s in report.sites if s.status == "fused")
 
 

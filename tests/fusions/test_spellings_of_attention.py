@@ -29,7 +29,7 @@ def exponentials(a, largest=lambda a: a.amax(-1, True)):
     return torch.exp(a - largest(a))
 
 
-def normalised(e):
+def normalized(e):
     return e / e.sum(-1, keepdim=True)
 
 
@@ -70,10 +70,10 @@ FIRES = {
     "scale_is_full": lambda q, k, v: torch.softmax(q @ k.mT / torch.full([], 2.0), -1) @ v,
     "maximum_detached": lambda q, k, v: (lambda a: torch.softmax(a - a.max(-1, keepdim=True)[0].detach(), -1))(q @ k.mT) @ v,
     "maximum_of_detached": lambda q, k, v: (lambda a: torch.softmax(a - a.detach().amax(-1, True), -1))(q @ k.mT) @ v,
-    "softmax_written_out": lambda q, k, v: normalised(exponentials(q @ k.mT / 2)) @ v,
-    "softmax_written_out_with_max": lambda q, k, v: normalised(exponentials(q @ k.mT, lambda a: a.max(-1, keepdim=True)[0])) @ v,
-    "softmax_written_out_detached": lambda q, k, v: normalised(exponentials(q @ k.mT, lambda a: a.amax(-1, True).detach())) @ v,
-    "softmax_written_out_with_a_mask": lambda q, k, v: normalised(
+    "softmax_written_out": lambda q, k, v: normalized(exponentials(q @ k.mT / 2)) @ v,
+    "softmax_written_out_with_max": lambda q, k, v: normalized(exponentials(q @ k.mT, lambda a: a.max(-1, keepdim=True)[0])) @ v,
+    "softmax_written_out_detached": lambda q, k, v: normalized(exponentials(q @ k.mT, lambda a: a.amax(-1, True).detach())) @ v,
+    "softmax_written_out_with_a_mask": lambda q, k, v: normalized(
         exponentials((q @ k.mT).masked_fill(lower() < 0, -torch.inf))
     ) @ v,
     "einsum_of_a_list": lambda q, k, v: torch.einsum(
@@ -274,7 +274,7 @@ def exponentials_that_are_read(q, k, v):
     return e / e.sum(-1, keepdim=True) @ v + e.sum()
 
 
-def normalised_by_heads(q, k, v):
+def normalized_by_heads(q, k, v):
     """The sums have no dim for the keys, and there are as many queries as keys."""
     k = q
     e = exponentials(q @ k.mT)
@@ -291,12 +291,12 @@ def lse_of_shifted(q, k, v):
 def lse_of_shifted_written_out(q, k, v):
     s = q @ k.mT / 2
     s = s - s.amax(-1, True).detach()
-    return normalised(s.exp()) @ v * torch.sigmoid(torch.logsumexp(s, -1, True))
+    return normalized(s.exp()) @ v * torch.sigmoid(torch.logsumexp(s, -1, True))
 
 
 def rounded_in_between(q, k, v):
     s = q @ k.mT / 2
-    return normalised((s - s.amax(-1, True)).bfloat16().float().exp()) @ v
+    return normalized((s - s.amax(-1, True)).bfloat16().float().exp()) @ v
 
 
 def by_keyword(q, k, v):
@@ -305,7 +305,7 @@ def by_keyword(q, k, v):
 
 @pytest.mark.parametrize("function", [
     written_scale, written_fill, one_key_for_all_values, by_keyword, sum_of_others, sum_over_queries, sum_of_all_heads,
-    written_exponentials, exponentials_that_are_read, normalised_by_heads, lse_of_shifted, lse_of_shifted_written_out,
+    written_exponentials, exponentials_that_are_read, normalized_by_heads, lse_of_shifted, lse_of_shifted_written_out,
     rounded_in_between,
 ])  # fmt: skip
 def test_what_is_not_what_it_seems(function):

@@ -99,11 +99,11 @@ def namespace() -> dict[str, Any]:
     """The names that every program may use."""
     return {
         "torch": torch, "F": F, "nn": torch.nn, "math": math, "checkpoint": checkpoint, "autocast": torch.autocast,
-        "randomised": randomised,
+        "randomized": randomized,
     }  # fmt: skip
 
 
-def randomised(module: torch.nn.Module, g: torch.Generator) -> torch.nn.Module:
+def randomized(module: torch.nn.Module, g: torch.Generator) -> torch.nn.Module:
     """The module with parameters that are neither ones nor zeros, the same in each call."""
     with torch.no_grad():
         for parameter in module.parameters():
@@ -163,7 +163,7 @@ from torch.utils.checkpoint import checkpoint
 import fx_fusion
 from tests.structured_masks import structures_on_cpu
 from tests.fuzz.judge import ours, plain
-from tests.fuzz.program import randomised
+from tests.fuzz.program import randomized
 
 torch._dynamo.config.capture_scalar_outputs = True
 
@@ -196,8 +196,8 @@ print(report)
 
 def _input_text(item: Input, program: Program) -> str:
     text = item.text
-    if re.search(r"torch\.rand|randn|randomised|polar", text) and "randint" not in text and "polar" not in text:
+    if re.search(r"torch\.rand|randn|randomized|polar", text) and "randint" not in text and "polar" not in text:
         text = f"({text}).to(torch.{item.dtype or program.dtype})"
-    if item.grad and "randomised" not in text:
+    if item.grad and "randomized" not in text:
         text = f"({text}).requires_grad_()" + (" * 1" if item.grad == "made" else "")
     return text

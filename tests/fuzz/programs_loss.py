@@ -163,7 +163,7 @@ def modules(m: Maker) -> None:
     """Modules of torch.nn, one of them maybe used twice, a tied head."""
 
     def module(text: str) -> str:
-        return m.given("module", f"randomised({text}, g)")
+        return m.given("module", f"randomized({text}, g)")
 
     if m.chance(0.3):
         x = m.activation("x", "B, 8, 5, 6")

@@ -1,4 +1,4 @@
-"""Float8 on a GPU that has it: norms that quantise, and products that are one for several linears."""
+"""Float8 on a GPU that has it: norms that quantize, and products that are one for several linears."""
 
 import copy
 
@@ -34,7 +34,7 @@ def in_float8(model, ids, recipe, memory):
 @pytest.mark.parametrize("memory", ["speed", "min"])
 @pytest.mark.parametrize("recipe", ["rowwise_gw_hp", "rowwise"])
 def test_a_llama(monkeypatch, recipe, memory, checkpointed):
-    """Gradients are as close to float64's as where kernels behind the norms quantise, and each linear has its own products."""
+    """Gradients are as close to float64's as where kernels behind the norms quantize, and each linear has its own products."""
     torch.manual_seed(0)
     model = tiny_llama(
         torch.bfloat16, vocab_size=4096, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
@@ -46,16 +46,16 @@ def test_a_llama(monkeypatch, recipe, memory, checkpointed):
     counts = []
 
     def counted(graph):
-        counts.append(norms.quantise_in_norms(graph))
+        counts.append(norms.quantize_in_norms(graph))
         return counts[-1]
 
     exact = gradients(in_float64 := copy.deepcopy(model).double(), in_float64, ids)
     with monkeypatch.context() as patched:
-        patched.setattr(inductor_of_ours, "quantise_in_norms", counted)
+        patched.setattr(inductor_of_ours, "quantize_in_norms", counted)
         found = in_float8(model, ids, recipe, memory)
     assert counts[0] >= 7, "of each layer y twice and dx, but the first, and the last norm's dx"
     with monkeypatch.context() as patched:
-        patched.setattr(inductor_of_ours, "quantise_in_norms", lambda graph: 0)
+        patched.setattr(inductor_of_ours, "quantize_in_norms", lambda graph: 0)
         behind = in_float8(model, ids, recipe, memory)
         patched.setattr(rewrite, "sums", lambda *given: ())
         apart = in_float8(model, ids, recipe, memory)

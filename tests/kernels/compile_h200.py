@@ -142,7 +142,7 @@ def tables_of_few_and_many_ids():
 
 
 def launches_that_passes_change():
-    """A table's gradient added to another one, and norms that quantise."""
+    """A table's gradient added to another one, and norms that quantize."""
     with kernels_on_cpu(True), changed(embedding, embedding._embedding_segments_kernel, ADD=True):
         tables_of_few_and_many_ids()
     x, w = torch.randn(8, 4096).bfloat16(), torch.randn(4096)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from fx_fusion.checking import calls_of, keeps_its_promises
 from fx_fusion.fusion.registry import all_fusions
-from fx_fusion.kernels.float8.glu import quantise_glu, quantise_glu_bwd
-from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
-from fx_fusion.kernels.float8.together import quantise_columns_together, quantise_rows_together
+from fx_fusion.kernels.float8.glu import quantize_glu, quantize_glu_bwd
+from fx_fusion.kernels.float8.quantize import quantize_columns, quantize_rows
+from fx_fusion.kernels.float8.together import quantize_columns_together, quantize_rows_together
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.kernels.lib.block_lists import block_lists
 from fx_fusion.kernels.linear_cross_entropy import linear_cross_entropy
@@ -56,12 +56,12 @@ def _experts(gate=False):
 REST = {  # ops that are no fusion's
     "channels_last": lambda: (channels_last, (torch.randn(2, 3, 4, 5),)),
     "any_layout": lambda: (any_layout, (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),)),
-    "quantise_columns": lambda: (quantise_columns, (torch.randn(48, 33, dtype=torch.bfloat16),)),
-    "quantise_rows": lambda: (quantise_rows, (torch.randn(48, 33, dtype=torch.bfloat16),)),
-    "quantise_glu": lambda: (quantise_glu, (*_rows(2), "silu", True, True)),
-    "quantise_glu_bwd": lambda: (quantise_glu_bwd, (*_rows(3), "gelu_tanh", False, [True, False, True])),
-    "quantise_rows_together": lambda: (quantise_rows_together, (*_rows(2), None, True)),
-    "quantise_columns_together": lambda: (quantise_columns_together, (*_rows(2), None, *_numbers(2), None)),
+    "quantize_columns": lambda: (quantize_columns, (torch.randn(48, 33, dtype=torch.bfloat16),)),
+    "quantize_rows": lambda: (quantize_rows, (torch.randn(48, 33, dtype=torch.bfloat16),)),
+    "quantize_glu": lambda: (quantize_glu, (*_rows(2), "silu", True, True)),
+    "quantize_glu_bwd": lambda: (quantize_glu_bwd, (*_rows(3), "gelu_tanh", False, [True, False, True])),
+    "quantize_rows_together": lambda: (quantize_rows_together, (*_rows(2), None, True)),
+    "quantize_columns_together": lambda: (quantize_columns_together, (*_rows(2), None, *_numbers(2), None)),
     "turn_rows": lambda: (turn_rows, (torch.randn(48, 33, dtype=torch.bfloat16), torch.rand(48, 1) + 0.1)),
     "rms_norm_rope": lambda: (rms_norm_rope.overload, (*_heads(), 1e-6, 0.0, False, False, "rotate_half", "input", False)),
     "rms_norm_rope_bwd": lambda: (

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fx_fusion.checking import calls_of
 from fx_fusion.fusion.registry import all_fusions
-from fx_fusion.kernels.float8.quantise import quantise_columns, quantise_rows
+from fx_fusion.kernels.float8.quantize import quantize_columns, quantize_rows
 from fx_fusion.kernels.float8.turn import turn_rows
 from fx_fusion.ops import library
 from fx_fusion.ops.on_cpu import kernels_on_cpu
@@ -63,9 +63,9 @@ def test_ops(fusion, ran, device, deterministic_algorithms):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("quantise", [quantise_rows, quantise_columns])
-def test_quantisers(quantise, device, deterministic_algorithms):
-    check_same_bits(quantise, (torch.randn(300, 33, dtype=torch.bfloat16, device=device),), deterministic_algorithms)
+@pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns])
+def test_quantizers(quantize, device, deterministic_algorithms):
+    check_same_bits(quantize, (torch.randn(300, 33, dtype=torch.bfloat16, device=device),), deterministic_algorithms)
 
 
 @pytest.mark.kernel
@@ -82,4 +82,4 @@ def test_no_kernel_adds_atomically():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "atomic" in node.func.attr
     }
-    assert found == {("float8/quantise.py", "atomic_max")}
+    assert found == {("float8/quantize.py", "atomic_max")}

@@ -6,7 +6,7 @@ import torch
 
 from fx_fusion.kernels.add_layer_norm import add_layer_norm
 from fx_fusion.kernels.add_rms_norm import add_rms_norm
-from fx_fusion.kernels.float8.quantise import E4M3, quantise_rows
+from fx_fusion.kernels.float8.quantize import E4M3, quantize_rows
 from fx_fusion.kernels.norms import row_norm
 from tests.helpers import pairwise
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kernel
 KINDS = ["rms_norm", "layer_norm"]
 
 
-class Quantising:
+class Quantizing:
     """``launch``, but the kernels of norms get memory for q and the scales of their result, and are asked to write them."""
 
     def __init__(self, of, power_of_two, without_y=False):
@@ -51,20 +51,20 @@ def test_forward_and_backward(monkeypatch, device, kind, shape, dtype, power_of_
     op, given, dys = operands(kind, shape, dtype, device)
     wanted = op(*given)
     gradients = torch.autograd.grad(wanted, given[:3], dys)
-    quantising = Quantising(given[0], power_of_two)
-    monkeypatch.setattr(row_norm, "launch", quantising)
+    quantizing = Quantizing(given[0], power_of_two)
+    monkeypatch.setattr(row_norm, "launch", quantizing)
     found = op(*given)
-    check(quantising, found[0], power_of_two)
+    check(quantizing, found[0], power_of_two)
     found += torch.autograd.grad(found, given[:3], dys)
-    check(quantising, found[2], power_of_two)
+    check(quantizing, found[2], power_of_two)
     for one, other in zip(found, (*wanted, *gradients), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def check(quantising, result, power_of_two):
-    q, scale = quantise_rows(result.detach().reshape(-1, result.shape[-1]), power_of_two)
-    assert torch.equal(quantising.scale, scale)
-    assert torch.equal(quantising.q.float(), q.float())
+def check(quantizing, result, power_of_two):
+    q, scale = quantize_rows(result.detach().reshape(-1, result.shape[-1]), power_of_two)
+    assert torch.equal(quantizing.scale, scale)
+    assert torch.equal(quantizing.q.float(), q.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,10 +74,10 @@ def test_y_is_not_stored_for_nobody(monkeypatch, device, kind):
     before = given[0].clone()
     found = []
     for without_y in (False, True):
-        quantising = Quantising(given[0], False, without_y)
-        monkeypatch.setattr(row_norm, "launch", quantising)
+        quantizing = Quantizing(given[0], False, without_y)
+        monkeypatch.setattr(row_norm, "launch", quantizing)
         y, _ = op(*given)
-        found.append((quantising.q.float(), quantising.scale))
-        assert without_y or torch.equal(found[0][0], quantise_rows(y.detach(), False)[0].float())
+        found.append((quantizing.q.float(), quantizing.scale))
+        assert without_y or torch.equal(found[0][0], quantize_rows(y.detach(), False)[0].float())
     torch.testing.assert_close(found[0], found[1])
     assert torch.equal(given[0], before)

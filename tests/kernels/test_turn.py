@@ -4,9 +4,9 @@ e4m3 wrongly, where the mantissa carries: what it stores is compared closely on 
 import pytest
 import torch
 
-from fx_fusion.kernels.float8.quantise import E4M3, LARGEST, quantise_rows, quantise_rows_inline
+from fx_fusion.kernels.float8.quantize import E4M3, LARGEST, quantize_rows, quantize_rows_inline
 from fx_fusion.kernels.float8.turn import turn_rows
-from tests.kernels.test_quantise import DEVICE, apart_in, values
+from tests.kernels.test_quantize import DEVICE, apart_in, values
 
 pytestmark = pytest.mark.kernel
 SHAPES = [(1, 1), (16, 16), (3, 130), (130, 3), (1030, 70), (128, 128), (513, 130)]
@@ -25,7 +25,7 @@ def test_as_torch_computes_it(m, n, dtype):
     assert apart_in(q[:, :m], wanted) <= (0 if DEVICE == "cuda" else 0.04 * q.numel() + 1)
 
 
-@pytest.mark.parametrize("make", [quantise_rows, quantise_rows_inline], ids=["rows", "inline"])
+@pytest.mark.parametrize("make", [quantize_rows, quantize_rows_inline], ids=["rows", "inline"])
 def test_powers_of_two(make):
     """The scale is the next power of two; rows that are moved by one are exact, where nothing underflows."""
     x = values(300, 200, torch.bfloat16)
@@ -37,7 +37,7 @@ def test_powers_of_two(make):
     assert torch.equal(turned.float()[large], q.float().t()[large] / 4)
 
 
-@pytest.mark.parametrize("make", [quantise_rows, quantise_rows_inline], ids=["rows", "inline"])
+@pytest.mark.parametrize("make", [quantize_rows, quantize_rows_inline], ids=["rows", "inline"])
 def test_rows_whose_scale_is_special(make):
     """Exact powers of two stay; zeros have a scale that is no zero; an infinity does not become a number."""
     x = torch.zeros(4, 64, device=DEVICE, dtype=torch.bfloat16)

@@ -221,7 +221,7 @@ WRONG = {
     "report {there}/damaged.json": "the document is damaged (KeyError: 'environment'): write it anew",
     "report {there}/numbers.json": "the document is damaged (AttributeError: ",
     "explain llama --why ": "--why: must be a module or a line, as layers.0.norm or model.py:12; got ''",
-    "explain llama --colour red": "unrecognized arguments: --colour red",
+    "explain llama --color red": "unrecognized arguments: --color red",
     "explain": "required: target",
 }
 

@@ -74,7 +74,7 @@ def test_a_difference_anywhere_is_seen(name, error):
     assert worst[1] == name
 
 
-def test_what_eager_overflows_to_is_no_licence():
+def test_what_eager_overflows_to_is_no_license():
     """Where float16 overflows in eager and float64 does not, ours has to overflow too, and only there."""
 
     class Overflowing(Counting):

@@ -48,8 +48,8 @@ def test_family(family, dtype):
     )  # fmt: skip
     assert counted == (norms, gated, rope, masks, grouped), str(report)
     assert report.count("linear_cross_entropy") + report.count("cross_entropy") >= 1, str(report)
-    centred = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm) or type(m).__name__ == "CohereLayerNorm"]
-    assert report.count("layer_norm") + report.count("add_layer_norm") == len(centred), str(report)
+    centered = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm) or type(m).__name__ == "CohereLayerNorm"]
+    assert report.count("layer_norm") + report.count("add_layer_norm") == len(centered), str(report)
     assert report.count("embedding") >= 1
     assert all(site.reason for site in report.sites if site.status != "fused")
     assert all(site.location for site in report.sites)

@@ -42,7 +42,7 @@ def train(backend, name="AdamW", dtype=torch.float32, device="cpu", tensor_lr=Fa
 
 @pytest.mark.parametrize(("name", "given"), [*OPTIMIZERS[:2], *(pytest.param(*o, marks=pytest.mark.slow) for o in OPTIMIZERS[2:])])
 def test_a_foreach_optimizer_is_not_compiled_for_every_learning_rate(name, given):
-    """Inductor's is: AOTAutograd has Dynamo specialise on a float that a foreach op takes."""
+    """Inductor's is: AOTAutograd has Dynamo specialize on a float that a foreach op takes."""
     exact, _ = train(None, name, foreach=True, **given)
     ours, compiled = train("fx_fusion", name, foreach=True, **given)
     for a, b in zip(ours, exact, strict=True):

@@ -235,7 +235,7 @@ def rows_on_two_ranks(rank):
 
 
 @pytest.mark.slow
-def test_rows_that_lie_on_two_ranks_are_normalised_where_they_lie():
+def test_rows_that_lie_on_two_ranks_are_normalized_where_they_lie():
     for found in on_ranks(rows_on_two_ranks).values():
         for errors, alike, fused, fallbacks, said in found.values():
             assert not fallbacks

@@ -164,7 +164,7 @@ def watched(tmp_path, monkeypatch, **more):
 
 
 def test_the_metrics_of_an_evaluation_are_its_own(tmp_path, monkeypatch):
-    """A search for hyperparameters minimises the sum of all that is no loss, or the loss where there is nothing else."""
+    """A search for hyperparameters minimizes the sum of all that is no loss, or the loss where there is nothing else."""
     from transformers.trainer_utils import default_compute_objective
 
     trainer, report = watched(tmp_path, monkeypatch, eval_strategy="steps", eval_steps=1, logging_steps=1)

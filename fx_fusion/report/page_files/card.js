@@ -48,7 +48,7 @@ function drawSite(i) {
   const columns = [element("section", {}, ...about), element("section", {}, element("h2", {}, "the model"), ...sources(site))];
   if (reference) columns.push(element("section", {}, element("h2", {}, "stands for"),
     listing(reference.replace(/\n+$/, "").split("\n").map((text, n) => [n + 1, text]), (n) => (n === site.line ? "differs" : undefined))));
-  columns.push(element("section", {}, element("h2", {}, "around it"), neighbourhood(site)));
+  columns.push(element("section", {}, element("h2", {}, "around it"), neighborhood(site)));
   const head = element("p", { class: "head" }, element("span", { class: `dot ${site.status}` }), element("strong", {}, site.fusion), ` ${site.status}`);
   if (test) head.append(element("button", { class: "action", id: "copy", on: () => copy(test) }, "copy as a test case"));
   card.replaceChildren(head, element("div", { class: "columns" }, ...columns));
@@ -110,7 +110,7 @@ function drawRow(line) {
     element("p", { class: "dim" }, "No fusion is about this node: Inductor compiles it."));
 }
 
-function neighbourhood(site) { // what it reads, the site, what reads it
+function neighborhood(site) { // what it reads, the site, what reads it
   const g = graphAt(site.graph);
   const names = numbered(g);
   const inside = new Set([...site.nodes, ...site.made]);

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fx_fusion.kernels.float8 import glu
-from fx_fusion.kernels.float8.glu import quantise_glu, quantise_glu_bwd
-from fx_fusion.kernels.float8.quantise import quantise_rows
+from fx_fusion.kernels.float8.glu import quantize_glu, quantize_glu_bwd
+from fx_fusion.kernels.float8.quantize import quantize_rows
 from fx_fusion.kernels.lib.glu import ACTIVATIONS
 from fx_fusion.kernels.lib.plan import Plan
 from fx_fusion.ops.on_cpu import interpreting
@@ -32,16 +32,16 @@ def same(found, wanted):
 
 def check(dy, gate, up, kind, power_of_two):
     y, dgate, dup = without_float8(dy, gate, up, kind)
-    rows = [quantise_rows(x, power_of_two) for x in (y, dgate, dup)]
-    q, scale, stored = quantise_glu(gate, up, kind, power_of_two, True)
+    rows = [quantize_rows(x, power_of_two) for x in (y, dgate, dup)]
+    q, scale, stored = quantize_glu(gate, up, kind, power_of_two, True)
     assert same(q, rows[0][0])
     assert same(scale, rows[0][1])
     assert same(stored, y)
-    found = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [True, True, True])
+    found = quantize_glu_bwd(dy, gate, up, kind, power_of_two, [True, True, True])
     for one, other in zip(found, (*rows[1], *rows[2], dgate, dup, y), strict=True):
         assert same(one, other)
-    beside = quantise_rows(torch.cat((dgate, dup), 1), power_of_two)
-    q, scale, *nothing, found_dgate, found_dup, _ = quantise_glu_bwd(dy, gate, up, kind, power_of_two, [True] * 3, True)
+    beside = quantize_rows(torch.cat((dgate, dup), 1), power_of_two)
+    q, scale, *nothing, found_dgate, found_dup, _ = quantize_glu_bwd(dy, gate, up, kind, power_of_two, [True] * 3, True)
     for one, other in zip((q, scale, found_dgate, found_dup), (*beside, dgate, dup), strict=True):
         assert same(one, other)
     assert [t.numel() for t in nothing] == [0, 0]
@@ -73,17 +73,17 @@ def test_rows_of_many_dims_and_halves_of_one_linear():
     both = operands(6, 2 * 96, torch.bfloat16)[0].view(2, 3, 192)
     gate, up = both.chunk(2, -1)
     dy = operands(6, 96, torch.bfloat16)[1].view(2, 3, 96)
-    q, scale, y = quantise_glu(gate, up, "silu", False, True)
+    q, scale, y = quantize_glu(gate, up, "silu", False, True)
     assert (q.shape, scale.shape, y.shape) == ((6, 96), (6, 1), (6, 96))
     check(dy.flatten(0, 1), gate.flatten(0, 1), up.flatten(0, 1), "silu", False)
 
 
 def test_what_is_not_wanted_is_empty():
     dy, gate, up = operands(3, 64, torch.bfloat16)
-    assert quantise_glu(gate, up, "silu", False, False)[-1].numel() == 0
+    assert quantize_glu(gate, up, "silu", False, False)[-1].numel() == 0
     for i in range(3):
         stored = [i == j for j in range(3)]
-        assert [t.numel() > 0 for t in quantise_glu_bwd(dy, gate, up, "silu", False, stored)[4:]] == stored
+        assert [t.numel() > 0 for t in quantize_glu_bwd(dy, gate, up, "silu", False, stored)[4:]] == stored
 
 
 def test_what_is_not_finite():
@@ -92,7 +92,7 @@ def test_what_is_not_finite():
     up[0, 3], up[1, 5], up[2] = float("nan"), float("inf"), 0.0
     if DEVICE == "cuda" or not interpreting():  # the interpreter knows no NaN in e4m3
         check(dy, gate, up, "silu", False)
-    q, scale, _ = quantise_glu(gate, up, "silu", False, False)
+    q, scale, _ = quantize_glu(gate, up, "silu", False, False)
     y = q.float() * scale
     assert (y[2] == 0).all()
     assert y[3:].isfinite().all()

@@ -45,7 +45,7 @@ def norm_of(report):
 
 
 def passes(report):
-    """Return how often neighbours read and write a tensor."""
+    """Return how often neighbors read and write a tensor."""
     microseconds = norm_of(report).estimate.get("beside", 0)
     return round(microseconds * 4e12 / 1e6 / (2 * 16384 * N))
 
@@ -97,7 +97,7 @@ def test_who_asks_for_it_gets_it():
     assert norm_of(explained(lambda: Block(layer_scale), select="always")).status == "fused"
 
 
-def test_without_neighbours_it_pays():
+def test_without_neighbors_it_pays():
     site = norm_of(explained(Block))
     assert (site.status, "beside" in site.estimate) == ("fused", False)
 
@@ -127,7 +127,7 @@ class Two(nn.Module):
         return self.linears[2](self.norms[1](h))
 
 
-def test_what_another_kernel_stores_is_no_neighbour():
+def test_what_another_kernel_stores_is_no_neighbor():
     sites = explained(Two).sites
     assert [(s.fusion, s.status, "beside" in s.estimate) for s in sites] == [("add_layer_norm", "fused", False)] * 2
 
@@ -144,7 +144,7 @@ class Sandwich(nn.Module):
         return self.b(self.second(h)), h
 
 
-def test_ops_of_other_sites_are_no_neighbours():
+def test_ops_of_other_sites_are_no_neighbors():
     report = explained(Sandwich)
     assert (report.count("rms_norm"), report.count("add_rms_norm")) == (1, 1), str(report)
     assert all("beside" not in s.estimate for s in report.sites)

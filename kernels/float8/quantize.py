@@ -1,7 +1,7 @@
 """Matrices in e4m3 with a scale for each row, which ``_scaled_mm`` multiplies: of x itself, or of x transposed.
 
-    s_i    = max(max_j |x_ij|, SMALLEST) / 448            q_ij = e4m3(x_ij / s_i)          quantise_rows
-    s_j    = max(max_i |x_ij|, SMALLEST) / 448            q_ji = e4m3(x_ij / s_j)          quantise_columns
+    s_i    = max(max_j |x_ij|, SMALLEST) / 448            q_ij = e4m3(x_ij / s_i)          quantize_rows
+    s_j    = max(max_i |x_ij|, SMALLEST) / 448            q_ji = e4m3(x_ij / s_j)          quantize_columns
 
 A row of x is one of the matrix that is multiplied; 448 is the largest number of e4m3. Columns may be given one maximum for
 all of x instead, which the scales of its rows know already. Rows may have the next power of two as their scale: then q times
@@ -31,7 +31,7 @@ _TILE, _ROWS = 128, 256
 _EXPONENT, _FRACTION = 0x7F800000, 0x7FFFFF  # of the bits of a float32
 
 
-def quantise_rows_inline(
+def quantize_rows_inline(
     x: torch.Tensor, largest: torch.Tensor | None = None, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns q and s of the rows of x, made of torch's ops: Inductor computes them in the kernel that makes x. With one
@@ -47,7 +47,7 @@ def quantise_rows_inline(
 
 
 @triton.jit
-def quantise_rows_kernel(
+def quantize_rows_kernel(
     x_ptr, q_ptr, scale_ptr, m, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def quantise_rows_kernel(
 
 
 @triton.jit
-def quantise_amax_kernel(x_ptr, bits_ptr, m, n, stride, ROWS: tl.constexpr, TILE: tl.constexpr):
+def quantize_amax_kernel(x_ptr, bits_ptr, m, n, stride, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Raise ``bits`` to the largest |x| of ROWS rows of TILE columns, as integers: those of numbers that are not negative
     are in the order of the numbers, so the result does not depend on the order of the programs."""
     cols = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -90,7 +90,7 @@ def quantise_amax_kernel(x_ptr, bits_ptr, m, n, stride, ROWS: tl.constexpr, TILE
 
 
 @triton.jit
-def quantise_transposed_kernel(
+def quantize_transposed_kernel(
     x_ptr, largest_ptr, q_ptr, scale_ptr, m, n, stride, TILE: tl.constexpr, FOR_ALL: tl.constexpr
 ):  # fmt: skip
     """Store a tile of q and, in the first row of tiles, its scales. FOR_ALL: ``largest`` is one number, else the bits of one
@@ -113,7 +113,7 @@ def quantise_transposed_kernel(
 @torch.no_grad()  # the ops have no gradient, their references neither
 def _rows(x: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     if x.device.type == "cpu" and not interpreting():
-        return quantise_rows_inline(x, power_of_two=power_of_two)
+        return quantize_rows_inline(x, power_of_two=power_of_two)
     m, n = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     q, scale = x.new_empty((m, n), dtype=E4M3), x.new_empty((m, 1), dtype=torch.float32)
@@ -122,7 +122,7 @@ def _rows(x: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, to
     warps = min(max(rows * block // 1024, 4), 16)
     grid = (cdiv(m, rows),)
     launch(
-        quantise_rows_kernel, grid, x, q, scale, m, n, x.stride(0), ROWS=rows, BLOCK=block, WIDE=n > block,
+        quantize_rows_kernel, grid, x, q, scale, m, n, x.stride(0), ROWS=rows, BLOCK=block, WIDE=n > block,
         POWER_OF_TWO=power_of_two, num_warps=warps,
     )  # fmt: skip
     return q, scale
@@ -132,30 +132,30 @@ def _rows(x: torch.Tensor, power_of_two: bool = False) -> tuple[torch.Tensor, to
 def _columns(x: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     m, n = x.shape
     if x.device.type == "cpu" and not interpreting():
-        q, scale = quantise_rows_inline(x.t().contiguous(), largest)
+        q, scale = quantize_rows_inline(x.t().contiguous(), largest)
         return q, scale.reshape(-1, 1).expand(n, 1).contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     q, scale = x.new_empty((n, m), dtype=E4M3), x.new_empty((n, 1), dtype=torch.float32)
     tiles, for_all = cdiv(n, _TILE), largest is not None
     if largest is None:
         largest = torch.zeros(n, dtype=torch.int32, device=x.device)
-        launch(quantise_amax_kernel, (tiles, cdiv(m, _ROWS)), x, largest, m, n, x.stride(0), ROWS=_ROWS, TILE=_TILE)
+        launch(quantize_amax_kernel, (tiles, cdiv(m, _ROWS)), x, largest, m, n, x.stride(0), ROWS=_ROWS, TILE=_TILE)
     grid = (tiles, cdiv(m, _TILE))
-    launch(quantise_transposed_kernel, grid, x, largest, q, scale, m, n, x.stride(0), TILE=_TILE, FOR_ALL=for_all)
+    launch(quantize_transposed_kernel, grid, x, largest, q, scale, m, n, x.stride(0), TILE=_TILE, FOR_ALL=for_all)
     return q, scale
 
 
-quantise_rows = plain_op(
-    "quantise_rows",
+quantize_rows = plain_op(
+    "quantize_rows",
     "(Tensor x, bool power_of_two=False) -> (Tensor q, Tensor scale)",
     _rows,
     lambda x, power_of_two=False: (x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], 1), dtype=torch.float32)),
 )
-quantise_columns = plain_op(
-    "quantise_columns",
+quantize_columns = plain_op(
+    "quantize_columns",
     "(Tensor x, Tensor? largest=None) -> (Tensor q, Tensor scale)",
     _columns,
     lambda x, largest=None: (x.new_empty(x.shape[::-1], dtype=E4M3), x.new_empty((x.shape[1], 1), dtype=torch.float32)),
 )
-trace_launches(quantise_rows, _rows)
-trace_launches(quantise_columns, _columns)
+trace_launches(quantize_rows, _rows)
+trace_launches(quantize_columns, _columns)

@@ -30,7 +30,7 @@ _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 
 @dataclass(frozen=True)
 class Beside:
-    """The costs of pointwise neighbours of a site to our kernels and not Inductor's.
+    """The costs of pointwise neighbors of a site to our kernels and not Inductor's.
 
     Attributes:
         bytes: that are written and read between them, forward and backward.
@@ -44,7 +44,7 @@ class Beside:
 
 
 def beside(match: Match, view: View, claimed: Mapping[fx.Node, int]) -> Beside:
-    """The pointwise neighbours of a site whose values are as large as its result.
+    """The pointwise neighbors of a site whose values are as large as its result.
 
     Args:
         claimed: how many sites a node is part of: kernels of ours may compute it, then.
