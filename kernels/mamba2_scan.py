@@ -36,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fx_fusion.kernels.lib.device import multiprocessors
+from fx_fusion.kernels.lib.device import multiprocessors, shared_memory
 from fx_fusion.kernels.lib.integers import cdiv, next_power_of_2
 from fx_fusion.kernels.lib.plan import Plan, planner
 from fx_fusion.ops.fused_op import fused_op
@@ -300,14 +300,15 @@ def _mamba2_by_group_kernel(
 
 
 @planner
-def mamba2_scan_plan(channels: int, size: int, dtype: torch.dtype, backward: bool) -> Plan:
-    """Choose by the ``channels`` of a head, the ``size`` of a row of its state, and x's ``dtype``. Numbers: the largest
-    tiles that stay below 99 KiB of shared memory, compiled for an H200; not timed.
+def mamba2_scan_plan(channels: int, size: int, x, backward: bool) -> Plan:
+    """Choose by the ``channels`` of a head, the ``size`` of a row of its state, x's dtype and the shared memory of its
+    device. Numbers: the largest tiles that stay below 99 KiB (of an RTX 4090), compiled for an H200; not timed.
 
     Returns Q tokens of a chunk, blocks of P channels and N columns of a state, ``num_warps`` and ``num_stages``."""
     rows, columns = (max(16, next_power_of_2(n)) for n in (channels, size))
-    most = 64 if dtype == torch.bfloat16 else 32
-    return Plan(Q=64, P=rows, N=min(most, columns), num_warps=8 if backward else 4, num_stages=2)
+    fits = shared_memory(x) >= 99 << 10
+    most = 64 if x.dtype == torch.bfloat16 and fits else 32
+    return Plan(Q=64 if fits else 32, P=rows, N=min(most, columns), num_warps=8 if backward else 4, num_stages=2)
 
 
 def _precision(x) -> str:
@@ -367,7 +368,7 @@ class _Scan:
 def _fwd(x, dt, A, B, C, D, chunk_size):
     y = _fake(x, dt, A, B, C, D, chunk_size)
     if y.numel():
-        of = _Scan(x, dt, A, B, C, mamba2_scan_plan(x.shape[3], B.shape[3], x.dtype, False))
+        of = _Scan(x, dt, A, B, C, mamba2_scan_plan(x.shape[3], B.shape[3], x, False))
         states = of.states(of.x, of.B, False)
         tensors = of.x, of.dt, of.A, of.B, of.C, y if D is None else D.contiguous(), states, y
         grid = (of.b * of.chunks * of.heads,)
@@ -380,7 +381,7 @@ def _bwd(dy, x, dt, A, B, C, D, chunk_size, needs):
     if not dx.numel():
         none = x.new_empty(0) if D is None else torch.zeros_like(D)
         return dx, ddt, torch.zeros_like(A), torch.zeros_like(B), torch.zeros_like(C), none
-    of, dy = _Scan(x, dt, A, B, C, mamba2_scan_plan(x.shape[3], B.shape[3], x.dtype, True)), _rows(dy)
+    of, dy = _Scan(x, dt, A, B, C, mamba2_scan_plan(x.shape[3], B.shape[3], x, True)), _rows(dy)
     states, slopes = of.states(of.x, of.B, False), of.states(dy, of.C, True)
     parts = torch.empty(2, of.b * of.chunks, of.heads, dtype=torch.float32, device=x.device)
     tensors = dy, of.x, of.dt, of.A, of.B, of.C, parts if D is None else D.contiguous(), states, slopes, dx, ddt, *parts

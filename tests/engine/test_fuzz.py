@@ -39,11 +39,12 @@ LEAST = {  # about half of what fuses: a fuzzer that fuses nothing tests nothing
     "rows_returned": {"linear_rows": 3},
     "convolutions": {"causal_conv1d": 1},
     "experts": {"moe_sort": 1, "moe_dispatch": 2, "moe_combine": 2},
+    "scans": {"mamba2_scan": 1},
     "blocks": {"add_layer_norm": 5, "geglu": 2, "swiglu": 1, "linear_cross_entropy": 1},
 }
 
 
-FAST = [name for name in families() if name.split()[1] in ("norms", "glus", "ropes", "losses", "grouped", "images", "convolutions", "experts")]
+FAST = [name for name in families() if name.split()[1] in ("norms", "glus", "ropes", "losses", "grouped", "images", "convolutions", "experts", "scans")]
 
 
 def test_every_family_has_to_fuse_something():

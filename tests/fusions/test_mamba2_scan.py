@@ -10,6 +10,7 @@ import fx_fusion
 from fx_fusion.fusion.match import Match
 from fx_fusion.fusion.search import Search
 from fx_fusion.graph.view import View
+from fx_fusion.kernels import mamba2_scan as kernels
 from fx_fusion.kernels.mamba2_scan import mamba2_scan
 from fx_fusion.ops.on_cpu import kernels_on_cpu
 from fx_fusion.patterns import mamba2_scan as pattern
@@ -222,6 +223,20 @@ def scanned_exactly(x, dt, A, B, C, D):
         state = torch.exp(A[:, None, None] * step) * state + step * x[:, now, ..., None] * B[:, now, :, None]
         made.append((state * C[:, now, :, None]).sum(-1) + D[:, None] * x[:, now])
     return torch.stack(made, 1)
+
+
+@pytest.mark.kernel
+def test_tiles_of_a_gpu_with_less_shared_memory(monkeypatch):
+    """Chunks of 32 tokens and columns in blocks: the same sums in another order."""
+    monkeypatch.setattr(kernels, "shared_memory", lambda x: 48 << 10)
+    of = [v.requires_grad_() for v in operands(b=1, t=70, heads=2, groups=1, n=40)]
+    assert kernels.mamba2_scan_plan(8, 40, of[0], True).Q == 32
+    runs = []
+    for on in (True, False):
+        with kernels_on_cpu(on):
+            y = mamba2_scan(*of, 8)
+            runs.append((y.detach(), *torch.autograd.grad(y.square().sum(), of)))
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.kernel

@@ -194,7 +194,7 @@ LATER = 10**7  # seeds from here on are of families that came later: the program
 
 def families() -> dict[str, Family]:
     """Every family by name, in a fixed order: a seed says which."""
-    return _first() | _later() | _of_rows() | _returned() | _convolutions() | _experts()
+    return {name: family for _, group in _groups() for name, family in group.items()}
 
 
 def _first() -> dict[str, Family]:
@@ -235,9 +235,15 @@ def _experts() -> dict[str, Family]:
     return {"experts experts": experts}
 
 
+def _scans() -> dict[str, Family]:
+    from tests.fuzz.programs_scans import scans
+
+    return {"scans scans": scans}
+
+
 def _groups() -> tuple[tuple[int, dict[str, Family]], ...]:
     """Groups of families, each with its first seed."""
-    made = _first, _later, _of_rows, _returned, _convolutions, _experts
+    made = _first, _later, _of_rows, _returned, _convolutions, _experts, _scans
     return tuple((i * LATER, group()) for i, group in enumerate(made))
 
 
