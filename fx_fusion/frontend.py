@@ -101,7 +101,11 @@ def install() -> None:
 
 def _install(front_end: FrontEnd, module: ModuleType) -> None:
     for each in front_end.substitutes:
-        substitute(_object(each.target), functools.partial(_stand_in, each, why_unknown(front_end, each)))
+        try:
+            target = _object(each.target)
+        except (ImportError, AttributeError):
+            continue  # this version has no such function, so nobody calls it
+        substitute(target, functools.partial(_stand_in, each, why_unknown(front_end, each)))
 
 
 def _stand_in(each: Substitute, unknown: str | None, within: str, options: Mapping[str, Any]) -> Any:

@@ -25,9 +25,9 @@ def test_auto_keeps_what_is_too_small_for_an_op():
     assert isinstance(few, torch.SymInt)
     with mode:
         small, large, static = (torch.empty(n, 2048, device="cuda") for n in (few, many, 64))
-        assert "below 2^24" in gated(small, small, None, 1e-6, True, True, True, 1)
-        assert gated(large, large, None, 1e-6, True, True, True, 1) is None
-        assert gated(static, static, None, 1e-6, True, True, True, 1) is None  # Inductor launches the kernels itself
+        assert "below 2^24" in gated(small, small, None, 1e-6, True, True, True, 1, "input")
+        assert gated(large, large, None, 1e-6, True, True, True, 1, "input") is None
+        assert gated(static, static, None, 1e-6, True, True, True, 1, "input") is None  # Inductor launches the kernels itself
         assert norm(small, None, 1e-6, 0.0, True) is None  # with a symbolic number of rows, too
         assert "below 2^24" in norm(small.t(), None, 1e-6, 0.0, True)  # of columns it does not
         assert "classes" in loss(torch.empty(2**20, 1000, device="cuda"), None, None, -100, 0.0, 0.0, 1.0)

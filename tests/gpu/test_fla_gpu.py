@@ -6,7 +6,7 @@ import torch
 import fx_fusion
 
 pytestmark = pytest.mark.gpu
-fla = pytest.importorskip("fla.ops.gated_delta_rule")
+fla = pytest.importorskip("fla.ops")
 
 CALLS = {
     "norms in the kernel": {"use_qk_l2norm_in_kernel": True},
@@ -16,19 +16,21 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("rule", ["chunk_gated_delta_rule", "chunk_kda"])
 @pytest.mark.parametrize("how", CALLS)
-def test_the_same_bits(how):
+def test_the_same_bits(how, rule):
     torch.manual_seed(0)
     b, t = (1, 512) if "documents" in how else (2, 300)
     made = [torch.randn(b, t, heads, 64, device="cuda") for heads in (4, 4, 8)]
-    made += [-torch.rand(b, t, 8, device="cuda"), torch.rand(b, t, 8, device="cuda")]
+    channels = (64,) if rule == "chunk_kda" else ()
+    made += [-torch.rand(b, t, 8, *channels, device="cuda"), torch.rand(b, t, 8, device="cuda")]
     of = [x.bfloat16().requires_grad_() for x in made]
     named = dict(CALLS[how])
     if "cu_seqlens" in named:
         named["cu_seqlens"] = torch.tensor(named["cu_seqlens"], device="cuda")
 
     def function(q, k, v, g, beta):
-        y, state = fla.chunk_gated_delta_rule(q, k, v, g.float(), beta, **named)
+        y, state = getattr(fla, rule)(q, k, v, g.float(), beta, **named)
         return y if state is None else (y, state)
 
     def run(call):

@@ -24,7 +24,8 @@ from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu
 
 pytestmark = pytest.mark.kernel
 
-OF_LIBRARIES = {"fla_gated_delta_rule", "fla_gated_delta_rule_bwd"}  # tests/system/test_frontend_fla.py
+# tests/system/test_frontend_fla.py
+OF_LIBRARIES = {f"{name}{bwd}" for name in ("fla_gated_delta_rule", "fla_kda") for bwd in ("", "_bwd")}
 OPS = set(library.names()) - OF_LIBRARIES
 WITH_OPS = [f for f in all_fusions() if f.name in OPS]
 

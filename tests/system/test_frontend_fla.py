@@ -18,24 +18,27 @@ STUBS = Path(__file__).parents[1] / "stubs"
 B, T, HEADS, VALUES, N = 2, 9, 2, 4, 16
 
 
-@pytest.fixture
-def rule(monkeypatch):
-    """``chunk_gated_delta_rule`` of the stand-in, whose source is known."""
+@pytest.fixture(params=["chunk_gated_delta_rule", "chunk_kda"])
+def rule(request, monkeypatch):
+    """A function of the stand-in, whose source is known."""
     monkeypatch.syspath_prepend(STUBS)
     monkeypatch.setattr(frontend, "_registered", [])
-    import fla.ops.gated_delta_rule as library
+    import fla.ops.gated_delta_rule
+    import fla.ops.kda
 
     monkeypatch.setitem(front_end.KNOWN, frontend.source_hash(front_end.SOURCES), "a stand-in")
+    monkeypatch.setitem(front_end.KNOWN_OF_KDA, frontend.source_hash(front_end.SOURCES_OF_KDA), "a stand-in")
     frontend.register_front_end(front_end.FRONT_END)
-    yield library.chunk_gated_delta_rule
+    yield getattr(fla.ops.kda, request.param, None) or getattr(fla.ops.gated_delta_rule, request.param)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         del sys.modules[name]
 
 
-def operands(dtype=torch.float32):
+def operands(rule, dtype=torch.float32):
+    """q, k, v, g and beta; KDA has a decay for each channel."""
     torch.manual_seed(0)
     made = [torch.randn(B, T, heads, N) for heads in (HEADS, HEADS, VALUES)]
-    made += [-torch.rand(B, T, VALUES), torch.rand(B, T, VALUES)]
+    made += [-torch.rand(B, T, VALUES, *((N,) if rule.__name__ == "chunk_kda" else ())), torch.rand(B, T, VALUES)]
     return [x.to(dtype).requires_grad_() for x in made]
 
 
@@ -57,7 +60,7 @@ CALLS = {
 def test_a_call_is_part_of_the_graph(rule, how, dtype):
     """The same kernels, so the same bits."""
     function = lambda q, k, v, g, beta: rule(q.sin(), k, v * 2, g=g, beta=beta, **CALLS[how])  # noqa: E731
-    of = operands(dtype)
+    of = operands(rule, dtype)
     with fx_fusion.recording() as report:
         found = run(torch.compile(function, backend=rewriting_backend()), of)
     assert len(report.graphs) == 1
@@ -67,7 +70,7 @@ def test_a_call_is_part_of_the_graph(rule, how, dtype):
 
 
 def test_what_is_frozen_has_no_gradient(rule):
-    q, k, v, g, beta = operands()
+    q, k, v, g, beta = operands(rule)
     function = lambda v, beta: rule(q.detach(), k.detach(), v, g.detach(), beta, use_qk_l2norm_in_kernel=True)  # noqa: E731
     found = run(torch.compile(function, backend=rewriting_backend()), [v, beta])
     torch.testing.assert_close(found, run(function, [v, beta]), rtol=0, atol=0)
@@ -76,7 +79,7 @@ def test_what_is_frozen_has_no_gradient(rule):
 @pytest.mark.parametrize("given", [{"initial_state": torch.ones(B, VALUES, N, N)}, {"allow_neg_eigval": True}])
 def test_what_the_op_does_not_take_is_left_to_the_library(rule, given):
     function = lambda q, k, v, g, beta: rule(q.sin(), k, v, g, beta, **given)[0].cos()  # noqa: E731
-    of = operands()
+    of = operands(rule)
     with fx_fusion.recording() as report, torch.no_grad():
         found = torch.compile(function, backend=rewriting_backend())(*of)
     assert len(report.graphs) > 1
@@ -84,13 +87,14 @@ def test_what_the_op_does_not_take_is_left_to_the_library(rule, given):
 
 
 def test_an_error_is_the_librarys(rule):
-    q, k, v, g, beta = operands()
+    q, k, v, g, beta = operands(rule)
     with pytest.raises(ValueError, match="3 heads of values for 2 heads"):
         torch.compile(rule, backend=rewriting_backend())(q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3])
 
 
+@pytest.mark.parametrize("rule", ["chunk_gated_delta_rule"], indirect=True)
 def test_another_library_that_takes_the_calls(rule, monkeypatch):
-    (each,) = front_end.FRONT_END.substitutes
+    each, _ = front_end.FRONT_END.substitutes
     assert frontend.why_unknown(front_end.FRONT_END, each) is None
     find = frontend.importlib.util.find_spec
     monkeypatch.setattr(frontend.importlib.util, "find_spec", lambda name: name == "flash_qla" or find(name))
@@ -98,9 +102,10 @@ def test_another_library_that_takes_the_calls(rule, monkeypatch):
 
 
 def test_the_op_keeps_its_promises(rule):
-    of = [x.detach() for x in operands()]
+    of = [x.detach() for x in operands(rule)]
     arguments = (*of, 0.25, True, True, None)
-    torch.library.opcheck(torch.ops.fx_fusion.fla_gated_delta_rule.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    op = torch.ops.fx_fusion.fla_kda if rule.__name__ == "chunk_kda" else torch.ops.fx_fusion.fla_gated_delta_rule
+    torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 QWEN = """

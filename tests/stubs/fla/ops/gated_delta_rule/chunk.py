@@ -12,7 +12,8 @@ def token_by_token(q, k, v, g, beta, scale, state=None):
     state = v.new_zeros(b, heads, k.shape[3], n) if state is None else state
     made = []
     for now in range(t):
-        state = state * g[:, now, :, None, None].exp()
+        decay = g[:, now].exp()
+        state = state * (decay[..., None, None] if g.dim() == 3 else decay[..., None])
         change = beta[:, now, :, None] * (v[:, now] - (state * k[:, now, ..., None]).sum(-2))
         state = state + k[:, now, ..., None] * change[..., None, :]
         made.append((state * q[:, now, ..., None]).sum(-2) * scale)

@@ -1,0 +1,5 @@
+"""Kimi delta attention."""
+
+from fla.ops.kda.chunk import chunk_kda
+
+__all__ = ["chunk_kda"]
