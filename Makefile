@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-torch test-all lint docs fuzz soak test-gpu sanitize bench coverage clean
+.PHONY: help demo check test test-more test-slow test-torch test-all lint docs fuzz soak test-gpu sanitize bench coverage clean
 
 help: ## list these commands
 	@echo "make TORCH=torch==2.13.0 COMMAND picks a build of torch for .venv; PYTHON=python3.12 the Python that makes it."
@@ -14,15 +14,22 @@ help: ## list these commands
 demo: $(VENV)/ready-demo ## train a small Llama under eager, Inductor and fx_fusion: ARGS="--layers 6 --steps 20 --device cpu"
 	$(BIN)/python -m fx_fusion demo $(ARGS)
 
-# Two workers, a file on one of them, in the order of conftest.py.
-test: $(VENV)/ready ## the tests without the slow ones, in minutes; no GPU needed
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+# Two workers, a file on one of them, the longest first. Which tests belong to which target: tests/seconds.py.
+PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+check: $(VENV)/ready ## the quickest tests, a case of each fusion and a model: about a minute
+	$(PYTEST) -m "not slow" --tier check
+
+test: $(VENV)/ready ## the tests that a change needs, in 6 minutes on two quiet cores; no GPU needed
+	$(PYTEST) -m "not slow" --tier test
+
+test-more: $(VENV)/ready ## the tests that make test leaves out and that are not slow, 13 minutes more
+	$(PYTEST) -m "not slow" --tier rest
 
 # In another order of files each time, so that a CI whose time is short comes to all of them.
 MINUTES ?= 600
 ORDER ?= $(shell date +%s)
-test-slow: $(VENV)/ready ## the slow tests, hours on two cores: MINUTES=40 begins none after that; CI runs them after make test
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m slow --minutes $(MINUTES) --shuffle $(ORDER)
+test-slow: $(VENV)/ready ## the slow tests, 45 minutes on two quiet cores: MINUTES=40 begins none after that
+	$(PYTEST) -m slow --minutes $(MINUTES) --shuffle $(ORDER)
 
 # What the package asks of torch's private names, and a model through Inductor.
 test-torch: $(VENV)/ready-demo ## a short test on another torch: TORCH=torch==2.15.0 VENV=.venv-2.15.0
@@ -30,7 +37,7 @@ test-torch: $(VENV)/ready-demo ## a short test on another torch: TORCH=torch==2.
 	$(BIN)/python -m pytest tests/engine/test_torch_contract.py tests/fusions/test_linear_rows.py -n 2 -m "not slow"
 	$(BIN)/python -m fx_fusion demo --layers 1 --steps 3 --device cpu
 
-test-all: test test-slow ## all tests
+test-all: test test-more test-slow ## all tests: an hour on two quiet cores
 
 lint: $(VENV)/ready ## ruff and mypy
 	$(BIN)/ruff check .

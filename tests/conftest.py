@@ -3,6 +3,7 @@ marker ``kernel`` runs them; the others run the references, which is faster. TRI
 
 import gc
 import importlib
+import json
 import os
 import random
 import time
@@ -22,6 +23,7 @@ import triton.experimental.gluon  # noqa: E402  the first launch would import it
 
 from fx_fusion.fusion.registry import all_fusions  # noqa: E402
 from fx_fusion.ops.on_cpu import interpreting, kernels_on_cpu  # noqa: E402
+from tests import seconds  # noqa: E402
 
 all_fusions()  # imports the kernels, but for those that are no fusion's
 for name in ("turn", "glu", "together"):
@@ -40,24 +42,23 @@ for function in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh, torc
         function(torch.ones(1, dtype=dtype))
 
 
-# Files that take minutes on two cores, the longest first: begun last, one of them would run alone at the end.
-LONGEST = (
-    "test_every_fusion", "test_examples", "test_commands", "test_float8", "test_generated_code", "test_bench_families",
-    "test_layouts", "test_distributed", "test_float8_distributed", "test_cache", "test_verify", "test_bench",
-    "test_add_a_fusion", "test_tensor_parallel", "test_broken_caches", "test_package", "test_code_for_gpu", "test_logs",
-    "test_moments", "test_soak", "test_training", "test_coverage", "test_fuzz", "test_pages", "test_optimizer",
-)  # fmt: skip
-
-
 def pytest_addoption(parser):
+    parser.addoption("--tier", choices=(*seconds.TIERS, "rest"), help="the tests of make check or make test (tests/seconds.py), or all others")
+    parser.addoption("--seconds", help="append what each test takes to this file")
     parser.addoption("--at-most", type=int, help="so many cases of each test, spread over its parameters")
     parser.addoption("--minutes", type=float, help="begin no test after so many minutes: those that are left skip, and the summary counts them")
     parser.addoption("--shuffle", help="any word: another word, another order of files; with --minutes all get their turn")
 
 
 def pytest_collection_modifyitems(config, items):
-    place = {name: n for n, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    if (tier := config.getoption("--tier")) is not None:
+        quick = seconds.chosen([item.nodeid for item in items if "slow" not in item.keywords], "test" if tier == "rest" else tier)
+        kept = [item for item in items if (item.nodeid in quick) != (tier == "rest")]
+        config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in quick) == (tier == "rest")])
+        items[:] = kept
+    # Two workers take a file each: begun last, a long one would run alone at the end.
+    longest = seconds.seconds_of_files([item.nodeid for item in items])
+    items.sort(key=lambda item: -longest[item.nodeid.partition("::")[0]])
     if (word := config.getoption("--shuffle")) is not None:
         drawn = {path: random.Random(f"{word} {path.name}").random() for path in {item.path for item in items}}
         items.sort(key=lambda item: drawn[item.path])
@@ -72,6 +73,21 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def _processor_seconds():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    began = _processor_seconds()
+    result = yield
+    if (file := item.config.getoption("--seconds")) is not None:
+        with open(file, "a") as lines:
+            lines.write(json.dumps([item.nodeid, round(_processor_seconds() - began, 3)]) + "\n")
+    return result
 
 
 LATE = "not begun: --minutes were over"
