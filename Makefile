@@ -17,13 +17,13 @@ demo: $(VENV)/ready-demo ## train a small Llama under eager, Inductor and fx_fus
 # Two workers, a file on one of them, the longest first. Which tests belong to which target: tests/seconds.py.
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 check: $(VENV)/ready ## the quickest tests, a case of each fusion and a model: about a minute
-	$(PYTEST) -m "not slow" --tier check
+	$(PYTEST) -m "not slow and not gpu" --tier check
 
 test: $(VENV)/ready ## the tests that a change needs, in 6 minutes on two quiet cores; no GPU needed
-	$(PYTEST) -m "not slow" --tier test
+	$(PYTEST) -m "not slow and not gpu" --tier test
 
 test-more: $(VENV)/ready ## the tests that make test leaves out and that are not slow, 13 minutes more
-	$(PYTEST) -m "not slow" --tier rest
+	$(PYTEST) -m "not slow and not gpu" --tier rest
 
 # In another order of files each time, so that a CI whose time is short comes to all of them.
 MINUTES ?= 600

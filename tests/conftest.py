@@ -52,7 +52,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     if (tier := config.getoption("--tier")) is not None:
-        quick = seconds.chosen([item.nodeid for item in items if "slow" not in item.keywords], "test" if tier == "rest" else tier)
+        quick = seconds.chosen([item.nodeid for item in items if item.get_closest_marker("slow") is None], "test" if tier == "rest" else tier)
         kept = [item for item in items if (item.nodeid in quick) != (tier == "rest")]
         config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in quick) == (tier == "rest")])
         items[:] = kept

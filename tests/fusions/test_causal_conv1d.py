@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fx_fusion
+from fx_fusion.kernels import causal_conv1d as kernels
 from fx_fusion.kernels.causal_conv1d import causal_conv1d
 from fx_fusion.testing import rewriting_backend
 from tests.helpers import reasons, rewritten, statuses
@@ -185,6 +187,22 @@ def test_written_to_where_nothing_is_copied():
     y, report = rewritten(padded_one, one, weight.clone().requires_grad_(), bias)
     report.assert_fused(causal_conv1d=1)
     torch.testing.assert_close(y, padded_one(one, weight, bias))
+
+
+def test_room_for_a_result_is_no_other_results_room():
+    """AOTAutograd merges equal calls of ``empty_strided``: several layers would share a result, which Inductor copies."""
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    names = set()
+    with Called():
+        y = kernels._fwd(torch.randn(0, C, T), weight, bias, True)
+    assert y.stride() == (C * T, 1, C)
+    assert torch.ops.aten.empty in names
+    assert torch.ops.aten.empty_strided not in names
 
 
 def test_other_lengths():
