@@ -39,8 +39,9 @@ test-torch: $(VENV)/ready-demo ## a short test on another torch: TORCH=torch==2.
 
 test-all: test test-more test-slow ## all tests: an hour on two quiet cores
 
-lint: $(VENV)/ready ## ruff and mypy
+lint: $(VENV)/ready ## ruff, codespell and mypy
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 # Judged against eager and float64; what was found so far: tests/fuzz/RESULTS.md.

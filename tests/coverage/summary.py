@@ -20,7 +20,7 @@ from tabulate import tabulate
 from bench.drawing import Scheme, bare, save
 
 STATUSES = ("fused", "kept", "declined", "near", "missing")
-COLOURS = ("#2a9d4a", "#8ecae6", "#ffb703", "#fb8500", "#d00000")
+COLORS = ("#2a9d4a", "#8ecae6", "#ffb703", "#fb8500", "#d00000")
 Row = dict[str, Any]
 
 
@@ -144,7 +144,7 @@ def plot(rows: list[Row], scheme: Scheme) -> Figure:
     found = {kind: n for kind, n in totals(rows).items() if n["in_graphs"]}
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(found) + 1))
     left = [0.0] * len(found)
-    for status, color in zip(STATUSES, COLOURS, strict=True):
+    for status, color in zip(STATUSES, COLORS, strict=True):
         whole = [max(1, sum(n[s] for s in STATUSES)) for n in found.values()]
         share = [100 * n[status] / w for n, w in zip(found.values(), whole, strict=True)]
         axes.barh(list(found), share, left=left, color=color, label=status)
