@@ -209,6 +209,7 @@ class Editor:
             for node, before in known.items():
                 set_example(node, before)
             return False
+        self._replaced = {old: source if new is copy else new for old, new in self._replaced.items() if old is not source}
         return True
 
     def change_call(self, node: fx.Node, *, restride: bool = False, **changes: Any) -> None:
