@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,11 +32,12 @@ from fx_fusion.rewrite.replace import insertion_point
 
 
 def chunked(x, dt, A, B, C, D, chunk_size):
-    return _chunked(x, dt, A, B, C, D, tuple(x.shape), tuple(B.shape[2:]), chunk_size, x.device)
+    cut = x.shape[1] % chunk_size != 0
+    return _chunked(x, dt, A, B, C, D, tuple(x.shape), tuple(B.shape[2:]), chunk_size, x.device, cut)
 
 
-def _chunked(x, dt, A, B, C, D, shape, state, q, device):
-    """The same for sizes that are given: a traced x has none."""
+def _chunked(x, dt, A, B, C, D, shape, state, q, device, cut):
+    """Compute the same for sizes that are given, as a traced x has none. ``cut``: whether the last chunk is cut off."""
     (b, t, heads, p), (groups, n) = shape, state
     behind = (q - t % q) % q
     x = x.float()
@@ -48,8 +50,9 @@ def _chunked(x, dt, A, B, C, D, shape, state, q, device):
     steps = _padded(steps, behind, 3).reshape(b, -1, q, heads).permute(0, 3, 1, 2)
     s = torch.cumsum(steps, dim=-1)
     chunks = (t + behind) // q
+    inner = q if isinstance(t, int) else (t + behind) // chunks  # how torch writes q where t is a symbol
 
-    decays = torch.exp(_sums_between(steps, (b, heads, chunks, q), device))
+    decays = torch.exp(_sums_between(steps, (b, heads, chunks, inner), device))
     products = torch.einsum("bclhn,bcshn->bclsh", C, B) * decays.permute(0, 2, 3, 4, 1)
     within = torch.einsum("bclsh,bcshp->bclhp", products, x)
     to_end = torch.exp(s[:, :, :, -1:] - s).permute(0, -2, -1, 1)[..., None]
@@ -62,7 +65,7 @@ def _chunked(x, dt, A, B, C, D, shape, state, q, device):
 
     y = (within + before).contiguous().reshape(b, -1, heads, p)
     y = y if skip is None else y + skip
-    return y[:, :t] if behind > 0 else y
+    return y[:, :t] if cut else y
 
 
 def _padded(rows, behind, dims):
@@ -123,15 +126,18 @@ def _read(view: View, within: fx.Node, products: Any, rows: Any) -> Iterator[Mat
     if (skipped := _reader(view, root, "add")) is not None:
         D = _below(view, view.arguments_of(skipped, "add")["other"], "mul", "getitem")  # type: ignore[index]
         root = root if D is None else skipped
-    chunk_size, t = example(products).shape[2], example(x).shape[1]
-    if not isinstance(chunk_size, int):
+    chunk_size, t = _chunk_size(view, rows), example(x).shape[1]
+    if chunk_size is None:
         return
+    whole = root
     if not statically_known_true(t % chunk_size == 0):
         root = _reader(view, root, "getitem") or root
     given = inputs if D is None else {**inputs, "D": D}
     shape, state = tuple(example(x).shape), tuple(example(B).shape[2:])
-    statics = {"shape": shape, "state": state, "q": chunk_size, "device": example(x).device}
-    reference = trace(_chunked, given, statics if D is not None else {**statics, "D": None})
+    statics = {"shape": shape, "state": state, "q": chunk_size, "device": example(x).device, "cut": root is not whole}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of symbols in a graph, which nobody runs
+        reference = trace(_chunked, given, statics if D is not None else {**statics, "D": None})
     assert reference is not None
     found = compare(view, root, reference, given)
     if isinstance(found, Difference):
@@ -140,11 +146,34 @@ def _read(view: View, within: fx.Node, products: Any, rows: Any) -> Iterator[Mat
         yield Match(
             fusion="mamba2_scan",
             outputs=(root,),
-            nodes=found,
+            nodes=found | _unread_without(view, found),
             rounded=found,
             inputs={**inputs, "D": D},
             statics={"chunk_size": chunk_size},
         )
+
+
+def _unread_without(view: View, found: frozenset[fx.Node]) -> set[fx.Node]:
+    """Return what is read by the scan alone or by nobody: sizes of its tensors, and the last state."""
+    reached: dict[fx.Node, None] = {}
+    waiting = list(found)
+    while waiting:
+        for user in waiting.pop().users:
+            is_size = isinstance(example(user), (int, torch.SymInt))
+            if user not in found and user not in reached and (is_size or (not user.users and view.is_pure(user))):
+                reached[user] = None
+                waiting.append(user)
+    unread = set(reached)
+    while read := {n for n in unread if any(user not in found and user not in unread for user in n.users)}:
+        unread -= read
+    return unread
+
+
+def _chunk_size(view: View, rows: Any) -> int | None:
+    """Return the length of a chunk that x is reshaped to, (b, chunks, length, heads, p)."""
+    shape = view.folded((view.arguments_of(rows, "reshape") or {"shape": ()})["shape"])
+    size = shape[2] if len(shape) == 5 else None
+    return size if isinstance(size, int) else None
 
 
 def _below(view: View, node: Any, *ways: str | tuple[str, str]) -> Any:

@@ -8,7 +8,7 @@ from torch import fx
 from fx_fusion.graph.terms import example
 from fx_fusion.graph.view import View
 from fx_fusion.ops.library import is_op
-from fx_fusion.rewrite.editor import Editor, differs, without_gaps
+from fx_fusion.rewrite.editor import Editor, Mismatch, differs, without_gaps
 
 _VIEWS = {
     "transpose", "permute", "mT", "unsqueeze", "getitem", "split", "chunk", "to", "float", "half", "bfloat16", "type_as",
@@ -29,6 +29,8 @@ def replace_part(editor: Editor, root: fx.Node, y: fx.Node, dim: int, more: int)
     if differs(wanted, example(y)) is not None:
         y = editor.restride(y, wanted, like=root)
     if gaps and not _is_only_computed_with(editor.view, root):
+        if not isinstance(more, int):
+            raise Mismatch("its result lies with gaps of dynamic size, which somebody reads")
         sizes = (0,) * (2 * (example(root).dim() - 1 - dim)) + (0, more)
         with editor.graph.inserting_after(y):
             longer = editor.call(F.pad, (y, sizes), like=root)
@@ -39,12 +41,12 @@ def replace_part(editor: Editor, root: fx.Node, y: fx.Node, dim: int, more: int)
 
 
 def _is_only_computed_with(view: View, node: fx.Node) -> bool:
-    """Return True if nothing tells a tensor with gaps from one without. ``reshape`` copies the one and not the other, which
-    is seen where somebody writes."""
+    """Return True if nothing tells a tensor with gaps from one without. ``reshape`` may copy the one and not the other,
+    which is seen where somebody writes."""
     for user in node.users:
         name = view.name(user)
-        copies = name == "reshape" and example(user).is_contiguous() and not view.effects.writes
-        if (name in _VIEWS or copies) and not view.effects.mutated(user):
+        may_copy = name in ("reshape", "view") and not view.effects.writes
+        if (name in _VIEWS or may_copy) and not view.effects.mutated(user):
             if not _is_only_computed_with(view, user):
                 return False
         elif not (name in _MAKE_NEW or is_op(user.target)) or view.effects.mutated(user):
