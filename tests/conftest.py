@@ -53,9 +53,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if (tier := config.getoption("--tier")) is not None:
         quick = seconds.chosen([item.nodeid for item in items if item.get_closest_marker("slow") is None], "test" if tier == "rest" else tier)
-        kept = [item for item in items if (item.nodeid in quick) != (tier == "rest")]
-        config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in quick) == (tier == "rest")])
-        items[:] = kept
+        _keep(config, items, {item for item in items if (item.nodeid in quick) != (tier == "rest")})
     # Two workers take a file each: begun last, a long one would run alone at the end.
     longest = seconds.seconds_of_files([item.nodeid for item in items])
     items.sort(key=lambda item: -longest[item.nodeid.partition("::")[0]])
@@ -65,14 +63,17 @@ def pytest_collection_modifyitems(config, items):
     if (most := config.getoption("--at-most")) is not None:
         cases = {}
         for item in items:
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-        kept = {of[round(i * (len(of) - 1) / max(most - 1, 1))] for of in cases.values() for i in range(min(most, len(of)))}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+            cases.setdefault(seconds.function_of(item.nodeid), []).append(item)
+        _keep(config, items, {item for of in cases.values() for item in seconds.spread(of, most)})
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def _keep(config, items, kept):
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def _processor_seconds():

@@ -13,6 +13,7 @@ import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 TABLE = Path(__file__).with_name("seconds.json")
 LEAST = 0.05  # seconds below which a function is not written down
@@ -53,10 +54,9 @@ def _cases(seconds: float, tier: str) -> int | None:
     return next((count for limit, count in TIERS[tier] if seconds <= limit), 0)
 
 
-def spread(of: list[str], count: int) -> list[str]:
-    """Return ``count`` of some cases, the first and the last among them."""
-    wanted = min(count, len(of))
-    return [of[round(i * (len(of) - 1) / max(count - 1, 1))] for i in range(wanted)]
+def spread(of: list[Any], count: int) -> list[Any]:
+    """Return ``count`` of some cases, spread from the first on; all where there are fewer."""
+    return [of[round(i * (len(of) - 1) / max(count - 1, 1))] for i in range(min(count, len(of)))]
 
 
 def seconds_of_files(nodeids: list[str]) -> dict[str, float]:

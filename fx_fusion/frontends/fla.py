@@ -42,6 +42,7 @@ class _Rule:
         layout: a word for each tensor that its forward saves: an operand, ``q_rstd`` and ``k_rstd``, ``computed``, or ``-``
             for None.
         squares: how many (b, t, value heads, 64) it computes besides the sums of g, which come first.
+        absent: parameters of its forward that have no default and are None here.
     """
 
     name: str
@@ -49,13 +50,14 @@ class _Rule:
     function: str
     layout: str
     squares: int
+    absent: tuple[str, ...] = ()
 
     def forward(self, q, k, v, g, beta, scale, final, normed, cu_seqlens):
         """Return y, the last states or an empty tensor, and what the backward needs besides the operands."""
         ctx, none = _Context(), v.new_empty(0)
         y, state = self._load().forward(
             ctx, q, k, v, g, beta, scale=scale, initial_state=None, output_final_state=final, cu_seqlens=cu_seqlens,
-            use_qk_l2norm_in_kernel=normed, **self._absent(),
+            use_qk_l2norm_in_kernel=normed, **dict.fromkeys(self.absent),
         )  # fmt: skip
         by_word = list(zip(self.layout.split(), ctx.saved_tensors, strict=True))
         wanted = ("q", "q_rstd", "k", "k_rstd", "computed") if normed else ("computed",)
@@ -91,10 +93,6 @@ class _Rule:
 
     def _load(self) -> Any:
         return getattr(importlib.import_module(self.module), self.function)
-
-    def _absent(self) -> dict[str, None]:
-        """Arguments without a default that are not given."""
-        return {"A_log": None, "dt_bias": None} if self.name == "fla_kda" else {}
 
 
 def _indices(cu_seqlens: Tensor | None) -> Tensor | None:
@@ -149,6 +147,7 @@ _define(
     _Rule(
         "fla_kda", "fla.ops.kda.chunk", "ChunkKDAFunction",
         "q q_rstd k k_rstd v computed g beta beta - - computed computed - - - - - - - cu_seqlens chunk_indices -", 2,
+        ("A_log", "dt_bias"),
     )
 )  # fmt: skip
 
@@ -162,56 +161,35 @@ def _by_fla(kda: bool, *operands: Any, **named: Any) -> Any:
     return original(*operands, **named)
 
 
-def _called(kda, q, k, v, g, beta, scale, initial_state, final, normed, cu_seqlens, others):
+def _called(
+    kda, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, *more,
+    cu_seqlens=None, **others,
+):  # fmt: skip
+    final, normed = output_final_state, use_qk_l2norm_in_kernel
     grouped = q.shape[2] == k.shape[2] and v.shape[2] % q.shape[2] == 0 and (cu_seqlens is None or q.shape[0] == 1)
-    if not grouped or initial_state is not None or any(x is not None and x is not False for x in others.values()):
+    unusual = more or initial_state is not None or any(x is not None and x is not False for x in others.values())
+    if not grouped or unusual:
         return _by_fla(
-            kda, q, k, v, g, beta, scale, initial_state, final, normed, cu_seqlens=cu_seqlens, **others
-        )
+            kda, q, k, v, g, beta, scale, initial_state, final, normed, *more, cu_seqlens=cu_seqlens, **others
+        )  # fmt: skip
     op = torch.ops.fx_fusion.fla_kda if kda else torch.ops.fx_fusion.fla_gated_delta_rule
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     y, state, _ = op(q, k, v, g, beta, scale, final, normed, cu_seqlens)
     return y, state if final else None
 
 
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_gated_delta_rule(*operands: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
     """Stand for fla's function of this name.
 
     q, k: (b, t, heads, k); v: (b, t, value heads, v); g, beta: (b, t, value heads); cu_seqlens: (sequences + 1).
     Returns y like v, and the last states (sequences, value heads, k, v) in float32, or None."""
-    final, normed = output_final_state, use_qk_l2norm_in_kernel
-    return _called(False, q, k, v, g, beta, scale, initial_state, final, normed, cu_seqlens, others)
+    return _called(False, *operands, **named)
 
 
-def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_kda(*operands: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
     """Stand for fla's function of this name: ``chunk_gated_delta_rule`` with a decay for each channel, g: (b, t, value
     heads, k)."""
-    final, normed = output_final_state, use_qk_l2norm_in_kernel
-    return _called(True, q, k, v, g, beta, scale, initial_state, final, normed, cu_seqlens, others)
+    return _called(True, *operands, **named)
 
 
 SOURCES, SOURCES_OF_KDA = ("fla.ops.gated_delta_rule.chunk",), ("fla.ops.kda.chunk",)

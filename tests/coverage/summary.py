@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def totals(rows: list[Row]) -> dict[str, collections.Counter[str]]:
-    """By kind of site: seen in eager, in a graph, and what became of those."""
+    """Count by kind of site: seen in eager, in a graph, and what became of those."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in rows:
         for kind, numbers in row.get("kinds", {}).items():
@@ -159,7 +159,7 @@ def plot(rows: list[Row], scheme: Scheme) -> Figure:
 
 
 def ordered(rows: list[Row]) -> list[Row]:
-    """Of each class and dtype the last row, by kind and name."""
+    """Return the last row of each class and dtype, by kind and name."""
     last = {(row["kind"], row["class"], row["dtype"]): row for row in rows}
     return [last[key] for key in sorted(last)]
 

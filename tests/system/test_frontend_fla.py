@@ -86,6 +86,14 @@ def test_what_the_op_does_not_take_is_left_to_the_library(rule, given):
     torch.testing.assert_close(found, function(*of))
 
 
+def test_arguments_by_position_are_the_librarys(rule):
+    """Behind the tenth one the order is the library's own, and differs between its functions."""
+    function = lambda q, k, v, g, beta: rule(q.sin(), k, v, g, beta, 0.3, None, False, True, False)[0]  # noqa: E731
+    of = operands(rule)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(function, backend=rewriting_backend())(*of), function(*of), rtol=0, atol=0)
+
+
 def test_an_error_is_the_librarys(rule):
     q, k, v, g, beta = operands(rule)
     with pytest.raises(ValueError, match="3 heads of values for 2 heads"):
