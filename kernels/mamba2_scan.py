@@ -46,6 +46,15 @@ MOST_CHANNELS = 64  # of a head: with more the backward spills its registers
 
 
 @triton.jit
+def _place(parts, chunks, Q: tl.constexpr):
+    """Return the part (a head, or a group) and the sequence of program_id(0), and its chunk's Q tokens: from 0, and from the
+    first of the sequence."""
+    place = tl.program_id(0) // parts
+    at = tl.arange(0, Q)
+    return tl.program_id(0) % parts, (place // chunks).to(tl.int64), at, place % chunks * Q + at
+
+
+@triton.jit
 def _decays(dt_ptr, A_ptr, head, tokens, live, stride):
     """Return dt, 0 behind the last token, and the sums s as two float32 numbers each, high and low."""
     dt = tl.load(dt_ptr + tokens * stride, live, 0.0).to(tl.float32)
@@ -129,12 +138,8 @@ def _mamba2_states_kernel(
 ):  # fmt: skip
     """Store what a chunk adds to the state behind it, Σ w[k] · dt[k] · x[k] ⊗ B[k], and exp of its sum of steps. FROM_START:
     what it adds to the gradient of the state before it, Σ exp(s[l]) · x[l] ⊗ B[l], where x is dy, and B is C."""
-    head, place = tl.program_id(0) % heads, tl.program_id(0) // heads
-    batch, chunk = (place // chunks).to(tl.int64), place % chunks
-    group = head // (heads // groups)
-    at = tl.arange(0, Q)
-    tokens = chunk * Q + at
-    live = tokens < t
+    head, batch, at, tokens = _place(heads, chunks, Q)
+    group, live = head // (heads // groups), tokens < t
     dt, high, low = _decays(dt_ptr + batch * dt_batch + head, A_ptr, head, tokens, live, dt_token)
     last_high, last_low = _last(high, at, Q), _last(low, at, Q)
     weight = tl.exp(high + low) if FROM_START else dt * tl.exp((last_high - high) + (last_low - low))
@@ -174,12 +179,8 @@ def _mamba2_scan_kernel(
     SKIP: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store y of a chunk of one head, given the state before it."""
-    head, place = tl.program_id(0) % heads, tl.program_id(0) // heads
-    batch, chunk = (place // chunks).to(tl.int64), place % chunks
-    group = head // (heads // groups)
-    at = tl.arange(0, Q)
-    tokens = chunk * Q + at
-    live = tokens < t
+    head, batch, at, tokens = _place(heads, chunks, Q)
+    group, live = head // (heads // groups), tokens < t
     p = tl.arange(0, P)
     B_ptr += batch * B_batch + group * B_group
     C_ptr += batch * C_batch + group * C_group
@@ -210,12 +211,8 @@ def _mamba2_by_head_kernel(
 ):  # fmt: skip
     """Store dx and ddt of a chunk of one head, and its parts of dA and dD, given the state before it and the gradient of the
     one behind it, ``slopes``."""
-    head, place = tl.program_id(0) % heads, tl.program_id(0) // heads
-    batch, chunk = (place // chunks).to(tl.int64), place % chunks
-    group = head // (heads // groups)
-    at = tl.arange(0, Q)
-    tokens = chunk * Q + at
-    live = tokens < t
+    head, batch, at, tokens = _place(heads, chunks, Q)
+    group, live = head // (heads // groups), tokens < t
     p = tl.arange(0, P)
     B_ptr += batch * B_batch + group * B_group
     C_ptr += batch * C_batch + group * C_group
@@ -268,10 +265,7 @@ def _mamba2_by_group_kernel(
     Q: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dB and dC of a chunk of one group, of its heads number ``several`` · program_id(2) and on."""
-    group, place = tl.program_id(0) % groups, tl.program_id(0) // groups
-    batch, chunk = (place // chunks).to(tl.int64), place % chunks
-    at = tl.arange(0, Q)
-    tokens = chunk * Q + at
+    group, batch, at, tokens = _place(groups, chunks, Q)
     live = tokens < t
     p, n = tl.arange(0, P), tl.program_id(1) * N + tl.arange(0, N)
     S = tl.zeros((Q, Q), tl.float32)
@@ -284,7 +278,7 @@ def _mamba2_by_group_kernel(
         x = _tile(x_ptr + batch * x_batch + head * x_head, tokens, p, live, channels, x_token)
         dy = _tile(dy_ptr + batch * dy_batch + head * dy_head, tokens, p, live, channels, dy_token).to(tl.float32)
         S += _dot(dy, tl.trans(x), tl.zeros((Q, Q), tl.float32), PRECISION) * _between(high, low, at) * dt[None, :]
-        of_states = (place.to(tl.int64) * heads + head) * channels * size
+        of_states = ((tl.program_id(0) // groups).to(tl.int64) * heads + head) * channels * size
         g = _state(slopes_ptr + of_states, p, n, channels, size)
         dB += weight[:, None] * _dot(x, g, tl.zeros((Q, N), tl.float32), PRECISION)
         h = _state(states_ptr + of_states, p, n, channels, size)

@@ -51,7 +51,7 @@ def find(search: Search) -> Iterator[Match | NearMiss]:
             x = padded
         else:
             continue
-        activated = _silu_of(view, last)
+        activated = view.only_reader(last, "silu")
         yield Match(
             fusion="causal_conv1d",
             outputs=(activated or last,),
@@ -97,13 +97,6 @@ def _padded(view: View, x: fx.Node, taps: int) -> fx.Node | None:
         return None
     sizes = tuple(bound["pad"])
     return bound["input"] if sizes[:2] == (taps - 1, 0) and not any(sizes[2:]) else None
-
-
-def _silu_of(view: View, node: fx.Node) -> fx.Node | None:
-    """Return the only reader of a node, if it is SiLU."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    bound = None if user is None else view.arguments_of(user, "silu")
-    return user if bound is not None and bound["input"] is node else None
 
 
 def emit(editor: Editor, match: Match) -> None:

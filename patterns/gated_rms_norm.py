@@ -54,9 +54,10 @@ def read_groups(match: Match) -> Match | None:
 def finish(editor: Editor, match: Match, made: Sequence[fx.Node]) -> str | None:
     """Store in 16 bits what is only cast to them: rows of float32, of a scan, in front of a product in 16 bits."""
     for y in (n for n in made if n.target is operator.getitem and example(n).dtype == torch.float32):
-        call, reader = y.args[0], next(iter(y.users)) if len(y.users) == 1 else None
-        casts = call.target is gated_rms_norm.overload and reader is not None and editor.view.name(reader) in _CASTS
-        if casts and (narrow := example(reader).dtype) in (torch.bfloat16, torch.float16):
+        call, cast = y.args[0], editor.view.only_reader(y, *_CASTS)
+        if call.target is not gated_rms_norm.overload or cast is None:
+            continue
+        if (narrow := example(cast).dtype) in (torch.bfloat16, torch.float16):
             editor.change_results(call, (*call.args[:-1], str(narrow).removeprefix("torch.")), like=match.root)
     return None
 

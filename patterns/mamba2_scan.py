@@ -119,11 +119,11 @@ def _read(view: View, within: fx.Node, products: Any, rows: Any) -> Iterator[Mat
     sums = _below(view, factors["other"], "permute", "exp", "masked_fill", "cumsum", "masked_fill", "expand", "getitem")
     A = _below(view, sums, "permute", *_CHUNKS, "mul", "to")
     inputs = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    root = _reader(view, _reader(view, _reader(view, within, "add"), "contiguous"), "reshape")
+    root = view.only_reader(view.only_reader(view.only_reader(within, "add"), "contiguous"), "reshape")
     if root is None or not all(map(is_tensor, inputs.values())):
         return
     D = None
-    if (skipped := _reader(view, root, "add")) is not None:
+    if (skipped := view.only_reader(root, "add")) is not None:
         D = _below(view, view.arguments_of(skipped, "add")["other"], "mul", "getitem")  # type: ignore[index]
         root = root if D is None else skipped
     chunk_size, t = _chunk_size(view, rows), example(x).shape[1]
@@ -131,7 +131,7 @@ def _read(view: View, within: fx.Node, products: Any, rows: Any) -> Iterator[Mat
         return
     whole = root
     if not statically_known_true(t % chunk_size == 0):
-        root = _reader(view, root, "getitem") or root
+        root = view.only_reader(root, "getitem") or root
     given = inputs if D is None else {**inputs, "D": D}
     shape, state = tuple(example(x).shape), tuple(example(B).shape[2:])
     statics = {"shape": shape, "state": state, "q": chunk_size, "device": example(x).device, "cut": root is not whole}
@@ -183,12 +183,6 @@ def _below(view: View, node: Any, *ways: str | tuple[str, str]) -> Any:
         bound = view.arguments_of(node, name)
         node = None if bound is None else bound[parameter]
     return node
-
-
-def _reader(view: View, node: fx.Node | None, name: str) -> fx.Node | None:
-    """Return the only reader of a node, if it is such an op."""
-    user = next(iter(node.users)) if node is not None and len(node.users) == 1 else None
-    return user if user is not None and view.name(user) == name else None
 
 
 def emit(editor: Editor, match: Match) -> None:

@@ -115,6 +115,11 @@ class View:
         """``arguments`` if ``node`` is a call of one of these ops."""
         return self.arguments(node) if isinstance(node, fx.Node) and self.name(node) in names else None
 
+    def only_reader(self, node: fx.Node | None, *names: str) -> fx.Node | None:
+        """Return the only reader of a node, if it is a call of one of these ops; None for None."""
+        user = next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+        return user if user is not None and self.name(user) in names else None
+
     def folded(self, item: Any) -> Any:
         """``item`` with each node that stands for a known Python number (``x.shape[-1] // 2``, static) as that number."""
         if isinstance(item, fx.Node):
